@@ -35,15 +35,15 @@ ORDER = (
     "accounting.analysis",
     "algorithms.bolt_on_numbers algorithms.clip_numbers algorithms.correlated_numbers"
     " algorithms.heavy_tailed_numbers algorithms.holder_numbers algorithms.localized_numbers"
-    " algorithms.mixture_numbers algorithms.output_sgd_numbers algorithms.user_filtered_numbers"
-    " algorithms.user_localized_numbers algorithms.user_numbers estimators.output_numbers"
+    " algorithms.mixture_numbers algorithms.output_sgd_numbers"
+    " algorithms.user_numbers estimators.output_numbers"
     " estimators.tilted_numbers step.pace",
     "problem schedule",
     "accounting",
     "noise rng secret trial rows sampling rules prox losses algorithms.mechanisms step.exact_noise",
     "step.plan algorithms.choose_clip",
     "step.oracle step.clipped step.phased algorithms.oracles algorithms.user_oracles"
-    " algorithms.user_filter_oracles algorithms.holder_oracle algorithms.correlated_oracle"
+    " algorithms.holder_oracle algorithms.correlated_oracle"
     " algorithms.pilot_oracle",
     "distributed",
     "step algorithms estimators show.look streams",

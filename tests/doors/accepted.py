@@ -121,10 +121,7 @@ FINE = {
     "dp.UserClippedSGD.plan[noise].dim": "none Model",
     "dp.UserClippedSGD.plan[searched].dim": "none Model",
     "dp.UserFilteredSGD.plan.dim": "none Model",
-    "dp.UserFilteredSGD.plan[noise].dim": "none Model",
     "dp.LocalizedUserSGD.plan.dim": "Model",
-    "dp.LocalizedUserSGD.plan[noise].dim": "none Model",
-    "dp.LocalizedUserSGD.plan[noise].score_share": "zero",
     **{
         f"dp.{name}.plan.model": "Model"
         for name in ("OutputPerturbation", "ObjectivePerturbation", "NoisyGD")

@@ -94,7 +94,7 @@ EXEMPT = {
     *(f"Accountant.{name}" for name in ("continue_from", "expect", "marked", "require_planned")),
     *("Budget.quoted", "Pilot.split", "Problem.require", "errors.warn", "show.loggers.in_single"),
     *(f"oracles.{name}" for name in ("Charge", "Release", "clip_weights", "joint_norm")),
-    *(f"oracles.{name}" for name in ("ShuffledMedian", "UserFiltered", "UserSearched")),
+    *(f"oracles.{name}" for name in ("ShuffledMedian", "UserFiltered")),
     *(
         f"rules.{name}"
         for name in ("trained", "means", "absorb", "averaged", "Selected", "select_central")
