@@ -293,7 +293,6 @@ def regularized_phase_trajectory(
     n = len(X)
     phase = resolve("torch_dpsco.algorithms.localized_numbers", "LocalizedPhase")(
         index=1, n=n, batch_size=n, clip=clip, steps=steps, reg=reg, radius=radius, noise_std=0.0, error=None,
-        uncapped_steps=steps,
     )  # fmt: skip
     schedule = resolve("torch_dpsco.algorithms.localized_numbers", "LocalizedSchedule")(
         phases=(phase,), rho=None
@@ -391,7 +390,7 @@ def auto_clip_rows(
 
 def central_candidate(candidates: Sequence[Sequence[float]]) -> Any:
     """Returns the most central of the candidates."""
-    select_central = resolve("torch_dpsco.rules", "select_central")
+    select_central = resolve("tests.reference.papers.localized", "select_central")
     return select_central(torch.tensor(candidates, dtype=torch.float64))
 
 

@@ -127,7 +127,6 @@ def phases(**changes: Any) -> LocalizedSchedule:
         "steps": 8,
         "reg": 0.5,
         "noise_std": 0.5,
-        "uncapped_steps": 9,
     }
     one = LocalizedPhase(**{"index": 1, "radius": np.inf, "error": None, **numbers, **changes})
     return LocalizedSchedule(phases=(one,), rho=None)

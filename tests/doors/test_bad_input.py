@@ -96,10 +96,7 @@ EXEMPT = {
     *("Budget.quoted", "Pilot.split", "Problem.require", "errors.warn", "show.loggers.in_single"),
     *(f"oracles.{name}" for name in ("Charge", "Release", "clip_weights", "joint_norm")),
     *(f"oracles.{name}" for name in ("ShuffledMedian", "UserFiltered", "UserSearched")),
-    *(
-        f"rules.{name}"
-        for name in ("trained", "means", "absorb", "averaged", "Selected", "select_central")
-    ),
+    *(f"rules.{name}" for name in ("trained", "means", "absorb", "averaged")),
     "prox.project_on_two_balls_",
     *(
         f"sampling.{kind}Sampler"

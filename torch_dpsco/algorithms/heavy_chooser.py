@@ -166,7 +166,6 @@ def plan_by_theorem(  # noqa: D417 (cls is bound)
     adjacency: Adjacency | None = None,
     dim: Any = None,
     distance: float | None = None,
-    allow_infinite_variance: bool = False,
     secure: str | None = None,
 ) -> ClippedPlan:
     """Returns the public numbers of a run, before anything is spent.
@@ -202,7 +201,6 @@ def plan_by_theorem(  # noqa: D417 (cls is bound)
         dim: number of parameters, or the model; needed where moments are promised, and by pilots.
         distance: bound on |w_0 - w*|; default the diameter of the problem's ball, which the bound on the risk of
             AcceleratedSGD wants (docs/proofs/heavy_tailed.md#accelerated-steps).
-        allow_infinite_variance: admits moment_order < 2.
         secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
 
     Raises:
@@ -238,7 +236,6 @@ def plan_by_theorem(  # noqa: D417 (cls is bound)
         average=average,
         dim=dimension(dim),
         distance=distance,
-        allow_infinite_variance=allow_infinite_variance,
     )
     return task.plan(cls.plans, secure)
 
@@ -280,7 +277,6 @@ class _Task:
     average: str | None
     dim: int | None
     distance: float | None
-    allow_infinite_variance: bool
 
     @property
     def goal(self) -> Budget | None:
@@ -420,7 +416,6 @@ class _Task:
                 order,
                 problem.second_moment,
                 self.given.adjacency,
-                self.allow_infinite_variance,
             )
             given = dict(zip(needs, constants, strict=True)) | {"steps": steps, "clip": self.clip}
             return self.theorem.chosen(data, given, problem, self.distance)

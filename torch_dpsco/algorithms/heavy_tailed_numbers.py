@@ -73,20 +73,14 @@ MAX_STEPS = 100_000  # end of the search for the number of steps
 _GRID = 400
 
 
-def check_order(moment_order: float, allow_infinite_variance: bool = False) -> float:
-    """Returns k; raises ConditionError for k < 2 (infinite variance) unless that is allowed.
-
-    Example:
-        >>> check_order(3), check_order(1.5, allow_infinite_variance=True)
-        (3.0, 1.5)
-    """
+def check_order(moment_order: float) -> None:
+    """Raises ConditionError for k < 2, where gradients may have infinite variance."""
     k = check.order(moment_order=moment_order)
-    if k < 2 and not allow_infinite_variance:
+    if k < 2:
         raise ConditionError(
-            f"moment_order must be >= 2 (got {k:g}): gradients may have infinite variance; pass "
-            "allow_infinite_variance=True for bounds by the variance of the CLIPPED mean"
+            f"moment_order must be >= 2 for a theorem to choose (got {k:g}): give a clip, chosen"
+            " without looking at the data"
         )
-    return k
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,14 +132,13 @@ class OnePass:
         dim: d, number of parameters.
         rho: > 0, zCDP of the whole run.
         moment: r_k > 0 with sup_w E||grad f(w,x)||^k <= r_k^k.
-        moment_order: k > 1.
-        second_moment: r_2; default r_k for k >= 2 (r_2 <= r_k), unknown below.
+        moment_order: k >= 2.
+        second_moment: r_2; default r_k (r_2 <= r_k).
         adjacency: "replace_one", "zero_out" or "add_remove".
-        allow_infinite_variance: admits k < 2.
 
     Example:
         >>> data = OnePass(n=100, dim=1, rho=0.5, moment=1.0, moment_order=2.0)
-        >>> data.batch_size(3), round(data.noise_variance(10, 1.0), 12), round(data.sampling_variance(10, 1.0), 12)
+        >>> data.batch_size(3), round(data.noise_variance(10, 1.0), 12), round(data.sampling_variance(10), 12)
         (33, 0.04, 0.1)
     """
 
@@ -156,14 +149,13 @@ class OnePass:
     moment_order: float
     second_moment: float | None = None
     adjacency: str = "replace_one"
-    allow_infinite_variance: bool = False
 
     def __post_init__(self) -> None:
         check.positive_count(n=self.n)
         check.positive_count(dim=self.dim)
         check.positive(rho=self.rho)
         check.positive(moment=self.moment)
-        check_order(self.moment_order, self.allow_infinite_variance)
+        check_order(self.moment_order)
         if self.second_moment is not None:
             check.positive(second_moment=self.second_moment)
         sensitivity_factor(self.adjacency)
@@ -185,18 +177,9 @@ class OnePass:
         """Returns d sigma^2, the expected square of the noise on a mean."""
         return self.dim * self.noise_std(batch_size, clip) ** 2
 
-    def sampling_variance(self, batch_size: int, clip: float) -> float:
-        """Returns a bound on the variance of a clipped mean without noise.
-
-        r_2^2/s, where r_2 is finite; for k < 2 also r_k^k C^(2-k)/s, since clipped rows have norm^2 <= C^(2-k) norm^k.
-        """
-        k = self.moment_order
-        bounds = []
-        if self.second_moment is not None or k >= 2:
-            bounds.append((self.second_moment or self.moment) ** 2)
-        if k < 2:
-            bounds.append(math.exp(k * math.log(self.moment) + (2 - k) * math.log(clip)))
-        return min(bounds) / batch_size
+    def sampling_variance(self, batch_size: int) -> float:
+        """Returns r_2^2/s, a bound on the variance of a clipped mean without noise."""
+        return (self.second_moment or self.moment) ** 2 / batch_size
 
     def run(self, steps: int, clip: float) -> dict[str, Any]:
         """Returns the fields of a `OnePassPlan` that follow from steps and clip."""
@@ -211,7 +194,7 @@ class OnePass:
             "clip": clip,
             "noise_std": self.noise_std(s, clip),
             "bias": clip_bias_worst(self.moment, self.moment_order, clip),
-            "variance": self.sampling_variance(s, clip) + self.noise_variance(s, clip),
+            "variance": self.sampling_variance(s) + self.noise_variance(s, clip),
         }
 
 

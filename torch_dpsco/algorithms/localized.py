@@ -8,9 +8,8 @@ Multi-pass within a phase (all its records, or a minibatch of them, in each step
 one phase only, so that the run costs what the costliest phase costs. No smoothness is needed.
 
 Differs from the paper (Lowy and Razaviyayn 2023, Algorithms 3 and 4) in: 1. schedules with proved constants, without
-balls around the centers by default; 2. the number of steps is not tied to lambda; 3. several copies of a phase, of
-which the most central answer is taken (beyond the paper); 4. minibatches are accounted numerically, not by the hidden
-constants of the moments accountant; 5. the strongly convex reduction in its proved form.
+balls around the centers; 2. the number of steps is not tied to lambda; 3. minibatches are accounted numerically, not by
+the hidden constants of the moments accountant; 4. the strongly convex reduction in its proved form.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ from torch_dpsco.algorithms.localized_numbers import (
     LocalizedPhase,
     LocalizedSchedule,
     PhaseTask,
-    boosted_localized_schedule,
     halved_sizes,
-    localized_schedule,
     localized_schedule_ballfree,
     localized_schedule_minibatch,
     minibatch_size,
@@ -51,7 +48,7 @@ from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.phased import Phased
 from torch_dpsco.step.planned import LABELS, PlannedOptimizer, StepPlan, costs
 
-METHODS = ("localized", "ball", "boosted", "reduction")
+METHODS = ("localized", "reduction")
 _UNPROMISED = 4.0  # moment order where clip and reg replace all promises: any will do
 
 
@@ -96,7 +93,7 @@ class LocalizedPlan(StepPlan):
             if pilot is not None:
                 newest = pilot.oracle()
                 oracles.append((newest, 1))
-            oracles += [(_clipped(phase, newest), phase.steps) for _ in range(phase.copies)]
+            oracles.append((_clipped(phase, newest), phase.steps))
         return Phased(oracles)
 
     def rule(self) -> UpdateRule:
@@ -108,12 +105,7 @@ class LocalizedPlan(StepPlan):
         phases: list[Phase] = []
         for phase, pilot in zip(self.localized.phases, self.pilots, strict=True):
             phases += [] if pilot is None else [Phase(1)]
-            phases += [
-                Phase(
-                    phase.steps, phase.lr, phase.reg, phase.radius, copy=copy, copies=phase.copies
-                )
-                for copy in range(phase.copies)
-            ]
+            phases.append(Phase(phase.steps, phase.lr, phase.reg, phase.radius))
         return Schedule(tuple(phases))
 
     def lines(self) -> Iterator[tuple[str, str]]:
@@ -129,16 +121,11 @@ class LocalizedPlan(StepPlan):
         for phase, pilot in zip(self.localized.phases, self.pilots, strict=True):
             if pilot is not None:
                 yield "pilot", str(pilot)
-            copies = (
-                ""
-                if phase.copies == 1
-                else f"{phase.copies} times, of which the most central answer is kept: "
-            )
             clip = f"the clip ({phase.clip:.3g})" if not any(self.pilots) else "the clip"
             yield (
                 f"phase {phase.index}",
                 (
-                    f"{copies}{phase.steps} steps on {phase.batch_size} of {phase.n} {self.unit}s,"
+                    f"{phase.steps} steps on {phase.batch_size} of {phase.n} {self.unit}s,"
                     f" lambda {phase.reg:.3g}, noise of std"
                     f" {phase.noise_multiplier / phase.batch_size:.2g} of {clip}"
                 ),
@@ -175,7 +162,7 @@ def parts_of(
                     f" {math.ceil(phase.n / phase.batch_size)} steps each, for sampling='allocated'"
                     f" (got {phase.steps})"
                 )
-        parts += [(design, phase.steps)] * phase.copies
+        parts.append((design, phase.steps))
     return Parts(tuple(parts), n)
 
 
@@ -194,14 +181,12 @@ class _Task:
     budget: Budget | None
     clip: float | Pilot | None
     reg: float | None
-    method: str | None
-    copies: int
+    method: str
     max_steps: int | None
     min_phase: int
     sampling: str
     dim: int | None
     distance: float | None
-    allow_infinite_variance: bool
 
     @property
     def kind(self) -> type[Minibatches]:
@@ -210,12 +195,9 @@ class _Task:
 
     def none_chosen(self, phases: LocalizedSchedule) -> tuple[None, ...]:
         """Returns no pilots for phases that are given; raises ValueError for what only a choice of them takes."""
-        unset = ("clip", "reg", "method", "dim", "distance")
-        names = [name for name in unset if getattr(self, name) is not None]
-        defaults = ("copies", 1), ("max_steps", _MAX_STEPS), ("min_phase", 1)
-        changed = any(getattr(self, name) != value for name, value in defaults)
-        if changed or self.allow_infinite_variance:
-            names.append("copies, max_steps, min_phase and allow_infinite_variance")
+        unset = dict.fromkeys(("clip", "reg", "dim", "distance"))
+        unset |= {"method": "localized", "max_steps": _MAX_STEPS, "min_phase": 1}
+        names = [name for name, value in unset.items() if getattr(self, name) != value]
         if names:
             raise ValueError(
                 f"{', '.join(names)} must not be given beside phases, which are chosen (got"
@@ -248,39 +230,30 @@ class _Task:
     def _chosen(self, budget: Budget) -> LocalizedSchedule:
         check.positive_count(n=self.n)
         promised = self._promises()
-        order = promised["moment_order"]
-        method = self._method(order)
+        self._require(promised["moment_order"])
         moment = promised["moment"]
         task = PhaseTask(
             n=self.n,
             dim=self.dim or 1,
             rho=zcdp_of(release_noise(budget), budget.adjacency),
-            moment_order=order if method == "boosted" else order / 2.0,
+            moment_order=promised["moment_order"] / 2.0,
             second_moment=promised["second_moment"],
             diameter=promised["diameter"],
             max_steps=self.max_steps,
             reg=self.reg,
             adjacency=budget.adjacency,
-            allow_infinite_variance=self.allow_infinite_variance,
         )
-        if method == "boosted":
-            phases = boosted_localized_schedule(
-                task, moment=moment, copies=self.copies, ball=False
-            )
-        else:
-            phases = self._localized(method, task, moment)
-            if self.sampling != "full":
-                phases = self._in_minibatches(phases, task, moment, budget)
+        phases = self._localized(task, moment)
+        if self.sampling != "full":
+            phases = self._in_minibatches(phases, task, moment, budget)
         if self.clip is None:
             return phases
         # noise in units of the clip: privacy stays as it is
         return phases.clipped_at(1.0 if isinstance(self.clip, Pilot) else self.clip)
 
-    def _localized(self, method: str, task: PhaseTask, moment: float) -> LocalizedSchedule:
-        """Returns the phases of a method without groups."""
-        if method == "ball":
-            return localized_schedule(task, moment_2k=moment, min_phase=self.min_phase)
-        if method == "localized":
+    def _localized(self, task: PhaseTask, moment: float) -> LocalizedSchedule:
+        """Returns the phases of the method, on all their records in each step."""
+        if self.method == "localized":
             return localized_schedule_ballfree(task, moment_2k=moment, min_phase=self.min_phase)
         (curvature,) = self.problem.require(
             "strong_convexity", by="LocalizedSGD(method='reduction')"
@@ -313,28 +286,20 @@ class _Task:
         # the theorem is of batches that do not depend on those before
         return phases.without_bound() if self.kind is Assigned else phases
 
-    def _method(self, order: float) -> str:
-        """Returns the method, that of the moments where none is given."""
-        copies = check.positive_count(copies=self.copies)
-        method = self.method
-        if method is None:
-            method = "boosted" if copies > 1 or order < 4 else "localized"
-        check.choice(METHODS, method=method)
+    def _require(self, order: float) -> None:
+        """Raises for what does not go together."""
+        check.choice(METHODS, method=self.method)
         check.positive_count(min_phase=self.min_phase)
-        if copies > 1 and method != "boosted":
+        if self.sampling != "full" and self.method != "localized":
             raise ValueError(
-                f"copies must be 1 for method {method!r} (got {copies}): only 'boosted' has several"
+                f"sampling must be 'full' for method {self.method!r} (got {self.sampling!r})"
             )
-        if self.sampling != "full" and method != "localized":
-            raise ValueError(
-                f"sampling must be 'full' for method {method!r} (got {self.sampling!r})"
-            )
-        if method != "boosted" and order < 4 and not self.allow_infinite_variance:
+        if order < 4:
             raise ConditionError(
-                f"moment_order must be >= 4 for method {method!r}, which needs twice the moments"
-                f" that its bound is about (got {order:g}): use method='boosted'"
+                "moment_order must be >= 4 for phases, which need twice the moments that their"
+                f" bound is about (got {order:g}): give clip= and reg=, chosen without looking at"
+                " the data"
             )
-        return method
 
     def _promises(self) -> dict[str, float]:
         """Returns what the theorems take as promised; anything where clip and reg replace it."""
@@ -414,22 +379,20 @@ class LocalizedSGD(PlannedOptimizer):
         phases: LocalizedSchedule | None = None,
         clip: float | Pilot | None = None,
         reg: float | None = None,
-        method: str | None = None,
-        copies: int = 1,
+        method: str = "localized",
         max_steps: int | None = _MAX_STEPS,
         min_phase: int = 1,
         sampling: str = "full",
         adjacency: Adjacency | None = None,
         dim: Any = None,
         distance: float | None = None,
-        allow_infinite_variance: bool = False,
         secure: str | None = None,
     ) -> LocalizedPlan:
         """Returns the phases of a run, before anything is spent.
 
         Args:
-            problem: promises about the supremum over w of the gradient norm: moment of moment_order, second_moment.
-                Not needed where both clip and reg are given, or phases.
+            problem: promises about the supremum over w of the gradient norm: moment of moment_order >= 4,
+                second_moment. Not needed where both clip and reg are given, or phases.
             n: public number of records; at least those of all phases, which take them from one random permutation.
             budget: what the run may spend; replace_one or zero_out. The phases are chosen for it unless they are given.
             phases: of your own, from `algorithms.localized_numbers`, with their noise: in place of what follows but
@@ -439,10 +402,7 @@ class LocalizedSGD(PlannedOptimizer):
                 the last choice.
             reg: lambda of the first phase, chosen without looking at the data; default by theory, which is sized for
                 the worst case and moves little at moderate n. Without the default there is no risk bound.
-            method: "localized" (default if moment_order >= 4, or none is promised), "ball" (with balls around the
-                centers), "boosted" (default below 4; `copies` groups per phase), "reduction" (strongly convex losses:
-                localized runs around each other).
-            copies: groups per phase, method "boosted".
+            method: "localized", or "reduction" (strongly convex losses: localized runs around each other).
             max_steps: cap on the steps of a phase; the theorem wants up to n^2 rho / (2 dim). None for no cap.
             min_phase: phases of fewer records join the one before.
             sampling: "full" (all records of the phase in each step); "poisson", "fixed" or "allocated" (minibatches,
@@ -451,7 +411,6 @@ class LocalizedSGD(PlannedOptimizer):
             adjacency: default the budget's, or "zero_out".
             dim: number of parameters, or the model; needed where the phases are chosen.
             distance: bound on |w_0 - w*|; default the diameter of the problem's ball.
-            allow_infinite_variance: admits moment orders below 2.
             secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
 
         Raises:
@@ -473,13 +432,11 @@ class LocalizedSGD(PlannedOptimizer):
             clip=clip,
             reg=reg,
             method=method,
-            copies=copies,
             max_steps=max_steps,
             min_phase=min_phase,
             sampling=sampling,
             dim=dimension(dim),
             distance=distance,
-            allow_infinite_variance=allow_infinite_variance,
         )
         kind = task.kind
         if phases is None:

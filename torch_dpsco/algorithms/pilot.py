@@ -102,25 +102,25 @@ class Pilot:
         phases: list[LocalizedPhase] = []
         pilots: list[PilotPlan | None] = []
         for phase in schedule.phases:
-            if pilots and phase.records < 2 * (
+            if pilots and phase.n < 2 * (
                 self.size or LEAST_PILOT
             ):  # the choice of the phase before will do
                 phases.append(phase)
                 pilots.append(None)
                 continue
-            size = self.records(phase.records)
-            left = (phase.records - size) // phase.copies
+            size = self.records(phase.n)
+            left = phase.n - size
             if left < 1:
                 raise InfeasibleError(
                     f"Pilot(size={size}) must leave records in phase {phase.index}, which has"
-                    f" {phase.records}: give a smaller size, or a larger min_phase"
+                    f" {phase.n}: give a smaller size, or a larger min_phase"
                 )
             rate = (
                 exchange_rate_phase(left, dim, schedule.rho, budget.adjacency)
                 if schedule.rho
                 else 0.0
             )
-            pilots.append(self.plan(phase.records, budget, rate))
+            pilots.append(self.plan(phase.n, budget, rate))
             batch = max(1, phase.batch_size * left // phase.n)
             steps = phase.steps
             noise = phase.noise_multiplier

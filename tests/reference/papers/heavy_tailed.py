@@ -12,6 +12,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from tests.reference.papers import localized
+from tests.reference.papers.localized import _gap
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
 from torch_dpsco.algorithms import localized_numbers
@@ -31,7 +33,6 @@ from torch_dpsco.algorithms.heavy_tailed_numbers import (
 from torch_dpsco.algorithms.localized_numbers import (
     LocalizedPhase,
     PhaseTask,
-    _gap,
     _parts,
     halved_sizes,
 )
@@ -209,7 +210,6 @@ def strongly_convex_clip(
         moment=moment,
         moment_order=moment_order,
         adjacency=adjacency,
-        allow_infinite_variance=True,
     )
     weight = u.noise * data.noise_variance(data.batch_size(steps), 1.0)
     return clip_threshold_square(moment, moment_order, u.bias, weight)
@@ -274,7 +274,6 @@ def proximal_pl_clip(
         moment=moment,
         moment_order=moment_order,
         adjacency=adjacency,
-        allow_infinite_variance=True,
     )
     return clip_threshold_square(
         moment, moment_order, 3.0, 2.0 * data.noise_variance(data.batch_size(steps), 1.0)
@@ -570,7 +569,6 @@ def localized_schedule_paper(
                 radius=reach * eta_i * weight,
                 noise_std=mean_noise_std(C, size, eps**2 / 2.0, T),
                 error=None,
-                uncapped_steps=T,
                 lr=eta_i,
             )
         )
@@ -729,8 +727,8 @@ def accelerated_numbers(**task: Any) -> dict[str, float]:
     }
 
 
-localized_schedule = flat(localized_numbers.localized_schedule, PhaseTask)
+localized_schedule = flat(localized.localized_schedule, PhaseTask)
 localized_schedule_ballfree = flat(localized_numbers.localized_schedule_ballfree, PhaseTask)
 localized_schedule_minibatch = flat(localized_numbers.localized_schedule_minibatch, PhaseTask)
-boosted_localized_schedule = flat(localized_numbers.boosted_localized_schedule, PhaseTask)
+boosted_localized_schedule = flat(localized.boosted_localized_schedule, PhaseTask)
 reduction_schedule = flat(localized_numbers.reduction_schedule, PhaseTask)
