@@ -1,7 +1,7 @@
 """Mean oracles: from per-sample gradients to a private mean."""
 
 from torch_dpsco.algorithms.correlated_oracle import CorrelatedClipped
-from torch_dpsco.algorithms.holder_oracle import HolderAbsolute, HolderClipped
+from torch_dpsco.algorithms.holder_oracle import HolderClipped
 from torch_dpsco.algorithms.oracles import (
     AdaptiveClipped,
     AutoClip,
@@ -25,7 +25,6 @@ __all__ = [
     "Coordinatewise",
     "CorrelatedClipped",
     "Exact",
-    "HolderAbsolute",
     "HolderClipped",
     "MeanOracle",
     "Phased",

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from tests.reference.absolute import HolderAbsolute
 from torch_dpsco import oracles
 from torch_dpsco.accounting.designs import Fixed, Full, Poisson
 from torch_dpsco.algorithms.oracles import AdaptiveClipped
@@ -32,7 +33,7 @@ PROBLEM = Squared().problem(bound_x=2.0)
 MEANS = {
     "clipped": lambda: oracles.Clipped(CLIP, 2.0, BATCH),
     "holder": lambda: oracles.HolderClipped(PROBLEM, 2.0, BATCH),
-    "absolute": lambda: oracles.HolderAbsolute(PROBLEM, (0.5, 0.25), BATCH),
+    "absolute": lambda: HolderAbsolute(PROBLEM, (0.5, 0.25), BATCH),
     "auto": lambda: oracles.AutoClip(CLIP, 2.0, BATCH),
     "adaptive": lambda: AdaptiveClipped(CLIP, 2.0, BATCH, count_noise=4.0),
 }

@@ -87,10 +87,6 @@ def test_the_other_plans_of_clipped_steps_take_the_same_batches() -> None:
         assert type(made.design) is kind
     for cls in (dp.AcceleratedSGD, dp.ProximalSGD):
         assert heavy(cls, steps=5).design == dp.Assigned(2000, N, 5)
-    absolute = dp.HolderSGD.plan(
-        problem=PROBLEM, n=100, noise="absolute", noise_std=1.0, batch_size=20, steps=5
-    )
-    assert absolute.design == dp.Poisson(20, 100)  # a pass of such noise is not amplified
 
 
 def test_after_a_pilot_the_records_that_are_left_are_drawn_by_chance() -> None:

@@ -171,14 +171,6 @@ def test_a_clip_is_a_share(clip: Any) -> None:
         plan(clip=clip)
 
 
-def test_the_papers_noise_is_that_of_rows_that_are_not_clipped() -> None:
-    ball = dp.losses.Logistic().problem(bound_x=2.0, radius=1.0)
-    with pytest.raises(ValueError, match="clip must be 1 for noise='paper'"):
-        plan(ball, noise="paper", clip=0.5)
-    with pytest.raises(ValueError, match="clip must be 1 for noise='absolute'"):
-        dp.HolderSGD.plan(problem=ball, n=N, noise="absolute", noise_std=1.0, steps=3, clip=0.5)
-
-
 def test_losses_of_many_scores_are_not_clipped_by_default() -> None:
     softmax = dp.losses.SoftmaxCrossEntropy(num_classes=4).problem(bound_x=2.0)
     assert plan(softmax, budget=dp.Budget(0.05, 1e-6, "replace_one")).clip == 1

@@ -210,13 +210,21 @@ def choose_noise(
     budget: Budget | None, design: Design, steps: int | None, given: Given | None = None
 ) -> float:
     """Returns the noise multiplier that is given, or else the least one of the budget."""
-    if given is not None and given.noise_multiplier is not None:
-        return check.nonnegative(noise_multiplier=given.noise_multiplier)
-    if budget is None:
+    noise = None if given is None else given.noise_multiplier
+    require_target(budget, noise)
+    if noise is not None or budget is None:
+        return check.nonnegative(noise_multiplier=noise)
+    return noise_for(budget, design, steps)
+
+
+def require_target(budget: Budget | None, noise_multiplier: float | None) -> None:
+    """Raises ValueError where there is neither noise of the caller's nor a budget to choose it for."""
+    if noise_multiplier is not None:
+        check.nonnegative(noise_multiplier=noise_multiplier)
+    elif budget is None:
         raise ValueError(
             "budget or noise_multiplier must be given: the target, or noise of your own"
         )
-    return noise_for(budget, design, steps)
 
 
 def choose_pace(promises: Promises, draws: Draws, noise: float) -> Pace:
