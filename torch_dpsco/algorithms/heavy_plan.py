@@ -29,7 +29,7 @@ from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.step.clipped import Clipped
 from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.phased import Phased
-from torch_dpsco.step.planned import StepPlan, noise_on_mean, otherwise
+from torch_dpsco.step.planned import StepPlan, noise_on_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +108,6 @@ class ClippedPlan(StepPlan):
                 f"steps must be given beside a pilot (got {self.steps} and {self.pilot})"
             )
         return self.pilot, self.steps - 1
-
-    def otherwise(self) -> str:
-        """Returns what other batches would cost; see `step.planned.otherwise`."""
-        steps = self.steps if self.pilot is None else self._piloted()[1]
-        return otherwise(self.budget, self.training, steps, self.noise_multiplier)
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""

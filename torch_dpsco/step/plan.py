@@ -338,8 +338,6 @@ def _decoded(value: Any, kinds: Mapping[str, type]) -> Any:
     if kind is None:
         raise ValueError(f"type must be one of {', '.join(kinds)} (got {value.get('type')!r})")
     given = {name: _decoded(item, kinds) for name, item in value.items() if name != "type"}
-    if kind is Assigned:  # plans of before, whose noise was that of one release
-        given.setdefault("amplification", False)
     try:
         return kind(**given)
     except TypeError as error:

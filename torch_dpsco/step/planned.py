@@ -15,25 +15,21 @@ from torch_dpsco import _validate as check
 from torch_dpsco._validate import shown
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.rounding import asks_exact
-from torch_dpsco.accounting.budgets import Budget, warn_of_delta
+from torch_dpsco.accounting.budgets import warn_of_delta
 from torch_dpsco.accounting.designs import (
     Assigned,
     Design,
-    Disjoint,
     Full,
     Parts,
-    Poisson,
-    Shuffled,
     Undeclared,
 )
-from torch_dpsco.accounting.events import ADD_REMOVE, Event
+from torch_dpsco.accounting.events import Event
 from torch_dpsco.errors import ConditionError, outside
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import AVERAGES, SGD, Momentum, TorchRule, UpdateRule
 from torch_dpsco.sampling.loader import capacity
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.step import checks
-from torch_dpsco.step.chooser import noise_for, release_noise
 from torch_dpsco.step.clipped import ClippedMean
 from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.payments import first_charges, planned_event
@@ -41,7 +37,6 @@ from torch_dpsco.step.plan import Plan, exact_cost, passes
 from torch_dpsco.step.run import sizes_are_private
 from torch_dpsco.step.step import PrivateOptimizer
 
-_ABOUT = 1e-2  # relative accuracy of a number that is only shown
 _STAGES = 10  # points of a curve over steps
 
 
@@ -159,13 +154,9 @@ class StepPlan(BatchPlan):
             raise ConditionError("the run has no last step: give steps=")
         return planned_event(oracle, self.design, 0, steps, "planned")
 
-    def otherwise(self) -> str:
-        """Returns what other batches would cost, in words that follow those of `drawing`; see `otherwise`."""
-        return ""
-
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what all such plans say; see `Plan.lines`."""
-        yield "batches", drawing(self.design, self.unit) + self.otherwise()
+        yield "batches", drawing(self.design, self.unit)
         often = "steps until the budget is spent"
         if self.steps is not None:
             declared = not isinstance(self.design, Undeclared)
@@ -218,26 +209,6 @@ def noise_on_mean(share: float, bound: float, where: str = "") -> tuple[str, str
     """Returns (label, text) of noise whose std is a share of the bound on a mean gradient."""
     gradient = f"a mean gradient of norm at most {bound:.3g}{where}"
     return "noise", f"std {share * bound:.3g} per coordinate of {gradient}: {share:.2g} of it"
-
-
-def otherwise(budget: Budget | None, design: Design, steps: int | None, noise: float) -> str:
-    """Returns in words the noise multiplier that the budget asks for in other batches; "" where nothing is to be said.
-
-    Args:
-        budget: of the run; None, or one that is stated as a risk, says nothing.
-        design: how batches are drawn that move the iterate.
-        steps: number of steps.
-        noise: noise multiplier of these batches.
-    """
-    if budget is None or budget.risk or steps is None or isinstance(design, (Undeclared, Full)):
-        return ""
-    if isinstance(design, (Shuffled, Disjoint)):
-        other = "sampling='poisson'"
-        needed = noise_for(budget, Poisson(design.batch_size, design.n), steps, rtol=_ABOUT)
-    else:
-        other = "shuffled passes" if budget.adjacency != ADD_REMOVE else "passes in known batches"
-        needed = release_noise(budget) * math.sqrt(math.ceil(steps / design.batches))
-    return f"; {other} would need noise {needed:.3g} in place of {noise:.3g}"
 
 
 def drawing(design: Design, unit: str) -> str:
