@@ -43,7 +43,6 @@ from torch_dpsco.errors import AdjacencyError, UnitError
 from torch_dpsco.losses.base import TableGradBound
 from torch_dpsco.problem import Problem
 from torch_dpsco.step import checks
-from torch_dpsco.step import pace as theory
 from torch_dpsco.step.pace import Pace
 
 _FEW_ROWS = 1e6  # gradients of rows in a run, at least
@@ -238,7 +237,7 @@ def choose_clip(problem: Problem, n: int, budget: Budget, dim: int | None) -> fl
 
     Their clipped gradients are those of a loss.
     """
-    return theory.clip_share(loudness(n, budget, dim)) if problem.is_glm else 1.0
+    return clip_share(loudness(n, budget, dim)) if problem.is_glm else 1.0
 
 
 # -- what the stages share --------------------------------------------------------------------------------------------
@@ -283,13 +282,13 @@ class Scale:
 
     def horizon(self, n: int, budget: Budget) -> float:
         """Returns the sum of the step sizes of a run on all records."""
-        return self.distance / theory.noise_of_mean(
+        return self.distance / noise_of_mean(
             release_noise(budget), self.bound, n, 1, self.dim, sampled=False
         )
 
     def steps(self, n: int, budget: Budget) -> int:
         """Returns the number of steps by the horizon."""
-        return theory.steps_to(self.horizon(n, budget), self.smoothness)
+        return steps_to(self.horizon(n, budget), self.smoothness)
 
     def least_steps(self, design: Design) -> int:
         """Returns those of the usual passes; none of all records at once."""
@@ -312,16 +311,16 @@ class Scale:
     def pace(self, design: Design, steps: int, noise: float) -> Pace:
         """Returns step size and momentum for the noise of the mean of all steps, sampling included."""
         sampled = design.batch_size < design.n
-        level = theory.noise_of_mean(
+        level = noise_of_mean(
             noise, self.bound, design.batch_size, steps, self.dim, sampled=sampled
         )
         if self.smoothness is None:
-            return theory.rough_pace(self.distance, level, steps, self.bound)
-        return theory.smooth_pace(self.distance / level, steps, self.smoothness)
+            return rough_pace(self.distance, level, steps, self.bound)
+        return smooth_pace(self.distance / level, steps, self.smoothness)
 
 
 def _passes(n: int) -> float:
-    return min(theory.PASSES, max(1.0, _MOST_ROWS / n))
+    return min(PASSES, max(1.0, _MOST_ROWS / n))
 
 
 @dataclass(frozen=True)
@@ -340,7 +339,7 @@ class UserScale:
 
     def steps(self, n: int, budget: Budget) -> int:
         """Returns the number of steps by the noise."""
-        return theory.relative_steps(loudness(n, budget, self.dim))
+        return relative_steps(loudness(n, budget, self.dim))
 
     def least_steps(self, design: Design) -> int:
         """Returns 0: batches ask for none."""
@@ -350,15 +349,15 @@ class UserScale:
         """Returns the size such that the steps make 20 passes, of 1024 users at least; None for all of them."""
         if given.sampling not in (None, "poisson", "fixed"):
             return None
-        share = (theory.PASSES if given.epochs is None else given.epochs) / wanted
+        share = (PASSES if given.epochs is None else given.epochs) / wanted
         return min(n, max(_LEAST_USERS, math.ceil(share * n)))
 
     def pace(self, design: Design, steps: int, noise: float) -> Pace:
         """Returns step size and momentum for the noise of the mean of all steps."""
-        level = theory.noise_of_mean(
+        level = noise_of_mean(
             noise, 1.0, design.batch_size, steps, self.dim, sampled=False
         )
-        pace = theory.relative_pace(level, steps, self.distance)
+        pace = relative_pace(level, steps, self.distance)
         return Pace(pace.lr / self.clip, pace.momentum)
 
 
@@ -381,10 +380,10 @@ def scale_of_problem(
     real = False
     if isinstance(table, TableGradBound):
         real = table.loss.target_kind == "real"
-        dim = dim or theory.USUAL_DIM * table.loss.num_scores
+        dim = dim or USUAL_DIM * table.loss.num_scores
     smooth = problem.smoothness is not None
     if distance is None:
-        distance = theory.usual_distance(at_zero, rows, problem.bound_y if real else None, smooth)
+        distance = usual_distance(at_zero, rows, problem.bound_y if real else None, smooth)
         distance = min(distance, problem.radius)
     bound = problem.lipschitz or problem.grad_bound(
         distance
@@ -410,12 +409,12 @@ def scale_of_clip(
     if math.isfinite(known):
         return Scale(1.0, _SHORT / smoothness if clip is None else known / clip, smoothness, dim)
     rows = problem.bound_x or math.sqrt(smoothness)
-    return Scale(1.0, theory.usual_distance(1.0, rows, None, smooth=True), smoothness, dim)
+    return Scale(1.0, usual_distance(1.0, rows, None, smooth=True), smoothness, dim)
 
 
 def loudness(n: int, budget: Budget, dim: int | None) -> float:
     """Returns the norm of the noise of the mean of all steps over the clip."""
-    return theory.noise_of_mean(release_noise(budget), 1.0, n, 1, dim, sampled=False)
+    return noise_of_mean(release_noise(budget), 1.0, n, 1, dim, sampled=False)
 
 
 def one_pass(scale: Scale, n: int, budget: Budget, momentum: bool, secret: bool = False) -> int:
@@ -430,23 +429,23 @@ def one_pass(scale: Scale, n: int, budget: Budget, momentum: bool, secret: bool 
     """
     smoothness = scale.smoothness or 1.0
     if not secret:
-        return min(n, theory.one_pass_steps(scale.horizon(n, budget), smoothness, momentum))
+        return min(n, one_pass_steps(scale.horizon(n, budget), smoothness, momentum))
     if scale.smoothness is None:
         return max(numbers_of_steps(n))
 
     def risk(steps: int) -> float:
         noise = noise_of_pass(budget, steps)
-        level = theory.noise_of_mean(
+        level = noise_of_mean(
             noise, scale.bound, max(1, n // steps), steps, scale.dim, sampled=steps > 1
         )
-        return theory.risk(scale.distance, level, steps, smoothness, momentum)
+        return risk(scale.distance, level, steps, smoothness, momentum)
 
     return min(numbers_of_steps(n), key=risk)
 
 
 def numbers_of_steps(n: int) -> list[int]:
     """Returns the numbers of batches that a secret pass over n records may have: powers of 2 up to 1024."""
-    return [2**k for k in range(theory.MOST.bit_length()) if 2**k <= n]
+    return [2**k for k in range(MOST.bit_length()) if 2**k <= n]
 
 
 def noise_of_pass(budget: Budget, steps: int) -> float:
