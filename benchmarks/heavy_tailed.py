@@ -49,7 +49,7 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from torch_dpsco.accounting.calibrate import noise_multiplier
 from torch_dpsco.accounting.designs import Undeclared
-from torch_dpsco.algorithms import clip_numbers as clipping
+from torch_dpsco.algorithms import heavy_tailed_numbers as clipping
 from torch_dpsco.algorithms.heavy_tailed_numbers import (
     OnePass,
     accelerated_plan,

@@ -34,18 +34,16 @@ MAX_LINES = 500  # of code
 ORDER = (
     "errors acts _loaded _validate _words _doors _margin _owned compat native",
     "accounting.analysis",
-    "algorithms.bolt_on_numbers algorithms.clip_numbers algorithms.correlated_numbers"
+    "algorithms.bolt_on_numbers algorithms.correlated_numbers"
     " algorithms.heavy_tailed_numbers algorithms.holder_numbers algorithms.localized_numbers"
-    " algorithms.mixture_numbers algorithms.output_sgd_numbers algorithms.user_filtered_numbers"
+    " algorithms.output_sgd_numbers algorithms.user_filtered_numbers"
     " algorithms.user_localized_numbers algorithms.user_numbers estimators.output_numbers"
-    " estimators.tilted_numbers step.pace",
+    " estimators.tilted_numbers",
     "problem schedule",
     "accounting",
     "noise rng secret trial rows sampling rules prox losses algorithms.mechanisms step.exact_noise",
-    "step.plan algorithms.choose_clip",
-    "step.oracle step.clipped step.phased algorithms.oracles algorithms.user_oracles"
-    " algorithms.user_filter_oracles algorithms.holder_oracle algorithms.correlated_oracle"
-    " algorithms.pilot_oracle",
+    "step.oracle step.clipped step.phased algorithms.clips algorithms.oracles algorithms.user_oracles"
+    " algorithms.user_filter_oracles",
     "distributed",
     "step algorithms estimators show.look streams",
     "oracles",
@@ -155,7 +153,9 @@ def row(name: str) -> int:
 
 
 NUMBERS = [
-    name for name in FILES if name != PACKAGE and row(name) == row(f"{PACKAGE}.step.pace")
+    name
+    for name in FILES
+    if name != PACKAGE and row(name) == row(f"{PACKAGE}.algorithms.holder_numbers")
 ]  # the formulas of all algorithms
 
 
@@ -316,7 +316,6 @@ def test_only_packages_and_modules_that_pass_names_on_list_what_they_export():
 
     apart = {
         *PACKAGES,
-        f"{PACKAGE}.algorithms.choose_clip",
         f"{PACKAGE}.compat",
         f"{PACKAGE}.estimators.reading",
     }
@@ -393,7 +392,7 @@ def f():
     if TYPE_CHECKING:
         from ..oracles import base
 """
-    assert imports(ast.parse(source), f"{PACKAGE}.step.pace") >= {
+    assert imports(ast.parse(source), f"{PACKAGE}.step.chooser") >= {
         "os.path",
         "torch",
         "scipy.special",

@@ -23,8 +23,7 @@ from torch_dpsco.algorithms.user_localized_numbers import UserPhases
 from torch_dpsco.algorithms.user_numbers import pair_radius_search
 from torch_dpsco.errors import AdjacencyError, ConditionError, DpscoError, UtilityWarning
 from torch_dpsco.sampling.one_pass import make_sampler
-from torch_dpsco.step.plan import Plan
-from torch_dpsco.step.planned import StepPlan
+from torch_dpsco.step.plan import Plan, StepPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore:users disagree:torch_dpsco.errors.UtilityWarning")
 

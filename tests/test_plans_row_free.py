@@ -17,8 +17,7 @@ from tests.edited_plans import edited
 from torch_dpsco.accounting.events import Gaussian, KNorm, in_words
 from torch_dpsco.algorithms import row_free
 from torch_dpsco.algorithms.bolt_on_numbers import bolt_on_sensitivity
-from torch_dpsco.algorithms.holder_numbers import path_sensitivity
-from torch_dpsco.algorithms.mixture_numbers import weighted_law
+from torch_dpsco.algorithms.holder_numbers import path_sensitivity, weighted_law
 from torch_dpsco.algorithms.output_sgd_numbers import HIT_CONSTANTS, output_path
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.algorithms.row_free_plan import RowFreePlan

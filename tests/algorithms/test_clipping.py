@@ -19,7 +19,7 @@ from tests.reference.papers.heavy_tailed import (
     coordinatewise_noise_std,
 )
 from torch_dpsco.accounting.analysis.gaussian import SENSITIVITIES
-from torch_dpsco.algorithms import clip_numbers as cl
+from torch_dpsco.algorithms import heavy_tailed_numbers as cl
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
 
 ORDERS = st.floats(1.001, 200.0) | st.sampled_from([2.0, 1.0 + 1e-12, 1e6])

@@ -31,7 +31,7 @@ from torch_dpsco.accounting import events
 from torch_dpsco.show import loggers
 from torch_dpsco.show.cli import main
 from torch_dpsco.step.common import CommonOptimizer
-from torch_dpsco.step.planned import FromPlan
+from torch_dpsco.step.plan import FromPlan
 
 FEW = 5  # values per argument in the default run
 # what nobody calls with arguments of their own; `family.*` is all of a family

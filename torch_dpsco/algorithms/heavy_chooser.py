@@ -24,9 +24,13 @@ from torch_dpsco.accounting.designs import (
     Undeclared,
 )
 from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency
-from torch_dpsco.algorithms.clip_numbers import exchange_rate_phase
 from torch_dpsco.algorithms.heavy_plan import ClippedPlan, after_pilot, zcdp_of
-from torch_dpsco.algorithms.heavy_tailed_numbers import AveragingSchedule, OnePass, OnePassPlan
+from torch_dpsco.algorithms.heavy_tailed_numbers import (
+    AveragingSchedule,
+    OnePass,
+    OnePassPlan,
+    exchange_rate_phase,
+)
 from torch_dpsco.algorithms.pilot import Pilot, PilotPlan
 from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
 from torch_dpsco.problem import Problem
@@ -36,6 +40,7 @@ from torch_dpsco.step.chooser import (
     SAMPLING,
     Draws,
     Given,
+    Pace,
     Scale,
     agreed,
     choose_design,
@@ -50,7 +55,6 @@ from torch_dpsco.step.chooser import (
     scale_of_clip,
     usual_adjacency,
 )
-from torch_dpsco.step.pace import Pace
 
 _PASS = ("shuffled", "assigned")  # words of one pass
 _FEW_STEPS = 5  # of one pass, where no theorem chooses: worst-case bounds choose too many

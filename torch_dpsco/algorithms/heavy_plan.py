@@ -29,7 +29,7 @@ from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.step.clipped import Clipped
 from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.phased import Phased
-from torch_dpsco.step.planned import StepPlan, noise_on_mean
+from torch_dpsco.step.plan import StepPlan, noise_on_mean
 
 
 @dataclass(frozen=True, kw_only=True)

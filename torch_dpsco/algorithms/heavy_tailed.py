@@ -25,12 +25,6 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
-from torch_dpsco.algorithms.clip_numbers import (
-    exchange_rate_accelerated,
-    exchange_rate_phase,
-    exchange_rate_proximal_pl,
-    exchange_rate_strongly_convex,
-)
 from torch_dpsco.algorithms.heavy_chooser import Theorem, plan_by_theorem
 from torch_dpsco.algorithms.heavy_plan import (
     AcceleratedPlan,
@@ -44,13 +38,17 @@ from torch_dpsco.algorithms.heavy_tailed_numbers import (
     OnePassPlan,
     accelerated_plan,
     averaging_schedule,
+    exchange_rate_accelerated,
+    exchange_rate_phase,
+    exchange_rate_proximal_pl,
+    exchange_rate_strongly_convex,
     proximal_pl_plan,
     strongly_convex_coefficients,
     strongly_convex_plan,
 )
 from torch_dpsco.problem import Problem
 from torch_dpsco.step.chooser import SAMPLING
-from torch_dpsco.step.planned import PlannedOptimizer
+from torch_dpsco.step.plan import PlannedOptimizer
 
 
 class _Averaged(Theorem):

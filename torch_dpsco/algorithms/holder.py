@@ -40,6 +40,7 @@ from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import (
     Draws,
     Given,
+    Pace,
     Scale,
     agreed,
     choose_clip,
@@ -51,8 +52,7 @@ from torch_dpsco.step.chooser import (
     scale_of_problem,
     usual_adjacency,
 )
-from torch_dpsco.step.pace import Pace
-from torch_dpsco.step.planned import PlannedOptimizer, StepPlan, noise_on_mean
+from torch_dpsco.step.plan import PlannedOptimizer, StepPlan, noise_on_mean
 
 _DEFAULT_BATCH = 512
 _DEFAULT_EPOCHS = 10

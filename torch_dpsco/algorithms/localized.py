@@ -46,7 +46,7 @@ from torch_dpsco.step.chooser import agreed, dimension, noise_for, release_noise
 from torch_dpsco.step.clipped import Clipped
 from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.phased import Phased
-from torch_dpsco.step.planned import LABELS, PlannedOptimizer, StepPlan, costs
+from torch_dpsco.step.plan import LABELS, PlannedOptimizer, StepPlan, costs
 
 METHODS = ("localized", "reduction")
 _UNPROMISED = 4.0  # moment order where clip and reg replace all promises: any will do

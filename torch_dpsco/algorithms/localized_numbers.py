@@ -53,12 +53,12 @@ from typing import NamedTuple
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
-from torch_dpsco.algorithms.clip_numbers import (
+from torch_dpsco.algorithms.heavy_tailed_numbers import (
+    check_order,
     clip_bias,
     clip_threshold_linear,
     mean_noise_std,
 )
-from torch_dpsco.algorithms.heavy_tailed_numbers import check_order
 
 _GROWTH = 8.0  # of lambda; it must exceed 4, by which A_i^2 may grow
 

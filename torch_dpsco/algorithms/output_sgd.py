@@ -51,8 +51,7 @@ from torch_dpsco.accounting.events import (
     SimpleEvent,
 )
 from torch_dpsco.algorithms.bolt_on_numbers import bolt_on_sensitivity, plan_bolt_on
-from torch_dpsco.algorithms.holder_numbers import RunPath, path_sensitivity
-from torch_dpsco.algorithms.mixture_numbers import weighted_law
+from torch_dpsco.algorithms.holder_numbers import RunPath, path_sensitivity, weighted_law
 from torch_dpsco.algorithms.output_sgd_numbers import (
     HIT_CONSTANTS,
     output_path,

@@ -42,8 +42,8 @@ from torch_dpsco.algorithms.holder_numbers import (
     iterate_bounds,
     path_sensitivity,
     run_path,
+    uniform_sigma,
 )
-from torch_dpsco.algorithms.mixture_numbers import uniform_sigma
 from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError
 
 FloatArray = NDArray[np.float64]

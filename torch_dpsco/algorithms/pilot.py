@@ -22,7 +22,7 @@ from torch_dpsco.algorithms.choose_clip import (
     pilot_size,
     target_quantile,
 )
-from torch_dpsco.algorithms.clip_numbers import exchange_rate_phase
+from torch_dpsco.algorithms.heavy_tailed_numbers import exchange_rate_phase
 from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
 from torch_dpsco.algorithms.mechanisms import geometric_grid
 from torch_dpsco.algorithms.pilot_oracle import QuantilePilot

@@ -65,7 +65,7 @@ from torch_dpsco.step.common import (
 )
 from torch_dpsco.step.exact_noise import exact_release, gaussian_vector, knorm_vector
 from torch_dpsco.step.payments import new_run
-from torch_dpsco.step.planned import FromPlan
+from torch_dpsco.step.plan import FromPlan
 from torch_dpsco.step.turn import in_turn
 
 _GIVEN_UP = "the run has ended without an answer: its loss broke a promise; make a new optimizer"

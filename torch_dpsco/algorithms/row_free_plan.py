@@ -33,8 +33,7 @@ from torch_dpsco.errors import MissingConstantError, NotCertifiedError, Sequence
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.step.checks import listed
-from torch_dpsco.step.plan import exact_cost, passes
-from torch_dpsco.step.planned import ANSWERS, LABELS, BatchPlan, drawing
+from torch_dpsco.step.plan import ANSWERS, LABELS, BatchPlan, drawing, exact_cost, passes
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import (
     Draws,
     Given,
+    Pace,
     UserScale,
     agreed,
     choose_design,
@@ -36,8 +37,7 @@ from torch_dpsco.step.chooser import (
 )
 from torch_dpsco.step.clipped import Clipped, ClippedMean
 from torch_dpsco.step.oracle import Release
-from torch_dpsco.step.pace import Pace
-from torch_dpsco.step.planned import PlannedOptimizer, StepPlan, noise_on_mean
+from torch_dpsco.step.plan import PlannedOptimizer, StepPlan, noise_on_mean
 
 _FULL_STEPS = 30
 _EPOCHS = 10

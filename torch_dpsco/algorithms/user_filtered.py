@@ -63,7 +63,7 @@ from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import agreed, dimension
 from torch_dpsco.step.oracle import MeanOracle, Release
 from torch_dpsco.step.phased import Phased
-from torch_dpsco.step.planned import PlannedOptimizer, StepPlan
+from torch_dpsco.step.plan import PlannedOptimizer, StepPlan
 
 _HOPELESS = 0.5  # of a run to halt
 

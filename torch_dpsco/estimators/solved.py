@@ -51,7 +51,7 @@ from torch_dpsco.step.common import (
     check_call,
     require_one_process,
 )
-from torch_dpsco.step.planned import FromPlan
+from torch_dpsco.step.plan import FromPlan
 from torch_dpsco.step.turn import in_turn
 
 Inner = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]

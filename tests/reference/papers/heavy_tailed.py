@@ -17,17 +17,15 @@ from tests.reference.papers.localized import _gap
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
 from torch_dpsco.algorithms import localized_numbers
-from torch_dpsco.algorithms.clip_numbers import (
+from torch_dpsco.algorithms.heavy_tailed_numbers import (
+    OnePass,
     _log_bias_constant,
     _rounded_up,
+    accelerated_plan,
     clip_threshold_square,
     exchange_rate_accelerated,
     mean_noise_std,
     safe_exp,
-)
-from torch_dpsco.algorithms.heavy_tailed_numbers import (
-    OnePass,
-    accelerated_plan,
     strongly_convex_coefficients,
 )
 from torch_dpsco.algorithms.localized_numbers import (

@@ -55,24 +55,22 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta
 from torch_dpsco.accounting.analysis.rounding import scaled_up
 from torch_dpsco.algorithms.holder_numbers import (
+    _TAIL,
     BoolArray,
     FloatArray,
     RunPath,
+    SensitivityLaw,
+    _binomial,
     _growth,
+    _law,
+    _log_binomial,
+    _rate,
+    _sigma,
     expansions,
     iterate_bounds,
     log_expansion,
     path_sensitivity,
     run_path,
-)
-from torch_dpsco.algorithms.mixture_numbers import (
-    _TAIL,
-    SensitivityLaw,
-    _binomial,
-    _law,
-    _log_binomial,
-    _rate,
-    _sigma,
     weighted_law,
 )
 from torch_dpsco.errors import ConditionError, InfeasibleError, MissingConstantError

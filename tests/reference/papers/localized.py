@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.algorithms.clip_numbers import (
+from torch_dpsco.algorithms.heavy_tailed_numbers import (
     clip_bias,
     clip_threshold_square,
     mean_noise_std,

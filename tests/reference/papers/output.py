@@ -32,7 +32,7 @@ from torch_dpsco._margin import up
 from torch_dpsco._validate import positive
 from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta, zhao_constant
 from torch_dpsco.accounting.analysis.rounding import DOUBLE, safe, scaled_up
-from torch_dpsco.algorithms.clip_numbers import safe_exp
+from torch_dpsco.algorithms.heavy_tailed_numbers import safe_exp
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.certificates import _count, gap_certificate, primal_point, sum_terms
 from torch_dpsco.estimators.least_squares import (
