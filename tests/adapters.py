@@ -382,7 +382,7 @@ def auto_clip_rows(
     """Returns the rows times the weights that the normalizing oracle gives them."""
     dense_block = resolve("torch_dpsco.rows", "DenseBlock")
     grad_batch = resolve("torch_dpsco.rows", "GradBatch")
-    auto_weights = resolve("torch_dpsco.algorithms.oracles", "auto_weights")
+    auto_weights = resolve("torch_dpsco.algorithms.clips", "auto_weights")
     tensor = torch.tensor(rows, dtype=torch.float64)
     weights = auto_weights(grad_batch([dense_block(tensor)]).norms(), bound, offset)
     return (weights.unsqueeze(1) * tensor).tolist()

@@ -1,15 +1,18 @@
 """Mean oracles: from per-sample gradients to a private mean."""
 
-from torch_dpsco.algorithms.correlated_oracle import CorrelatedClipped
-from torch_dpsco.algorithms.holder_oracle import HolderClipped
-from torch_dpsco.algorithms.oracles import (
+from torch_dpsco.algorithms.clips import (
     AdaptiveClipped,
     AutoClip,
+    HolderClipped,
+    PilotClipped,
+    QuantilePilot,
+)
+from torch_dpsco.algorithms.oracles import (
     Coordinatewise,
+    CorrelatedClipped,
     ShuffledClipped,
     ShuffledMedian,
 )
-from torch_dpsco.algorithms.pilot_oracle import PilotClipped, QuantilePilot
 from torch_dpsco.algorithms.user_filter_oracles import UserFilter, UserFiltered, UserSearched
 from torch_dpsco.algorithms.user_oracles import UserClipped
 from torch_dpsco.step.clipped import Clipped, ClippedMean

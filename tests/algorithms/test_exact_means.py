@@ -17,8 +17,7 @@ import torch_dpsco as dp
 from tests.reference.absolute import HolderAbsolute
 from torch_dpsco import oracles
 from torch_dpsco.accounting.designs import Fixed, Full, Poisson
-from torch_dpsco.algorithms.oracles import AdaptiveClipped
-from torch_dpsco.algorithms.pilot_oracle import PilotClipped, QuantilePilot
+from torch_dpsco.algorithms.clips import AdaptiveClipped, PilotClipped, QuantilePilot
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.losses import Squared
 from torch_dpsco.rng import Keystream
@@ -152,7 +151,7 @@ def test_votes_are_released_on_a_grid_of_their_own(monkeypatch):
         seen.append((value.clone(), grid))
         return value
 
-    monkeypatch.setattr("torch_dpsco.algorithms.oracles.release_on_grid", released)
+    monkeypatch.setattr("torch_dpsco.algorithms.clips.release_on_grid", released)
     oracle.observe(batch(torch.full((6, DIM), 9.0)))
     oracle.release(torch.Generator())
     ((total, grid),) = seen

@@ -34,11 +34,11 @@ from tests.algorithms.heavy_runs import (
 from tests.reference import heavy_tailed_literal as literal
 from torch_dpsco.accounting.events import ADJACENCIES, Pure, clipped_gaussian
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.algorithms.choose_clip import C_MAX, C_MIN
+from torch_dpsco.algorithms.clips import C_MAX, C_MIN
+from torch_dpsco.algorithms.heavy_plan import PilotPlan
 from torch_dpsco.algorithms.localized import parts_of
 from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
 from torch_dpsco.algorithms.mechanisms import geometric_grid
-from torch_dpsco.algorithms.pilot import PilotPlan
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError
 
 # Seeds warn in every test here, and pilots that are too small to resolve their quantile.

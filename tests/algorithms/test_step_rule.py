@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.algorithms.holder_oracle import HolderClipped
+from torch_dpsco.algorithms.clips import HolderClipped
 from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.step import chooser as theory

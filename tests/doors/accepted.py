@@ -85,7 +85,6 @@ FINE = {
     "factors": "tuple",
     "norms": "tuple list",
     # one callable's
-    "algorithms.choose_clip.adaptive_clip_update.fraction": "zero minus part negative numpy huge",  # a noisy share
     "dp.Accountant.get_delta.epsilon": NONNEGATIVE,
     "dp.Accountant.ledger_path": TEXT,
     "dp.Accountant.phase.part": "word zero minus vast",

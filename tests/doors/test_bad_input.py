@@ -93,7 +93,7 @@ EXEMPT = {
     *("integrations.transformers.PrivateTrainer", "integrations.transformers.PrivateTrainer.*"),
     # parts that plans, optimizers and loaders of the library make or use
     *(f"Accountant.{name}" for name in ("continue_from", "expect", "marked", "require_planned")),
-    *("Budget.quoted", "Pilot.split", "Problem.require", "errors.warn", "show.loggers.in_single"),
+    *("Budget.quoted", "Problem.require", "errors.warn", "show.loggers.in_single"),
     *(f"oracles.{name}" for name in ("Charge", "Release", "clip_weights", "joint_norm")),
     *(f"oracles.{name}" for name in ("ShuffledMedian", "UserFiltered", "UserSearched")),
     *(f"rules.{name}" for name in ("trained", "means", "absorb", "averaged")),
@@ -140,7 +140,6 @@ EXEMPT = {
     *("estimators.*.make_loss", "estimators.*.task_options"),
     # of solvers and objectives
     *("estimators.solvers.Certificate", "estimators.solvers.Solution"),
-    "algorithms.choose_clip.warn_at_grid_end",
     # what needs an engine, a study that pays for intervals, or 200 canaries: test_engines, test_studies, test_canaries
     *(
         "integrations.engines.ray_partitions",

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import Design, Draw
 from torch_dpsco.accounting.events import clipped_gaussian
-from torch_dpsco.algorithms.holder_oracle import HolderClipped
+from torch_dpsco.algorithms.clips import HolderClipped
 from torch_dpsco.problem import Problem
 from torch_dpsco.step.oracle import Charge
 

@@ -22,15 +22,15 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Design, Undeclared
 from torch_dpsco.accounting.events import Adjacency
-from torch_dpsco.algorithms.holder_numbers import (
-    average_risk_bound,
-    balanced_lr,
-)
-from torch_dpsco.algorithms.holder_oracle import (
+from torch_dpsco.algorithms.clips import (
     NOISES,
     HolderClipped,
     require_share,
     shared_bound,
+)
+from torch_dpsco.algorithms.holder_numbers import (
+    average_risk_bound,
+    balanced_lr,
 )
 from torch_dpsco.errors import MissingConstantError, outside, warn
 from torch_dpsco.problem import Problem

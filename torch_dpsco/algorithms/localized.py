@@ -17,13 +17,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Assigned, Fixed, Full, Parts, Poisson
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency
-from torch_dpsco.algorithms.heavy_plan import scale_of, zcdp_of
+from torch_dpsco.algorithms.clips import LEAST_PILOT, PilotClipped, QuantilePilot
+from torch_dpsco.algorithms.heavy_plan import (
+    Pilot,
+    PilotPlan,
+    scale_of,
+    zcdp_of,
+)
+from torch_dpsco.algorithms.heavy_tailed_numbers import exchange_rate_phase
 from torch_dpsco.algorithms.localized_numbers import (
     LocalizedPhase,
     LocalizedSchedule,
@@ -34,9 +41,12 @@ from torch_dpsco.algorithms.localized_numbers import (
     minibatch_size,
     reduction_schedule,
 )
-from torch_dpsco.algorithms.pilot import Minibatches, Pilot, PilotPlan, minibatches
-from torch_dpsco.algorithms.pilot_oracle import PilotClipped, QuantilePilot
-from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError
+from torch_dpsco.errors import (
+    AdjacencyError,
+    ConditionError,
+    InfeasibleError,
+    MissingConstantError,
+)
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import Anchored, UpdateRule
@@ -224,7 +234,7 @@ class _Task:
         best = "its best phase, in units of the clip,"
         checks.warn_if_buried(min(shares), n=self.n, dim=dim, epsilon=budget.epsilon, of=best)
         if isinstance(self.clip, Pilot):
-            return self.clip.split(phases, budget, dim, self.kind)
+            return split(self.clip, phases, budget, dim, self.kind)
         return phases, (None,) * len(phases.phases)
 
     def _chosen(self, budget: Budget) -> LocalizedSchedule:
@@ -320,6 +330,7 @@ class _Task:
         }
 
 
+Minibatches: TypeAlias = Poisson | Fixed | Assigned
 _SAMPLING: dict[str, type[Minibatches]] = {
     "full": Poisson,
     "poisson": Poisson,
@@ -455,3 +466,81 @@ class LocalizedSGD(PlannedOptimizer):
             localized=phases,
             pilots=pilots,
         )
+
+
+def split(
+    pilot: Pilot,
+    schedule: LocalizedSchedule,
+    budget: Budget,
+    dim: int,
+    sampling: type[Minibatches],
+) -> tuple[LocalizedSchedule, tuple[PilotPlan | None, ...]]:
+    """Returns the schedule with a group taken out of each phase that is large enough, and their pilots.
+
+    Args:
+        pilot: of each phase.
+        schedule: of the run without pilots.
+        budget: of the run.
+        dim: number of parameters.
+        sampling: of minibatches, whose noise depends on the records that are left.
+
+    Raises:
+        AdjacencyError: add_remove, where phases that are cut by position have no bound.
+        InfeasibleError: not even the first phase is large enough.
+    """
+    if budget.adjacency == ADD_REMOVE:
+        raise AdjacencyError(
+            "adjacency must be replace_one or zero_out for pilots of phases, which are cut out"
+            " by position (got add_remove): give clip= a number"
+        )
+    phases: list[LocalizedPhase] = []
+    pilots: list[PilotPlan | None] = []
+    for phase in schedule.phases:
+        if pilots and phase.n < 2 * (
+            pilot.size or LEAST_PILOT
+        ):  # the choice of the phase before will do
+            phases.append(phase)
+            pilots.append(None)
+            continue
+        size = pilot.records(phase.n)
+        left = phase.n - size
+        if left < 1:
+            raise InfeasibleError(
+                f"Pilot(size={size}) must leave records in phase {phase.index}, which has"
+                f" {phase.n}: give a smaller size, or a larger min_phase"
+            )
+        rate = (
+            exchange_rate_phase(left, dim, schedule.rho, budget.adjacency)
+            if schedule.rho
+            else 0.0
+        )
+        pilots.append(pilot.plan(phase.n, budget, rate))
+        batch = max(1, phase.batch_size * left // phase.n)
+        steps = phase.steps
+        noise = phase.noise_multiplier
+        if phase.batch_size < phase.n:
+            design, steps = minibatches(sampling, batch, left, steps)
+            # PRIVACY: the sampling rate is another one (test_pilots_of_phases_keep_the_budget)
+            batch = design.batch_size
+            noise = noise_for(budget, design, steps)
+        std = noise * phase.clip / batch
+        phases.append(replace(phase, n=left, batch_size=batch, steps=steps, noise_std=std))
+    return replace(schedule, phases=tuple(phases)), tuple(pilots)
+
+
+def minibatches(
+    kind: type[Minibatches], batch_size: int, n: int, steps: int
+) -> tuple[Minibatches, int]:
+    """Returns how a phase of n records draws, and its steps: of `Assigned` batches whole passes, at least one.
+
+    Example:
+        >>> minibatches(Assigned, 5, 100, 50)
+        (Assigned(batch_size=5, n=100, parts=None, amplification=True, passes=2), 40)
+        >>> minibatches(Poisson, 5, 100, 50)
+        (Poisson(batch_size=5, n=100), 50)
+    """
+    if kind is not Assigned:
+        return kind(batch_size, n), steps
+    design = Assigned(max(batch_size, math.ceil(n / steps)), n)
+    passes = steps // design.batches
+    return replace(design, passes=passes), passes * design.batches

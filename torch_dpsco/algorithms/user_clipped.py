@@ -17,7 +17,7 @@ from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Design, Full
 from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency
-from torch_dpsco.algorithms.oracles import AdaptiveClipped
+from torch_dpsco.algorithms.clips import AdaptiveClipped
 from torch_dpsco.algorithms.user_oracles import UserClipped
 from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.prox import Prox

@@ -9,8 +9,6 @@ Each is a function of promises about one record, of n, the budget and what is `G
 promises as the step rule takes them; without one the defaults of a plan's class hold. Privacy does not rest on the
 rule: noise is calibrated afterwards, for the design and the number of steps that come out.
 
-Source: `step.pace`, docs/proofs/steps.md.
-
 How far, in how many steps and how fast noisy gradient descent is to go, from its noise and from nothing private.
 
     H = D / s             the horizon: step sizes add up to it (h T = H); s is the norm of the noise of all steps' mean
