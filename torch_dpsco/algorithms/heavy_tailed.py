@@ -42,7 +42,6 @@ from torch_dpsco.accounting.designs import (
     Disjoint,
     Full,
     Parts,
-    Undeclared,
 )
 from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency
 from torch_dpsco.algorithms.heavy_plan import (
@@ -88,9 +87,10 @@ from torch_dpsco.step.chooser import (
     noise_of_pass,
     numbers_of_steps,
     one_pass,
+    public_size,
     release_noise,
+    require_target,
     scale_of_clip,
-    usual_adjacency,
 )
 from torch_dpsco.step.plan import PlannedOptimizer
 
@@ -152,7 +152,7 @@ class Theorem(ABC):
         if given.adjacency != ADD_REMOVE and chooses:
             return "shuffled"  # what the bound of the theorem is for
         free = given.steps is None or given.batch_size is None
-        once = given.n is not None and given.epochs in (None, 1) and free
+        once = given.epochs in (None, 1) and free
         return "assigned" if once or self.words == _PASS else None
 
     def is_one_pass(self, given: Given) -> bool:
@@ -174,7 +174,7 @@ class Theorem(ABC):
         if not once and only:
             raise ValueError(
                 f"sampling must be one pass over n records for {self.by}: 'shuffled', 'assigned',"
-                f" or a design of one pass (got {sampling!r} and n={given.n})"
+                f" or a design of one pass (got {sampling!r})"
             )
         return once
 
@@ -185,8 +185,6 @@ class Theorem(ABC):
                 "sampling must be 'assigned', 'poisson' or 'full' under add_remove (got"
                 " 'shuffled'): removing a record would shift the batches of all later ones"
             )
-        if given.n is None:
-            return False
         known = given.sampling == "shuffled" and given.epochs in (None, 1)
         return known or given.sampling == "assigned"
 
@@ -215,8 +213,7 @@ def plan_by_theorem(  # noqa: D417 (cls is bound)
     Args:
         problem: promised constants: moment, moment_order (and second_moment) of the gradient norm choose clip,
             steps and step size by theory; smoothness (and more, see the class) chooses the step size in any case.
-        n: public number of records (a reference under add_remove). Without it no sampling is claimed, under
-            replace_one only.
+        n: public number of records (a reference under add_remove); that of a design.
         budget: what the run may spend; the noise is chosen for it unless it is given.
         noise_multiplier: z >= 0, noise std on the sum of rows over the clip; 0 is not private.
         clip: default by theory (one pass); a number, chosen without looking at the data; or a `Pilot` group that
@@ -251,15 +248,17 @@ def plan_by_theorem(  # noqa: D417 (cls is bound)
         ValueError: an argument is out of range.
     """
     theorem: Theorem = cls.theorem
-    if isinstance(sampling, Design) and not isinstance(sampling, Undeclared):
-        n = sampling.n if n is None else n
-    budget, adjacency = agreed(budget, adjacency, default=usual_adjacency(n))
+    budget, adjacency = agreed(budget, adjacency)
     check.choice((*AVERAGES, None), average=average)
     if distance is not None:
         check.positive(distance=distance)
-    _require_target(budget, noise_multiplier)
+    require_target(budget, noise_multiplier)
+    if noise_multiplier is None and budget is not None and budget.mode != "planned":
+        raise ValueError(
+            f"budget must be of mode 'planned', to be spent by a plan (got {budget.mode!r})"
+        )
     given = Given(
-        n=_records_that_train(n, clip, sampling),
+        n=public_size(n, sampling),
         adjacency=adjacency,
         sampling=sampling,
         batch_size=batch_size,
@@ -267,6 +266,8 @@ def plan_by_theorem(  # noqa: D417 (cls is bound)
         epochs=epochs,
         noise_multiplier=noise_multiplier,
     )
+    n = given.n
+    given = replace(given, n=_records_that_train(given, clip))
     task = _Task(
         theorem=theorem,
         problem=problem or Problem(),
@@ -311,7 +312,7 @@ class _Task:
 
     theorem: Theorem
     problem: Problem
-    n: int | None
+    n: int
     budget: Budget | None
     given: Given
     clip: float | Pilot | None
@@ -334,8 +335,7 @@ class _Task:
     def plan(self, kind: type[ClippedPlan], secure: str | None) -> ClippedPlan:
         """Returns the plan, stage by stage."""
         once = self.theorem.is_one_pass(self.given)
-        n = self.given.n
-        chosen = self._in_passes() if not once or n is None else self._in_one_pass(n)
+        chosen = self._in_one_pass() if once else self._in_passes()
         theory = chosen.theory
         averaging = chosen.averaging
         pace = Pace(self._lr(chosen)) if chosen.pace is None else chosen.pace
@@ -369,7 +369,8 @@ class _Task:
 
     # -- one pass: the theorem, or the step rule, or a few steps ------------------------------------------------------
 
-    def _in_one_pass(self, n: int) -> _Chosen:
+    def _in_one_pass(self) -> _Chosen:
+        n = self.given.n
         goal = self.goal
         secret = _is_secret(self.given.sampling)
         noise = self._noise_of_release()
@@ -476,16 +477,12 @@ class _Task:
             )
         given = self.given
         goal = self.goal
-        if self.follows_rule and given.n is not None:
+        if self.follows_rule:
             scale = self._scale()
             draws = choose_design(scale, goal, given)
             noise = choose_noise(goal, *draws, given)
             return _Chosen(*draws, noise, pace=choose_pace(scale, draws, noise))
-        if (
-            given.batch_size is None
-            and given.n is not None
-            and given.sampling in (None, *SAMPLING)
-        ):
+        if given.batch_size is None and given.sampling in (None, *SAMPLING):
             given = replace(given, batch_size=min(_DEFAULT_BATCH, given.n))
         passes: int | None = None
         if goal is not None or isinstance(self.clip, Pilot):
@@ -523,12 +520,11 @@ class _Task:
         if theory is None or self.lr is not None or self.average is not None:
             return None
         n = self.given.n
-        assert n is not None
         return theory.bound if chosen.design == Disjoint(n // theory.steps, n) else None
 
     def _warn_if_buried(self, chosen: _Chosen) -> None:
         goal = self.goal
-        if goal and self.n and self.dim and chosen.steps:
+        if goal and self.dim and chosen.steps:
             noise = chosen.noise / chosen.design.batch_size / math.sqrt(chosen.steps)
             checks.warn_if_buried(noise, n=self.n, dim=self.dim, epsilon=goal.epsilon)
 
@@ -538,10 +534,10 @@ class _Task:
         left = self.given.n
         budget = self.budget
         steps = chosen.steps
-        if n is None or left is None or budget is None or steps is None or self.dim is None:
+        if budget is None or steps is None or self.dim is None:
             raise ValueError(
-                f"n, budget and dim must be given for a pilot, or a number as clip (got {n},"
-                f" {budget} and {self.dim})"
+                f"budget and dim must be given for a pilot, or a number as clip (got {budget} and"
+                f" {self.dim})"
             )
         adjacency = self.given.adjacency
         noise = chosen.noise if chosen.secret and chosen.noise else release_noise(budget)
@@ -554,34 +550,15 @@ class _Task:
         return pilot, after_pilot(pilot.size, chosen.design, steps, n, adjacency), steps + 1
 
 
-def _require_target(budget: Budget | None, noise_multiplier: float | None) -> None:
-    """Raises ValueError where there is neither noise of the caller's nor a budget that a plan may spend."""
-    if noise_multiplier is not None:
-        check.nonnegative(noise_multiplier=noise_multiplier)
-    elif budget is None:
-        raise ValueError(
-            "budget or noise_multiplier must be given: the target, or noise of your own"
-        )
-    elif budget.mode != "planned":
-        raise ValueError(
-            f"budget must be of mode 'planned', to be spent by a plan (got {budget.mode!r})"
-        )
-
-
-def _records_that_train(
-    n: int | None, clip: float | Pilot | None, sampling: str | Design | None
-) -> int | None:
+def _records_that_train(given: Given, clip: float | Pilot | None) -> int:
     """Returns the number of records that a pilot leaves, all without one."""
-    if n is None:
-        return None
-    n = check.positive_count(n=n)
     if not isinstance(clip, Pilot):
-        return n
-    if isinstance(sampling, Design):
+        return given.n
+    if isinstance(given.sampling, Design):
         raise ValueError(
-            f"sampling must be a word, for the records that a pilot leaves (got {sampling})"
+            f"sampling must be a word, for the records that a pilot leaves (got {given.sampling})"
         )
-    return check.positive_count(n=n - clip.records(n))
+    return check.positive_count(n=given.n - clip.records(given.n))
 
 
 def _is_secret(sampling: str | Design | None) -> bool:

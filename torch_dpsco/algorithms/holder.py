@@ -20,7 +20,7 @@ from typing import Any
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.budgets import Budget
-from torch_dpsco.accounting.designs import Design, Undeclared
+from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.algorithms.clips import (
     NOISES,
@@ -48,9 +48,9 @@ from torch_dpsco.step.chooser import (
     choose_noise,
     choose_pace,
     dimension,
+    public_size,
     require_target,
     scale_of_problem,
-    usual_adjacency,
 )
 from torch_dpsco.step.plan import PlannedOptimizer, StepPlan, noise_on_mean
 
@@ -195,8 +195,7 @@ class HolderSGD(PlannedOptimizer):
 
         Args:
             problem: promised constants (`losses.<Loss>().problem(...)`); needs what `Problem.grad_bound` needs.
-            n: public number of records (a reference under add_remove). Without it no sampling is claimed, under
-                replace_one only.
+            n: public number of records (a reference under add_remove); that of a design.
             budget: target; the noise is chosen for it unless it is given, and then the budget only limits the run.
             noise_multiplier: z >= 0, noise std on the sum of rows over the bound; 0 is not private.
             steps: number of steps, in place of epochs; a step past it raises. Without steps, epochs and a noise to
@@ -214,7 +213,7 @@ class HolderSGD(PlannedOptimizer):
             noise: "adaptive" (bound at the iterate), or "constant" (bound over the feasible set).
             average: default "weighted"; without the rule "last" for smooth losses or where the noise is given, else
                 "uniform".
-            adjacency: default the budget's, or "zero_out" ("replace_one" without n).
+            adjacency: default the budget's, or "zero_out".
             dim: number of parameters, or the model: the step rule takes 64 for each score without it. Needed for the
                 risk bound, and without the rule to choose lr for a loss that is not smooth.
             distance: guess of |w_1 - w*|; default by the rule (50 first steps, at most 6 bound_y/bound_x and the
@@ -231,12 +230,9 @@ class HolderSGD(PlannedOptimizer):
         check.choice((*AVERAGES, None), average=average)
         check.choice(NOISES, noise=noise)
         dim = dimension(dim)
-        if isinstance(sampling, Design):
-            n = None if isinstance(sampling, Undeclared) else sampling.n
-            batch_size = sampling.batch_size
-        budget, adjacency = agreed(budget, adjacency, default=usual_adjacency(n))
+        budget, adjacency = agreed(budget, adjacency)
         given = Given(
-            n=n,
+            n=public_size(n, sampling),
             adjacency=adjacency,
             sampling=sampling,
             batch_size=batch_size,
@@ -287,10 +283,6 @@ class _Task:
     def check(self) -> None:
         """Raises for what does not go together."""
         require_target(self.budget, self.given.noise_multiplier)
-        if not self.is_noise_given and self.given.n is None:
-            raise ValueError(
-                "n must be given for the noise to be chosen: the public number of records"
-            )
         if self.distance is not None:
             check.positive(distance=self.distance)
 
@@ -333,8 +325,8 @@ class _Task:
         by_theorem = self.average == "uniform" and math.isfinite(self.problem.radius)
         by_hand = self.lr is not None or self.is_noise_given or by_theorem
         share = None if self.clip is None else require_share(clip=self.clip)
-        n = self.given.n
-        if not by_hand and n is not None and self.budget is not None:
+        if not by_hand and self.budget is not None:
+            n = self.given.n
             clip = choose_clip(self.problem, n, self.budget, self.dim) if share is None else share
             scale = scale_of_problem(self.problem, clip, self.distance, self.dim)
             if scale is not None:
@@ -343,9 +335,10 @@ class _Task:
 
     def _design(self, scale: Scale | None) -> Draws:
         given = self.given
-        sized = given.batch_size is not None or given.n is None or given.sampling == "full"
+        designed = given.sampling == "full" or isinstance(given.sampling, Design)
+        sized = designed or given.batch_size is not None
         if scale is None and not sized:
-            given = replace(given, batch_size=min(_DEFAULT_BATCH, given.n or 1))
+            given = replace(given, batch_size=min(_DEFAULT_BATCH, given.n))
         return choose_design(
             scale, self.budget, given, None if self.is_noise_given else _DEFAULT_EPOCHS
         )
@@ -398,7 +391,7 @@ class _Task:
         if self.is_noise_given or self.budget is None:
             return
         n = self.given.n
-        if draws.steps and n and self.dim:
+        if draws.steps and self.dim:
             noise = multiplier / draws.design.batch_size / math.sqrt(draws.steps)
             checks.warn_if_buried(noise, n=n, dim=self.dim, epsilon=self.budget.epsilon)
 

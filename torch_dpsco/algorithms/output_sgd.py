@@ -68,7 +68,7 @@ from torch_dpsco.algorithms.row_free_plan import (
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.step import checks
-from torch_dpsco.step.chooser import Given, agreed, dimension
+from torch_dpsco.step.chooser import Given, agreed, dimension, public_size
 
 _SAMPLING: dict[str, type[Shuffled] | type[Fixed]] = {"shuffled": Shuffled, "fixed": Fixed}
 
@@ -207,17 +207,15 @@ class HolderOutputSGD(RowFreeOptimizer):
         """
         budget, adjacency = agreed(budget, adjacency)
         dim = check.positive_count(dim=dimension(dim))
+        n = public_size(n, sampling)
         if isinstance(sampling, Design):
             given_design = Given(
                 n=n, adjacency=adjacency, sampling=sampling, batch_size=batch_size
             )
             given_design.sampled()  # raises for other numbers
-            n = sampling.n
             batch_size = sampling.batch_size
             sampling = type(sampling).__name__.lower()
         sampling = check.choice(_SAMPLING, sampling=sampling or "shuffled")
-        if n is None:
-            raise ValueError("n must be given: the public number of records")
         batch_size = 1 if batch_size is None else batch_size
         given: dict[str, Any] = {"dim": dim, "adjacency": adjacency, "distance": distance}
         given |= {"secure": secure}

@@ -44,8 +44,6 @@ from torch_dpsco.accounting.designs import (
     Shuffled,
 )
 from torch_dpsco.accounting.events import (
-    ADD_REMOVE,
-    REPLACE_ONE,
     ZERO_OUT,
     Adjacency,
     check_adjacency,
@@ -66,7 +64,7 @@ class Given:
     """What a caller gives of a run; None for what is to be chosen.
 
     Args:
-        n: public number of records or users; None where no sampling is claimed.
+        n: public number of records or users.
         adjacency: of the guarantee.
         sampling: "poisson", "fixed", "shuffled", "assigned" (one pass), "allocated" (passes that are fixed before the
             first) or "full"; or a design, which has its numbers.
@@ -76,7 +74,7 @@ class Given:
         noise_multiplier: noise std on the sum over the clip.
     """
 
-    n: int | None
+    n: int
     adjacency: Adjacency
     sampling: str | Design | None = None
     batch_size: int | None = None
@@ -85,17 +83,11 @@ class Given:
     noise_multiplier: float | None = None
 
     def __post_init__(self) -> None:
-        if self.n is not None:
-            check.positive_count(n=self.n)
-
-    @property
-    def word(self) -> str | Design:
-        """How batches are drawn: Poisson ones where nothing is said."""
-        return self.sampling or "poisson"
+        check.positive_count(n=self.n)
 
     def sampled(self) -> Design:
-        """Returns the design of a word and its numbers; without n none is claimed."""
-        word = self.word
+        """Returns the design of a word and its numbers, of Poisson batches where nothing is said."""
+        word = self.sampling or "poisson"
         if isinstance(word, Design):
             if self.batch_size not in (None, word.batch_size):
                 raise ValueError(
@@ -103,8 +95,6 @@ class Given:
                 )
             return checks.declared(word, self.n, word.batch_size)
         check.choice((*SAMPLING, "full"), sampling=word)
-        if self.n is None:
-            return self._undeclared()
         if word == "full":
             if self.batch_size not in (None, self.n):
                 raise ValueError(
@@ -112,15 +102,6 @@ class Given:
                 )
             return Full(self.n)
         return SAMPLING[word](self.n if self.batch_size is None else self.batch_size, self.n)
-
-    def _undeclared(self) -> Design:
-        if self.adjacency == ADD_REMOVE:
-            raise AdjacencyError(
-                "n must be given under add_remove: a public number, for reference"
-            )
-        if self.batch_size is None:
-            raise ValueError("batch_size must be given where n is not")
-        return checks.declared(None, None, self.batch_size)
 
     def in_passes(self, design: Design, default: float | None = None) -> Design:
         """Returns an "allocated" design with as many passes as the steps, or epochs, need; others as they are."""
@@ -169,6 +150,15 @@ class Given:
             raise ValueError(
                 f"steps and epochs must not be given both (got {self.steps} and {self.epochs})"
             )
+
+
+def public_size(n: int | None, sampling: str | Design | None) -> int:
+    """Returns the public number of records: that of a design where none is given."""
+    if n is None and isinstance(sampling, Design):
+        n = sampling.n
+    if n is None:
+        raise ValueError("n must be given: the public number of records")
+    return check.positive_count(n=n)
 
 
 class Draws(NamedTuple):
@@ -255,7 +245,7 @@ def choose_clip(problem: Problem, n: int, budget: Budget, dim: int | None) -> fl
 
 def with_batches(promises: Promises, budget: Budget, given: Given) -> Given:
     """Returns what is given, with the batch size of the step rule where there is none."""
-    if given.n is None or given.batch_size is not None or isinstance(given.sampling, Design):
+    if given.batch_size is not None or isinstance(given.sampling, Design):
         return given
     wanted = given.steps or promises.steps(given.n, budget)
     return replace(given, batch_size=promises.batch_size(given, given.n, budget, wanted))
@@ -263,7 +253,7 @@ def with_batches(promises: Promises, budget: Budget, given: Given) -> Given:
 
 def with_steps(promises: Promises, budget: Budget, given: Given) -> Given:
     """Returns what is given, with the number of steps of the step rule where passes do not say it."""
-    if given.n is None or given.steps is not None or given.epochs is not None:
+    if given.steps is not None or given.epochs is not None:
         return given
     design = given.sampled()
     if given.sampling != "allocated" and design.one_pass:
@@ -477,11 +467,6 @@ SAMPLING: dict[str, type[Poisson] | type[Fixed] | type[Shuffled] | type[Assigned
     "assigned": Assigned,
     "allocated": Assigned,
 }
-
-
-def usual_adjacency(n: int | None) -> Adjacency:
-    """Returns the adjacency where none is said; without n, where nothing is known of batches, replaced records."""
-    return REPLACE_ONE if n is None else ZERO_OUT
 
 
 def agreed(

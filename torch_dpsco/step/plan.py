@@ -39,7 +39,6 @@ from torch_dpsco.accounting.designs import (
     Parts,
     Poisson,
     Shuffled,
-    Undeclared,
 )
 from torch_dpsco.accounting.events import (
     ADJACENCIES,
@@ -309,7 +308,6 @@ _VALUES = (
         Parts,
         Poisson,
         Shuffled,
-        Undeclared,
     ),
     *(kind for kind in vars(losses).values() if is_dataclass(kind) and isinstance(kind, type)),
 )
@@ -382,8 +380,7 @@ class BatchPlan(Plan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.design, Undeclared):
-            warn_of_delta(self.budget, self.n, stacklevel=outside())
+        warn_of_delta(self.budget, self.n, stacklevel=outside())
         asks_exact(self.secure)  # raises for other words
         check.choice(AVERAGES, average=self.average)
 
@@ -485,11 +482,8 @@ class StepPlan(BatchPlan):
         yield "batches", drawing(self.design, self.unit)
         often = "steps until the budget is spent"
         if self.steps is not None:
-            declared = not isinstance(self.design, Undeclared)
-            over = (
-                f", {passes(_rows(self.design, self.steps) / self.design.n)}" if declared else ""
-            )
-            often = f"{self.steps} steps{over}"
+            over = passes(_rows(self.design, self.steps) / self.design.n)
+            often = f"{self.steps} steps, {over}"
         pace = f"step size {self.lr:g}" + (
             f", momentum {self.momentum:.3g}" if self.momentum else ""
         )
@@ -539,11 +533,6 @@ def noise_on_mean(share: float, bound: float, where: str = "") -> tuple[str, str
 
 def drawing(design: Design, unit: str) -> str:
     """Returns in words how batches of a unit are drawn."""
-    if isinstance(design, Undeclared):
-        return (
-            f"{design.batch_size} {unit}s each; how they are drawn is not declared, so that nothing"
-            " is gained by it"
-        )
     if isinstance(design, Parts):
         parts = "; then ".join(drawing(part, unit) for part, _ in design.parts)
         return f"{parts}; no {unit} is in two of these parts"
