@@ -326,14 +326,12 @@ def plan_bolt_on(
         require_gaussian(secure)
     # PRIVACY: rounding to the grid moves the answer too (test_the_grid_is_in_the_sensitivity_of_exact_plans)
     sensitivity = with_grid(request.sensitivity(sizes), asks_exact(secure))
-    exact = request.sensitivity(sizes, None)  # in real numbers
     scale = request.scale(sensitivity)
     if asks_exact(secure):
         exact_grid(scale, sensitivity, dim)  # raises before anything is spent
     step = stated_lr(sizes)
-    share = max(0.0, 1 - exact / sensitivity)
     risk = request.risk(step) if isinstance(step, float) else None
-    return OutputRun(sizes.size, step, request.answer, sensitivity, scale, risk, share)
+    return OutputRun(sizes.size, step, request.answer, sensitivity, scale, risk)
 
 
 @dataclass(frozen=True)

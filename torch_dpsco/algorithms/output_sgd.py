@@ -63,7 +63,6 @@ from torch_dpsco.algorithms.row_free_plan import (
     loss_promises,
     numbers_of,
     target_of,
-    whole_epochs,
 )
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Identity, Prox
@@ -163,7 +162,6 @@ class HolderOutputSGD(RowFreeOptimizer):
         n: int | None = None,
         budget: Budget | None = None,
         noise_multiplier: float | None = None,
-        steps: int | None = None,
         epochs: int | None = None,
         batch_size: int | None = None,
         lr: float | Sequence[float] | None = None,
@@ -181,7 +179,6 @@ class HolderOutputSGD(RowFreeOptimizer):
             n: public number of records.
             budget: target; the noise is chosen for it unless it is given, and then the budget only limits the run.
             noise_multiplier: noise std over the sensitivity of the answer, >= 0 (sampling "shuffled").
-            steps: number of steps, in place of epochs: a multiple of those of one pass.
             epochs: passes over the data; default 1 for exponents >= 1/2, else more (see
                 `algorithms.output_sgd_numbers.plan_output`).
             batch_size: nominal batch size, and divisor; default 1.
@@ -225,7 +222,7 @@ class HolderOutputSGD(RowFreeOptimizer):
             batch_size=batch_size,
             noise_multiplier=noise_multiplier,
             sampling=sampling,
-            epochs=whole_epochs(n, batch_size, steps, epochs),
+            epochs=epochs,
             lr=lr,
             **given | target_of(budget, noise_multiplier),
         )
@@ -354,13 +351,11 @@ class BoltOnPSGD(RowFreeOptimizer):
         dim: Any,
         budget: Budget | None = None,
         noise_multiplier: float | None = None,
-        steps: int | None = None,
-        epochs: int | None = None,
+        epochs: int = 1,
         batch_size: int = 1,
         lr: float | Sequence[float] | None = None,
         reg: float = 0.0,
         average: str | None = None,
-        noise: str | None = None,
         adjacency: Adjacency | None = None,
         distance: float | None = None,
         gradient_error: float | None = None,
@@ -372,16 +367,15 @@ class BoltOnPSGD(RowFreeOptimizer):
             problem: of a smooth loss (holder_exponent 1), with a gradient bound within its radius.
             n: public number of records.
             dim: number of parameters, or the model.
-            budget: target; the noise is chosen for it unless it is given, and then the budget only limits the run.
-            noise_multiplier: noise scale over the sensitivity of the answer, >= 0; 1/epsilon for K-norm noise.
-            steps: number of steps, in place of epochs: a multiple of those of one pass.
+            budget: target; the noise is chosen for it unless it is given, and then the budget only limits the run. With
+                delta = 0 the noise is that of the K-norm mechanism.
+            noise_multiplier: noise scale over the sensitivity of the answer, >= 0.
             epochs: passes over the data, default 1; with reg > 0 and the default step sizes they cost nothing.
             batch_size: of all (shuffled) batches but a shorter last one, and divisor.
             lr: (proximal) step size, at most 2/smoothness, or one per step, fixed in advance; default the schedule
                 min(1/smoothness, 1/(reg (t - 1))) if reg > 0, else the constant one of the least risk bound.
             reg: gamma >= 0 of the regularizer (gamma/2)|w|^2, all parameters included.
             average: "last" (default if reg > 0), "uniform" (default else) or "weighted" (by t).
-            noise: "gaussian", or "knorm" (that of a budget with delta = 0, its default).
             adjacency: "replace_one" or "zero_out"; default the budget's, or "zero_out".
             distance: guess of |w*|, for the default step size at reg = 0; default the radius of the problem.
             gradient_error: for losses that are no function of one scalar score: certified bound on the error of the
@@ -403,11 +397,7 @@ class BoltOnPSGD(RowFreeOptimizer):
         """
         budget, adjacency = agreed(budget, adjacency)
         dim = check.positive_count(dim=dimension(dim))
-        pure = budget is not None and budget.delta == 0
-        noise = check.choice(_NOISES, noise=noise or ("knorm" if pure else "gaussian"))
-        if pure and noise != "knorm":
-            raise ValueError(f"noise must be 'knorm' for a budget with delta = 0 (got {noise!r})")
-        passes = whole_epochs(n, batch_size, steps, epochs)
+        noise = "knorm" if budget is not None and budget.delta == 0 else "gaussian"
         given: dict[str, Any] = {"dim": dim, "adjacency": adjacency, "distance": distance}
         given |= {"secure": secure, "reg": float(reg)}
         run = plan_bolt_on(
@@ -415,12 +405,10 @@ class BoltOnPSGD(RowFreeOptimizer):
             n=n,
             batch_size=batch_size,
             noise_multiplier=noise_multiplier,
-            epochs=1 if passes is None else passes,
+            epochs=epochs,
             lr=lr,
             average=average,
-            **given
-            | target_of(budget, noise_multiplier)
-            | ({"delta": 0.0} if noise == "knorm" else {}),
+            **given | target_of(budget, noise_multiplier),
         )
         given |= numbers_of(run) | {"gradient_error": gradient_error, "noise": noise}
         plan = BoltOnPlan(**given, budget=budget, problem=problem, design=Shuffled(batch_size, n))

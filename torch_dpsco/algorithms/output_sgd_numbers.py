@@ -142,7 +142,6 @@ class OutputRun:
         noise_scale: std of the Gaussian noise per coordinate, or scale of the K-norm noise.
         risk_bound: on the expected excess risk over comparators within the distance, real numbers; None where it is not
             proved.
-        rounding_share: share of what records move that is due to floating-point rounding.
     """
 
     steps: int
@@ -151,7 +150,6 @@ class OutputRun:
     sensitivity: float | None
     noise_scale: float
     risk_bound: float | None
-    rounding_share: float
 
 
 def output_path(
@@ -258,7 +256,6 @@ def plan_output(
     epochs: int | None = None,
     lr: float | Sequence[float] | None = None,
     distance: float | None = None,
-    unit_roundoff: float = DOUBLE,
     secure: str | None = None,
 ) -> OutputRun:
     """Returns the numbers of a run whose noised average is (epsilon, delta)-DP.
@@ -278,7 +275,6 @@ def plan_output(
         epochs: K >= 1; default 1 for alpha >= 1/2, else n^{(1-2 alpha)/(1+alpha)}, at most 20.
         lr: a step size, or T of them, fixed in advance; default `balanced_output_lr`.
         distance: D, guess of |w*|; default the radius.
-        unit_roundoff: of the arithmetic, 2^-53 (double) or 2^-24 (single).
         secure: "exact" for noise drawn in integers (shuffled batches); see docs/proofs/exact_gaussian.md.
 
     Raises:
@@ -310,15 +306,13 @@ def plan_output(
         sampling,
     )
     sizes = _step_sizes(request, epochs, lr)
-    path = request.path(sizes, unit_roundoff)
+    path = request.path(sizes)
     if sampling != "shuffled":
         require_gaussian(secure, "what one record moves is random here; use sampling='shuffled'")
     sensitivity, sigma = _noise(request, path, asks_exact(secure))
-    computed, exact = (_size_of(x) for x in (path, request.path(sizes, None)))
     step = stated_lr(sizes)
-    share = 1 - exact / computed if computed > 0 else 0.0
     risk = _risk(request, sizes, sensitivity, sigma) if isinstance(step, float) else None
-    return OutputRun(sizes.size, step, "uniform", sensitivity, sigma, risk, share)
+    return OutputRun(sizes.size, step, "uniform", sensitivity, sigma, risk)
 
 
 @dataclass(frozen=True)
@@ -349,19 +343,14 @@ class _Request(RunRequest):
     def bounded(self) -> bool:
         return math.isfinite(self.promises.radius)
 
-    def path(self, lr: FloatArray, unit_roundoff: float | None) -> RunPath:
+    def path(self, lr: FloatArray) -> RunPath:
         return output_path(
             self.promises,
             lr,
             batch_size=self.batch_size,
             hit_constant=self.hit_constant,
             dim=self.dim,
-            unit_roundoff=unit_roundoff,
         )
-
-
-def _size_of(path: RunPath) -> float:
-    return path.drift + float(path.hits.max(initial=0.0))
 
 
 def _step_sizes(

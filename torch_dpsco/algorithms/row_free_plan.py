@@ -156,7 +156,6 @@ class RowFreePlan(BatchPlan):
         lr: step size, or one per step.
         noise_scale: std of Gaussian noise on each coordinate of the answer, or scale of K-norm noise.
         risk_bound: on the expected excess risk over models within `distance`; None where it is not proved.
-        rounding_share: share of what a record moves that is due to floating-point rounding.
         distance: guess of |w*|; None for the radius of the problem.
         gradient_error: certified error of the computed mean gradient, for losses of several scores.
     """
@@ -167,7 +166,6 @@ class RowFreePlan(BatchPlan):
     lr: float | tuple[float, ...]
     noise_scale: float
     risk_bound: float | None
-    rounding_share: float
     distance: float | None = None
     gradient_error: float | None = None
 
@@ -279,18 +277,6 @@ def target_of(budget: Budget | None, noise_multiplier: float | None) -> dict[str
             "budget or noise_multiplier must be given: the target, or noise of your own"
         )
     return {}
-
-
-def whole_epochs(n: int, batch_size: int, steps: int | None, epochs: int | None) -> int | None:
-    """Returns the number of passes: as given, or those of so many steps; None where neither is given."""
-    if steps is None:
-        return epochs
-    if epochs is not None:
-        raise ValueError(f"steps and epochs must not be given both (got {steps} and {epochs})")
-    one = -(-check.positive_count(n=n) // check.positive_count(batch_size=batch_size))
-    if check.positive_count(steps=steps) % one:
-        raise ValueError(f"steps must be a multiple of {one}, the steps of a pass (got {steps})")
-    return steps // one
 
 
 _SLACK = (
