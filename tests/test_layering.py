@@ -34,7 +34,7 @@ MAX_LINES = 500  # of code
 ORDER = (
     "errors acts _loaded _validate _words _doors _margin _owned compat native",
     "accounting.analysis",
-    "algorithms.bolt_on_numbers algorithms.correlated_numbers"
+    "algorithms.correlated_numbers"
     " algorithms.heavy_tailed_numbers algorithms.holder_numbers algorithms.localized_numbers"
     " algorithms.output_sgd_numbers algorithms.user_filtered_numbers"
     " algorithms.user_localized_numbers algorithms.user_numbers estimators.output_numbers"

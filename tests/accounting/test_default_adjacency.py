@@ -148,7 +148,7 @@ def test_what_a_plan_or_its_budget_says_wins(name: str, adjacency: Any) -> None:
 
 
 def test_where_one_record_may_be_anything_nothing_else_is_proved() -> None:
-    """Undeclared batches have no plan; filtered users: a budget that says none is of replace_one, others are refused."""
+    """Undeclared batches have no plan; filtered users: a budget that says none is of replace_one."""
     for sampling in (None, Undeclared(10)):
         with pytest.raises(ValueError, match="n "):
             dp.ClippedSGD.plan(clip=1.0, sampling=sampling, noise_multiplier=1.0, lr=0.1)

@@ -50,11 +50,12 @@ from torch_dpsco.accounting.events import (
     NonPrivate,
     SimpleEvent,
 )
-from torch_dpsco.algorithms.bolt_on_numbers import bolt_on_sensitivity, plan_bolt_on
 from torch_dpsco.algorithms.holder_numbers import RunPath, path_sensitivity, weighted_law
 from torch_dpsco.algorithms.output_sgd_numbers import (
     HIT_CONSTANTS,
+    bolt_on_sensitivity,
     output_path,
+    plan_bolt_on,
     plan_output,
 )
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
