@@ -208,7 +208,6 @@ MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
     "ProximalSGD": (dp.ProximalSGD, heavy(dp.ProximalSGD, steps=4, secure="exact")),
     "LocalizedSGD": (dp.LocalizedSGD, localized()),
     "LocalizedSGD, pilots": (dp.LocalizedSGD, localized(clip=PILOT)),
-    "LocalizedSGD, allocated": (dp.LocalizedSGD, localized(sampling="allocated")),
     "LocalizedSGD, exact": (dp.LocalizedSGD, localized(sampling="poisson", secure="exact")),
     "LocalizedSGD, phases": (
         dp.LocalizedSGD,

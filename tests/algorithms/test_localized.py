@@ -232,7 +232,7 @@ def test_the_regularizer_is_not_clipped() -> None:
 
 @pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("adjacency", ["replace_one", "zero_out"])
-@pytest.mark.parametrize("sampling", ["full", "poisson", "fixed"])
+@pytest.mark.parametrize("sampling", ["full", "poisson"])
 def test_the_budget_is_spent_to_a_thousandth_and_known_all_along(
     adjacency: str, sampling: str
 ) -> None:
@@ -294,7 +294,7 @@ def test_add_remove_has_no_bound() -> None:
 
 
 @pytest.mark.cases(2, 1)
-@pytest.mark.parametrize("sampling", ["full", "poisson", "fixed"])
+@pytest.mark.parametrize("sampling", ["full", "poisson"])
 def test_phases_use_records_of_their_own_and_full_ones_all_of_them(sampling: str) -> None:
     run = calibrated(sampling=sampling)
     run.train(run.seeded())
@@ -321,7 +321,7 @@ def test_a_resumed_run_uses_each_record_in_one_phase_only(data: st.DataObject) -
         )
         for i, size in enumerate(sizes, start=1)
     )
-    sampling = data.draw(st.sampled_from(["poisson", "fixed"]))
+    sampling = data.draw(st.sampled_from(["poisson"]))
     make = partial(
         build, phases, noise=1.0, sampling=sampling, n=sum(sizes) + data.draw(st.integers(0, 3))
     )

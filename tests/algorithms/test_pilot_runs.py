@@ -104,7 +104,7 @@ def quiet_plan(cls: Any, epsilon: float = 1e6, quantile: float = 0.8, **changes:
         ]  # fmt: skip
         plan = cls.plan(n=N, phases=LocalizedSchedule(phases=tuple(phases), rho=None), **changes)
         pilots = (pilot(30), pilot(20), None)
-        design = parts_of(plan.localized, pilots, N, dp.Poisson)
+        design = parts_of(plan.localized, pilots, N)
         return replace(plan, pilots=pilots, design=design, steps=design.steps_per_epoch)
     kind = {
         "batch_size": 30,
@@ -147,7 +147,7 @@ def test_many_passes_after_a_pilot_spend_the_budget(changes: dict[str, Any]) -> 
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("sampling", ["full", "poisson", "fixed"])
+@pytest.mark.parametrize("sampling", ["full", "poisson"])
 def test_localized_minibatches_after_pilots_spend_the_budget(sampling: str) -> None:
     check_ledger(
         partial(calibrated, dp.LocalizedSGD, sampling=sampling, max_steps=12),
@@ -169,7 +169,7 @@ def test_epsilon_is_the_largest_of_those_of_the_parts(cls: Any) -> None:
 
 
 @pytest.mark.cases(0, 1)
-@pytest.mark.parametrize("sampling", ["poisson", "fixed"])
+@pytest.mark.parametrize("sampling", ["poisson"])
 @pytest.mark.parametrize("size", [20, 60])
 def test_pilots_of_phases_keep_the_budget(sampling: str, size: int) -> None:
     """One coefficient, so that minibatches of a single record are planned."""

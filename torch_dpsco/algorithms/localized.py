@@ -17,11 +17,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.budgets import Budget
-from torch_dpsco.accounting.designs import Assigned, Fixed, Full, Parts, Poisson
+from torch_dpsco.accounting.designs import Full, Parts, Poisson
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency
 from torch_dpsco.algorithms.clips import LEAST_PILOT, PilotClipped, QuantilePilot
 from torch_dpsco.algorithms.heavy_plan import (
@@ -153,27 +153,17 @@ class LocalizedPlan(StepPlan):
             )
 
 
-def parts_of(
-    localized: LocalizedSchedule,
-    pilots: tuple[PilotPlan | None, ...],
-    n: int,
-    kind: type[Minibatches],
-) -> Parts:
-    """Returns the design of the phases, minibatches in them being of a kind."""
-    parts: list[tuple[Full | Minibatches, int]] = []
+def parts_of(localized: LocalizedSchedule, pilots: tuple[PilotPlan | None, ...], n: int) -> Parts:
+    """Returns the design of the phases."""
+    parts: list[tuple[Full | Poisson, int]] = []
     for phase, pilot in zip(localized.phases, pilots, strict=True):
         parts += [] if pilot is None else [(Full(pilot.size), 1)]
-        design: Full | Minibatches = Full(phase.n)
-        if phase.batch_size != phase.n:
-            design, steps = minibatches(kind, phase.batch_size, phase.n, phase.steps)
-            if steps != phase.steps or design.batch_size != phase.batch_size:
-                raise ValueError(
-                    f"steps of phase {phase.index} must be whole passes, of"
-                    f" {math.ceil(phase.n / phase.batch_size)} steps each, for sampling='allocated'"
-                    f" (got {phase.steps})"
-                )
-        parts.append((design, phase.steps))
+        parts.append((_drawn(phase.batch_size, phase.n), phase.steps))
     return Parts(tuple(parts), n)
+
+
+def _drawn(batch_size: int, n: int) -> Full | Poisson:
+    return Full(n) if batch_size == n else Poisson(batch_size, n)
 
 
 def _clipped(phase: LocalizedPhase, pilot: QuantilePilot | None) -> Clipped | PilotClipped:
@@ -197,11 +187,6 @@ class _Task:
     sampling: str
     dim: int | None
     distance: float | None
-
-    @property
-    def kind(self) -> type[Minibatches]:
-        """How minibatches are drawn."""
-        return _SAMPLING[check.choice(_SAMPLING, sampling=self.sampling)]
 
     def none_chosen(self, phases: LocalizedSchedule) -> tuple[None, ...]:
         """Returns no pilots for phases that are given; raises ValueError for what only a choice of them takes."""
@@ -234,7 +219,7 @@ class _Task:
         best = "its best phase, in units of the clip,"
         checks.warn_if_buried(min(shares), n=self.n, dim=dim, epsilon=budget.epsilon, of=best)
         if isinstance(self.clip, Pilot):
-            return split(self.clip, phases, budget, dim, self.kind)
+            return split(self.clip, phases, budget, dim)
         return phases, (None,) * len(phases.phases)
 
     def _chosen(self, budget: Budget) -> LocalizedSchedule:
@@ -275,26 +260,20 @@ class _Task:
     def _in_minibatches(
         self, full: LocalizedSchedule, task: PhaseTask, moment: float, budget: Budget
     ) -> LocalizedSchedule:
-        """Returns phases of as many steps, or as many whole passes, each on a minibatch of its records."""
-        drawn: list[tuple[Full | Minibatches, int]] = []
-        for size, phase in zip(halved_sizes(self.n, self.min_phase), full.phases, strict=True):
-            batch = minibatch_size(size, check.positive(rho=task.rho), phase.steps)
-            if self.kind is Assigned and batch == 1:
-                batch = size  # more than the rate asks for: passes would cost what all records do
-            if batch == size:
-                drawn.append((Full(size), phase.steps))
-            else:
-                drawn.append(minibatches(self.kind, batch, size, phase.steps))
-        phases = localized_schedule_minibatch(
+        """Returns phases of as many steps, each on a minibatch of its records."""
+        sizes = halved_sizes(self.n, self.min_phase)
+        steps = [phase.steps for phase in full.phases]
+        rho = check.positive(rho=task.rho)
+        batches = [minibatch_size(m, rho, T) for m, T in zip(sizes, steps, strict=True)]
+        drawn = zip(map(_drawn, batches, sizes), steps, strict=True)
+        return localized_schedule_minibatch(
             replace(task, rho=None, adjacency=REPLACE_ONE),
-            batch_sizes=[design.batch_size for design, _ in drawn],
-            steps=[steps for _, steps in drawn],
-            noise_multipliers=[noise_for(budget, design, steps) for design, steps in drawn],
+            batch_sizes=batches,
+            steps=steps,
+            noise_multipliers=[noise_for(budget, design, T) for design, T in drawn],
             moment_2k=moment,
             min_phase=self.min_phase,
         )
-        # the theorem is of batches that do not depend on those before
-        return phases.without_bound() if self.kind is Assigned else phases
 
     def _require(self, order: float) -> None:
         """Raises for what does not go together."""
@@ -330,13 +309,6 @@ class _Task:
         }
 
 
-Minibatches: TypeAlias = Poisson | Fixed | Assigned
-_SAMPLING: dict[str, type[Minibatches]] = {
-    "full": Poisson,
-    "poisson": Poisson,
-    "fixed": Fixed,
-    "allocated": Assigned,
-}
 _MAX_STEPS = 2000
 
 
@@ -406,8 +378,7 @@ class LocalizedSGD(PlannedOptimizer):
                 second_moment. Not needed where both clip and reg are given, or phases.
             n: public number of records; at least those of all phases, which take them from one random permutation.
             budget: what the run may spend; replace_one or zero_out. The phases are chosen for it unless they are given.
-            phases: of your own, from `algorithms.localized_numbers`, with their noise: in place of what follows but
-                sampling.
+            phases: of your own, from `algorithms.localized_numbers`, with their noise: in place of what follows.
             clip: clip of all phases, chosen without looking at the data; default by theory. With a `Pilot` each phase
                 that is large enough gives a group of its records to choose the clip at its center; smaller ones keep
                 the last choice.
@@ -416,9 +387,7 @@ class LocalizedSGD(PlannedOptimizer):
             method: "localized", or "reduction" (strongly convex losses: localized runs around each other).
             max_steps: cap on the steps of a phase; the theorem wants up to n^2 rho / (2 dim). None for no cap.
             min_phase: phases of fewer records join the one before.
-            sampling: "full" (all records of the phase in each step); "poisson", "fixed" or "allocated" (minibatches,
-                method "localized" only). With "allocated" each record is in one secretly drawn batch of each pass over
-                its phase; there is no risk bound, and small phases take all records in each step.
+            sampling: "full" (all records of the phase in each step), or "poisson" (minibatches; method "localized").
             adjacency: default the budget's, or "zero_out".
             dim: number of parameters, or the model; needed where the phases are chosen.
             distance: bound on |w_0 - w*|; default the diameter of the problem's ball.
@@ -430,6 +399,7 @@ class LocalizedSGD(PlannedOptimizer):
             ValueError: an argument is out of range.
         """
         problem = problem or Problem()
+        check.choice(("full", "poisson"), sampling=sampling)
         budget, adjacency = agreed(budget, adjacency)
         if adjacency == ADD_REMOVE:
             raise AdjacencyError(
@@ -449,12 +419,11 @@ class LocalizedSGD(PlannedOptimizer):
             dim=dimension(dim),
             distance=distance,
         )
-        kind = task.kind
         if phases is None:
             phases, pilots = task.phases()
         else:
             pilots = task.none_chosen(phases)
-        design = parts_of(phases, pilots, n, kind)
+        design = parts_of(phases, pilots, n)
         return LocalizedPlan(
             budget=budget,
             adjacency=adjacency,
@@ -473,7 +442,6 @@ def split(
     schedule: LocalizedSchedule,
     budget: Budget,
     dim: int,
-    sampling: type[Minibatches],
 ) -> tuple[LocalizedSchedule, tuple[PilotPlan | None, ...]]:
     """Returns the schedule with a group taken out of each phase that is large enough, and their pilots.
 
@@ -482,7 +450,6 @@ def split(
         schedule: of the run without pilots.
         budget: of the run.
         dim: number of parameters.
-        sampling: of minibatches, whose noise depends on the records that are left.
 
     Raises:
         AdjacencyError: add_remove, where phases that are cut by position have no bound.
@@ -516,31 +483,10 @@ def split(
         )
         pilots.append(pilot.plan(phase.n, budget, rate))
         batch = max(1, phase.batch_size * left // phase.n)
-        steps = phase.steps
         noise = phase.noise_multiplier
         if phase.batch_size < phase.n:
-            design, steps = minibatches(sampling, batch, left, steps)
             # PRIVACY: the sampling rate is another one (test_pilots_of_phases_keep_the_budget)
-            batch = design.batch_size
-            noise = noise_for(budget, design, steps)
+            noise = noise_for(budget, Poisson(batch, left), phase.steps)
         std = noise * phase.clip / batch
-        phases.append(replace(phase, n=left, batch_size=batch, steps=steps, noise_std=std))
+        phases.append(replace(phase, n=left, batch_size=batch, noise_std=std))
     return replace(schedule, phases=tuple(phases)), tuple(pilots)
-
-
-def minibatches(
-    kind: type[Minibatches], batch_size: int, n: int, steps: int
-) -> tuple[Minibatches, int]:
-    """Returns how a phase of n records draws, and its steps: of `Assigned` batches whole passes, at least one.
-
-    Example:
-        >>> minibatches(Assigned, 5, 100, 50)
-        (Assigned(batch_size=5, n=100, parts=None, amplification=True, passes=2), 40)
-        >>> minibatches(Poisson, 5, 100, 50)
-        (Poisson(batch_size=5, n=100), 50)
-    """
-    if kind is not Assigned:
-        return kind(batch_size, n), steps
-    design = Assigned(max(batch_size, math.ceil(n / steps)), n)
-    passes = steps // design.batches
-    return replace(design, passes=passes), passes * design.batches
