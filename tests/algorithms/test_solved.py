@@ -267,11 +267,14 @@ def test_a_solved_run_cannot_be_copied(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_holds_nothing(kind: str) -> None:
+def test_no_state_before_the_release(kind: str) -> None:
     _model, optimizer = make(kind)
-    for ready in (lambda: None, lambda: optimizer.solve(DATA), optimizer.finalize):
+    for ready in (lambda: None, lambda: optimizer.solve(DATA)):
         ready()
-        assert optimizer.state_dict()["state"] == {}
+        with pytest.raises(SequenceError, match="finalize"):
+            optimizer.state_dict()
+    optimizer.finalize()
+    assert optimizer.state_dict()["state"] == {}
 
 
 def test_a_refused_release_leaves_the_parameters_and_spends_nothing() -> None:
@@ -342,7 +345,7 @@ def test_errors_do_not_tell_the_point() -> None:
     _model, optimizer = make()
     optimizer.solve(DATA)
     point = optimizer._solved
-    for wrong in (lambda: copy.copy(optimizer), optimizer.step):
+    for wrong in (optimizer.state_dict, lambda: copy.copy(optimizer), optimizer.step):
         with pytest.raises(SequenceError) as caught:
             wrong()
         assert not any(f"{abs(float(value)):.3g}" in str(caught.value) for value in point)

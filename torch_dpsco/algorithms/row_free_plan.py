@@ -399,18 +399,12 @@ class Kept:
         self._backwards = backwards
         self.note()
 
-    @property
-    def iterates(self) -> list[Tensor]:
-        """The copies of the iterates."""
-        return [value for value, _ in self._copies]
-
-    def note(self, iterates: Sequence[Tensor] | None = None) -> None:
-        """Takes copies of what is there now; `iterates`: of these, which the parameters should hold."""
-        values = [p.detach() for p in self._params] if iterates is None else iterates
+    def note(self) -> None:
+        """Takes copies of what is there now."""
         averages = [self._average(p) for p in self._params]
         self._copies = [
-            (value.to(p.device, copy=True), None if average is None else average.clone())
-            for p, value, average in zip(self._params, values, averages, strict=True)
+            (p.detach().clone(), None if average is None else average.clone())
+            for p, average in zip(self._params, averages, strict=True)
         ]
 
     def _average(self, p: Tensor) -> Tensor | None:
@@ -433,8 +427,7 @@ class Kept:
             raise SequenceError(
                 "parameters and averages must be what the last step left there, and parameters must"
                 " be 0, the planned start, before the first one (got edited ones, which were put"
-                " back; gradients were cleared): do not initialize or change them; after loading a"
-                " checkpoint load the model's state of the same one too"
+                " back; gradients were cleared): do not initialize or change them"
             )
 
 

@@ -193,6 +193,7 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
 
     def step(self, closure: Any = None) -> NoReturn:
         """Raises SequenceError: there are no private steps."""
+        self._require_open()
         raise SequenceError(
             f"{type(self).__name__} makes no steps: call solve(dataset), then finalize()"
         )
