@@ -24,7 +24,7 @@ The iterates are plain SGD with plain gradients: no per-sample gradients, no cli
 noise, or at delta = 0 that of the K-norm mechanism, is added once, in proportion to how far one record can have moved
 the answer. HolderOutputSGD is its relative for losses that are not smooth, without regularizer and pure budgets.
 
-Differs from the paper in: see `algorithms.bolt_on_numbers`.
+Differs from the paper in: see `algorithms.output_sgd_numbers`.
 
 Source: docs/proofs/output.md#bolt-on-runs
 """
@@ -53,10 +53,10 @@ from torch_dpsco.accounting.events import (
 from torch_dpsco.algorithms.holder_numbers import RunPath, path_sensitivity, weighted_law
 from torch_dpsco.algorithms.output_sgd_numbers import (
     HIT_CONSTANTS,
+    BoltOnTask,
+    OutputTask,
     bolt_on_sensitivity,
     output_path,
-    plan_bolt_on,
-    plan_output,
 )
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.algorithms.row_free_plan import (
@@ -64,10 +64,10 @@ from torch_dpsco.algorithms.row_free_plan import (
     loss_promises,
     numbers_of,
     target_of,
+    warned_of_noise,
 )
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Identity, Prox
-from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import Given, agreed, dimension, public_size
 
 _SAMPLING: dict[str, type[Shuffled] | type[Fixed]] = {"shuffled": Shuffled, "fixed": Fixed}
@@ -181,7 +181,7 @@ class HolderOutputSGD(RowFreeOptimizer):
             budget: target; the noise is chosen for it unless it is given, and then the budget only limits the run.
             noise_multiplier: noise std over the sensitivity of the answer, >= 0 (sampling "shuffled").
             epochs: passes over the data; default 1 for exponents >= 1/2, else more (see
-                `algorithms.output_sgd_numbers.plan_output`).
+                `algorithms.output_sgd_numbers.OutputTask`).
             batch_size: nominal batch size, and divisor; default 1.
             lr: step size, or one per step, fixed in advance; default the balanced one.
             sampling: "shuffled" (default) or "fixed" (the paper's); or dp.Shuffled(b, n), dp.Fixed(b, n).
@@ -215,26 +215,25 @@ class HolderOutputSGD(RowFreeOptimizer):
             sampling = type(sampling).__name__.lower()
         sampling = check.choice(_SAMPLING, sampling=sampling or "shuffled")
         batch_size = 1 if batch_size is None else batch_size
-        given: dict[str, Any] = {"dim": dim, "adjacency": adjacency, "distance": distance}
-        given |= {"secure": secure}
-        run = plan_output(
-            loss_promises(problem, by="HolderOutputSGD", gradient_error=gradient_error),
+        task = OutputTask(
+            promises=loss_promises(problem, by="HolderOutputSGD", gradient_error=gradient_error),
             n=n,
             batch_size=batch_size,
+            dim=dim,
             noise_multiplier=noise_multiplier,
-            sampling=sampling,
+            adjacency=adjacency,
             epochs=epochs,
             lr=lr,
-            **given | target_of(budget, noise_multiplier),
+            distance=distance,
+            secure=secure,
+            sampling=sampling,
+            **target_of(budget, noise_multiplier),
         )
-        given |= numbers_of(run) | {"gradient_error": gradient_error}
         design = _SAMPLING[sampling](batch_size, n)
-        plan = HolderOutputPlan(**given, budget=budget, problem=problem, design=design)
-        if budget is not None:
-            checks.warn_if_buried(
-                plan.noise_std, plan.reach, n=n, dim=dim, epsilon=budget.epsilon, of="the answer"
-            )
-        return plan
+        own = numbers_of(task)
+        return warned_of_noise(
+            HolderOutputPlan(problem=problem, budget=budget, design=design, **own)
+        )
 
 
 _NOISES = ("gaussian", "knorm")
@@ -399,25 +398,24 @@ class BoltOnPSGD(RowFreeOptimizer):
         budget, adjacency = agreed(budget, adjacency)
         dim = check.positive_count(dim=dimension(dim))
         noise = "knorm" if budget is not None and budget.delta == 0 else "gaussian"
-        given: dict[str, Any] = {"dim": dim, "adjacency": adjacency, "distance": distance}
-        given |= {"secure": secure, "reg": float(reg)}
-        run = plan_bolt_on(
-            loss_promises(problem, by="BoltOnPSGD", gradient_error=gradient_error),
+        task = BoltOnTask(
+            promises=loss_promises(problem, by="BoltOnPSGD", gradient_error=gradient_error),
             n=n,
             batch_size=batch_size,
+            dim=dim,
             noise_multiplier=noise_multiplier,
+            adjacency=adjacency,
             epochs=epochs,
             lr=lr,
+            distance=distance,
+            secure=secure,
+            reg=float(reg),
             average=average,
-            **given | target_of(budget, noise_multiplier),
+            **target_of(budget, noise_multiplier),
         )
-        given |= numbers_of(run) | {"gradient_error": gradient_error, "noise": noise}
-        plan = BoltOnPlan(**given, budget=budget, problem=problem, design=Shuffled(batch_size, n))
-        if budget is not None:
-            checks.warn_if_buried(
-                plan.noise_std, plan.reach, n=n, dim=dim, epsilon=budget.epsilon, of="the answer"
-            )
-        return plan
+        design = Shuffled(batch_size, n)
+        own: dict[str, Any] = {"noise": noise, "reg": float(reg), **numbers_of(task)}
+        return warned_of_noise(BoltOnPlan(problem=problem, budget=budget, design=design, **own))
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ Naughton 2017.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -120,29 +121,58 @@ class LossPromises:
     gradient_error: float | None = None
 
 
-@dataclass(frozen=True)
-class RunRequest:
-    """What a plan is asked for, checked; fields as in `plan.plan_output`."""
+@dataclass(frozen=True, kw_only=True)
+class AnswerTask(ABC):
+    """What a run that releases only its answer is asked for, checked.
+
+    Args:
+        promises: constants of the loss.
+        n: public number of records.
+        batch_size: b in [1, n].
+        dim: d, number of parameters.
+        epsilon: > 0; not needed where the noise is given.
+        delta: likewise; 0 takes K-norm noise, where the run has it.
+        noise_multiplier: noise scale over sensitivity, in place of what (epsilon, delta) needs.
+        adjacency: "replace_one" or "zero_out"; n is public.
+        epochs: K >= 1.
+        lr: a step size, or T of them, fixed in advance; None for the default.
+        distance: D, guess of |w*|; default the radius.
+        secure: "exact" for noise drawn in integers; see docs/proofs/exact_gaussian.md.
+
+    Raises:
+        AdjacencyError: add_remove: n is public here.
+        ConditionError: a side condition of the step size fails.
+        MissingConstantError: a promise or `distance` is missing.
+        ValueError: an argument is out of range.
+
+    Guarantee: (epsilon, delta)-DP of the noised answer alone, one release, records, given the promises, for what is
+    computed in double precision (`holder_rounding`). Nothing else of the run may be published.
+    """
 
     promises: LossPromises
     n: int
     batch_size: int
     dim: int
-    epsilon: float
-    delta: float
-    noise_multiplier: float | None
-    adjacency: str
-    distance: float | None
+    epsilon: float = math.nan
+    delta: float = math.nan
+    noise_multiplier: float | None = None
+    adjacency: str = "replace_one"
+    epochs: int | None = None
+    lr: float | Sequence[float] | None = None
+    distance: float | None = None
+    secure: str | None = None
 
     def __post_init__(self) -> None:
         n = check.positive_count(n=self.n)
-        _ = check.positive_count(dim=self.dim)
+        check.positive_count(dim=self.dim)
         if check.positive_count(batch_size=self.batch_size) > n:
             raise ValueError(f"batch_size must be at most n = {n} (got {self.batch_size})")
         if self.adjacency not in HIT_CONSTANTS:
             raise AdjacencyError(
                 f"adjacency must be one of replace_one, zero_out (got {self.adjacency})"
             )
+        if self.epochs is not None:
+            check.positive_count(epochs=self.epochs)
         if self.noise_multiplier is not None:
             check.nonnegative(noise_multiplier=self.noise_multiplier)
         else:
@@ -157,6 +187,50 @@ class RunRequest:
     def hit_constant(self) -> float:
         """How many gradients of its own a record brings to a step in which the data sets differ."""
         return HIT_CONSTANTS[self.adjacency]
+
+    @property
+    @abstractmethod
+    def answer(self) -> str:
+        """Which iterate or average is released."""
+
+    @abstractmethod
+    def step_sizes(self) -> FloatArray:
+        """Returns eta_1..eta_T."""
+
+    @abstractmethod
+    def noise(self, lr: FloatArray) -> tuple[float | None, float]:
+        """Returns the sensitivity (None if it is random) and the noise scale."""
+
+    @abstractmethod
+    def risk(self, lr: FloatArray, sensitivity: float | None, scale: float) -> float | None:
+        """Returns U at one step size; None where it is not proved."""
+
+    def plan(self) -> OutputRun:
+        """Returns the numbers of the run."""
+        sizes = self.step_sizes()
+        sensitivity, scale = self.noise(sizes)
+        step = stated_lr(sizes)
+        risk = self.risk(sizes, sensitivity, scale) if isinstance(step, float) else None
+        return OutputRun(sizes.size, step, self.answer, sensitivity, scale, risk)
+
+    def noise_for(self, moved: float) -> tuple[float, float]:
+        """Returns the sensitivity of an answer that a record moves by so much, and the noise scale."""
+        exact = asks_exact(self.secure)
+        # PRIVACY: rounding to the grid moves the answer too (test_the_grid_is_in_the_sensitivity_of_exact_plans)
+        sensitivity = with_grid(moved, exact)
+        scale = self._scale(sensitivity)
+        if exact:
+            exact_grid(scale, sensitivity, self.dim)  # raises before anything is spent
+        return sensitivity, scale
+
+    def _scale(self, sensitivity: float) -> float:
+        if self.noise_multiplier is not None:
+            return self.noise_multiplier * sensitivity
+        if self.delta == 0:
+            # PRIVACY: rounded up further than the epsilon of the event is (test_a_plan_with_half_the_noise_is_refused);
+            # margin of the quotient (docs/proofs/rounding.md#model-of-arithmetic)
+            return scaled_up(sensitivity / self.epsilon, 8)
+        return gaussian_sigma(self.epsilon, self.delta, sensitivity) if sensitivity > 0 else 0.0
 
 
 def each_step(lr: float | Sequence[float], steps: int) -> FloatArray:
@@ -286,84 +360,23 @@ _GRID = 97
 _DECADES = 6
 
 
-def plan_output(
-    promises: LossPromises,
-    *,
-    n: int,
-    batch_size: int,
-    dim: int,
-    epsilon: float = math.nan,
-    delta: float = math.nan,
-    noise_multiplier: float | None = None,
-    adjacency: str = "replace_one",
-    sampling: str | None = None,
-    epochs: int | None = None,
-    lr: float | Sequence[float] | None = None,
-    distance: float | None = None,
-    secure: str | None = None,
-) -> OutputRun:
-    """Returns the numbers of a run whose noised average is (epsilon, delta)-DP.
-
-    The answer is the uniform average of w_1..w_T; the T-th update is never used.
+@dataclass(frozen=True, kw_only=True)
+class OutputTask(AnswerTask):
+    """Of the noised uniform average of w_1..w_T; the T-th update is never used.
 
     Args:
-        promises: constants of the loss.
-        n: public number of records.
-        batch_size: b in [1, n].
-        dim: d, number of parameters.
-        epsilon: > 0; not needed where the noise is given.
-        delta: in (0, 1), likewise.
-        noise_multiplier: noise std over sensitivity, in place of what (epsilon, delta) needs (shuffled batches).
-        adjacency: "replace_one" or "zero_out"; n is public.
-        sampling: "shuffled" (default) or "fixed" (the paper's).
-        epochs: K >= 1; default 1 for alpha >= 1/2, else n^{(1-2 alpha)/(1+alpha)}, at most 20.
-        lr: a step size, or T of them, fixed in advance; default `balanced_output_lr`.
-        distance: D, guess of |w*|; default the radius.
-        secure: "exact" for noise drawn in integers (shuffled batches); see docs/proofs/exact_gaussian.md.
+        sampling: "shuffled" or "fixed" (the paper's); noise is given, and exact, for shuffled batches only.
 
-    Raises:
-        AdjacencyError: add_remove (n is public here).
-        ConditionError: a side condition of the step size fails.
-        MissingConstantError: a promise or `distance` is missing.
-        ValueError: an argument is out of range.
-
-    Guarantee: (epsilon, delta)-DP of the noised average alone, one release, records, given the promises, for what is
-    computed in the given arithmetic (`holder_rounding`). Nothing else of the run may be published.
+    Epochs: default 1 for alpha >= 1/2, else n^{(1-2 alpha)/(1+alpha)}, at most 20.
 
     Example:
         >>> hinge = LossPromises(0.5, 1.5, lambda r: 1.5 * (1 + r) ** 0.5, radius=1.0, glm=True, score_offset=1.0)
-        >>> plan = plan_output(hinge, n=10000, batch_size=1, dim=20, epsilon=1.0, delta=1e-6, lr=0.005)
+        >>> plan = OutputTask(promises=hinge, n=10000, batch_size=1, dim=20, epsilon=1.0, delta=1e-6, lr=0.005).plan()
         >>> plan.steps, round(plan.noise_scale, 4)
         (10000, 0.0927)
     """
-    sampling = sampling or "shuffled"
-    request = _Request(
-        promises,
-        n,
-        batch_size,
-        dim,
-        epsilon,
-        delta,
-        noise_multiplier,
-        adjacency,
-        distance,
-        sampling,
-    )
-    sizes = _step_sizes(request, epochs, lr)
-    path = request.path(sizes)
-    if sampling != "shuffled":
-        require_gaussian(secure, "what one record moves is random here; use sampling='shuffled'")
-    sensitivity, sigma = _noise(request, path, asks_exact(secure))
-    step = stated_lr(sizes)
-    risk = _risk(request, sizes, sensitivity, sigma) if isinstance(step, float) else None
-    return OutputRun(sizes.size, step, "uniform", sensitivity, sigma, risk)
 
-
-@dataclass(frozen=True)
-class _Request(RunRequest):
-    """What a plan is asked for, checked; fields as in `plan_output`."""
-
-    sampling: str
+    sampling: str = "shuffled"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -378,116 +391,98 @@ class _Request(RunRequest):
             )
 
     @property
-    def mu(self) -> float:
-        if self.noise_multiplier is None:
-            return gaussian_mu(self.epsilon, self.delta)
-        return 1.0 / self.noise_multiplier if self.noise_multiplier else math.inf
+    def answer(self) -> str:
+        """Which iterate or average is released."""
+        return "uniform"
 
-    @property
-    def bounded(self) -> bool:
-        return math.isfinite(self.promises.radius)
+    def step_sizes(self) -> FloatArray:
+        """Returns eta_1..eta_T."""
+        epochs = self.epochs
+        if epochs is None:
+            alpha = self.promises.holder_exponent
+            passes = 1.0 if alpha >= 0.5 else math.pow(self.n, (1 - 2 * alpha) / (1 + alpha))
+            epochs = min(_MAX_EPOCHS, math.ceil(passes * (1 - 1e-12)))
+        steps = self.steps_per_epoch * epochs
+        if steps == 1:
+            raise ConditionError(
+                "steps must be >= 2: the answer is the average of w_1..w_T, whose first is the"
+                f" start, so that one step releases a constant (got batch_size={self.batch_size},"
+                f" n={self.n}, one epoch); take a smaller batch_size or more epochs"
+            )
+        return each_step(self.balanced_lr(epochs) if self.lr is None else self.lr, steps)
 
-    def path(self, lr: FloatArray) -> RunPath:
-        return output_path(
+    def noise(self, lr: FloatArray) -> tuple[float | None, float]:
+        """Returns the sensitivity (None if it is random) and the noise scale."""
+        path = output_path(
             self.promises,
             lr,
             batch_size=self.batch_size,
             hit_constant=self.hit_constant,
             dim=self.dim,
         )
-
-
-def _step_sizes(
-    request: _Request, epochs: int | None, lr: float | Sequence[float] | None
-) -> FloatArray:
-    """Returns the step sizes (T,)."""
-    alpha = request.promises.holder_exponent
-    per_epoch = request.steps_per_epoch
-    if epochs is not None:
-        steps = per_epoch * check.positive_count(epochs=epochs)
-    else:
-        passes = 1.0 if alpha >= 0.5 else math.pow(request.n, (1 - 2 * alpha) / (1 + alpha))
-        steps = per_epoch * min(_MAX_EPOCHS, math.ceil(passes * (1 - 1e-12)))
-    if steps == 1:
-        raise ConditionError(
-            "steps must be >= 2: the answer is the average of w_1..w_T, whose first is the start,"
-            f" so that one step releases a constant (got batch_size={request.batch_size},"
-            f" n={request.n}, one epoch); take a smaller batch_size or more epochs"
+        if self.sampling == "shuffled":
+            return self.noise_for(path_sensitivity(path, self.steps_per_epoch))
+        require_gaussian(
+            self.secure, "what one record moves is random here; use sampling='shuffled'"
         )
-    if lr is None:
-        lr = balanced_output_lr(request, steps // per_epoch)
-    return each_step(lr, steps)
+        rate = self.batch_size / self.n
+        return None, uniform_sigma(path, rate, self.epsilon, self.delta)
 
+    def balanced_lr(self, epochs: int) -> float:
+        """Returns the step size that minimizes U (see this module) on a log grid of 16 points a decade.
 
-def balanced_output_lr(request: _Request, epochs: int) -> float:
-    """Returns the step size that minimizes U (see this module) on a log grid of 16 points a decade.
+        G is taken at the distance D on an unbounded domain. It affects accuracy only: privacy is computed afterwards.
 
-    G is taken at the distance D on an unbounded domain. It affects accuracy only: privacy is computed afterwards.
+        Raises:
+            MissingConstantError: no distance on an unbounded domain.
 
-    Raises:
-        MissingConstantError: no distance on an unbounded domain.
-
-    Source: docs/proofs/holder.md#risk-of-output-perturbation.
-    """
-    promises = request.promises
-    steps = request.steps_per_epoch * epochs
-    reach = distance_bound(promises, request.distance)
-    alpha = promises.holder_exponent
-    constant = promises.holder_constant
-    bounded = request.bounded
-    bound = max(promises.grad_bound(reach), 1e-300)
-    largest = (2.0 if bounded else 1.0) if alpha == 1 else math.exp(min(300 * (1 - alpha), 300.0))
-    largest *= (1 - 1e-12) / constant
-    grid = reach / (bound * math.sqrt(steps)) * np.logspace(-_DECADES, 0, _GRID)
-    grid = np.minimum(grid, largest)
-    roots = float(np.sqrt(np.arange(1, max(steps - 1, 1))).sum()) / steps
-    drift = expansions(alpha, constant, grid, promises.glm) * roots
-    hit = grid * bound / request.batch_size * ((epochs + 1) / 2 - 1 / request.steps_per_epoch)
-    delta_stab = drift + 2.0 * hit
-    noise = math.sqrt(request.dim) / request.mu * (drift + request.hit_constant * hit)
-    risk = reach**2 / (2 * grid * steps) + grid * bound**2 / 2
-    risk = risk + bound * (noise + (2 * delta_stab if epochs > 1 else 0.0))
-    return float(grid[int(np.argmin(risk))])
-
-
-def _noise(request: _Request, path: RunPath, exact: bool) -> tuple[float | None, float]:
-    """Returns the sensitivity (None if it is random) and the noise std."""
-    if request.sampling == "fixed":
-        return None, uniform_sigma(
-            path, request.batch_size / request.n, request.epsilon, request.delta
+        Source: docs/proofs/holder.md#risk-of-output-perturbation.
+        """
+        promises = self.promises
+        steps = self.steps_per_epoch * epochs
+        reach = distance_bound(promises, self.distance)
+        alpha = promises.holder_exponent
+        constant = promises.holder_constant
+        bounded = math.isfinite(promises.radius)
+        bound = max(promises.grad_bound(reach), 1e-300)
+        largest = (
+            (2.0 if bounded else 1.0) if alpha == 1 else math.exp(min(300 * (1 - alpha), 300.0))
         )
-    # PRIVACY: rounding to the grid moves the answer too (test_the_grid_is_in_the_sensitivity_of_exact_plans)
-    sensitivity = with_grid(path_sensitivity(path, request.steps_per_epoch), exact)
-    if request.noise_multiplier is not None:
-        noise = request.noise_multiplier * sensitivity
-    else:
-        noise = (
-            gaussian_sigma(request.epsilon, request.delta, sensitivity)
-            if sensitivity > 0
+        largest *= (1 - 1e-12) / constant
+        grid = reach / (bound * math.sqrt(steps)) * np.logspace(-_DECADES, 0, _GRID)
+        grid = np.minimum(grid, largest)
+        roots = float(np.sqrt(np.arange(1, max(steps - 1, 1))).sum()) / steps
+        drift = expansions(alpha, constant, grid, promises.glm) * roots
+        epoch = (epochs + 1) / 2 - 1 / self.steps_per_epoch
+        hit = grid * bound / self.batch_size * epoch
+        delta_stab = drift + 2.0 * hit
+        noise = math.sqrt(self.dim) / self._mu * (drift + self.hit_constant * hit)
+        risk = reach**2 / (2 * grid * steps) + grid * bound**2 / 2
+        risk = risk + bound * (noise + (2 * delta_stab if epochs > 1 else 0.0))
+        return float(grid[int(np.argmin(risk))])
+
+    @property
+    def _mu(self) -> float:
+        if self.noise_multiplier is None:
+            return gaussian_mu(self.epsilon, self.delta)
+        return 1.0 / self.noise_multiplier if self.noise_multiplier else math.inf
+
+    def risk(self, lr: FloatArray, sensitivity: float | None, scale: float) -> float | None:
+        """Returns U at one step size; None where it is not proved."""
+        promises = self.promises
+        proved = self.sampling == "shuffled" and self.n % self.batch_size == 0
+        if not (proved and math.isfinite(promises.radius)) or sensitivity is None:
+            return None
+        distance = distance_bound(promises, self.distance)
+        bound = promises.grad_bound(promises.radius)
+        step = float(lr[0])
+        stability = (
+            2 * bound * sensitivity * (2.0 / self.hit_constant)
+            if lr.size > self.steps_per_epoch
             else 0.0
         )
-    if exact:
-        exact_grid(noise, sensitivity, request.dim)  # raises before anything is spent
-    return sensitivity, noise
-
-
-def _risk(
-    request: _Request, lr: FloatArray, sensitivity: float | None, sigma: float
-) -> float | None:
-    """Returns U at one step size; None where it is not proved."""
-    proved = request.sampling == "shuffled" and request.n % request.batch_size == 0
-    if not (proved and request.bounded) or sensitivity is None:
-        return None
-    distance = distance_bound(request.promises, request.distance)
-    bound = request.promises.grad_bound(request.promises.radius)
-    step = float(lr[0])
-    stability = (
-        2 * bound * sensitivity * (2.0 / request.hit_constant)
-        if lr.size > request.steps_per_epoch
-        else 0.0
-    )
-    start = distance**2 / (2 * step * lr.size)
-    return start + step * bound**2 / 2 + bound * sigma * math.sqrt(request.dim) + stability
+        start = distance**2 / (2 * step * lr.size)
+        return start + step * bound**2 / 2 + bound * scale * math.sqrt(self.dim) + stability
 
 
 _POWERS: dict[str, float | None] = {
@@ -672,104 +667,46 @@ def _tails(weights: FloatArray, shrink: FloatArray) -> FloatArray:
     return np.array(list(tails)[::-1])
 
 
-def plan_bolt_on(
-    promises: LossPromises,
-    *,
-    n: int,
-    batch_size: int,
-    dim: int,
-    epsilon: float = math.nan,
-    delta: float = math.nan,
-    noise_multiplier: float | None = None,
-    adjacency: str = "replace_one",
-    epochs: int = 1,
-    lr: float | Sequence[float] | None = None,
-    reg: float = 0.0,
-    average: str | None = None,
-    distance: float | None = None,
-    secure: str | None = None,
-) -> OutputRun:
-    """Returns the numbers of a run whose noised answer is (epsilon, delta)-DP.
+@dataclass(frozen=True, kw_only=True)
+class BoltOnTask(AnswerTask):
+    """Of an iterate, or an average, of a smooth loss.
 
     Args:
-        promises: constants of the loss, smooth.
-        n: public number of records.
-        batch_size: b in [1, n].
-        dim: d, number of parameters.
-        epsilon: > 0; not needed where the noise is given.
-        delta: in [0, 1); 0 takes K-norm noise; any other is not needed where the noise is given.
-        noise_multiplier: noise scale over sensitivity, in place of what (epsilon, delta) needs.
-        adjacency: "replace_one" or "zero_out"; n is public.
-        epochs: K >= 1.
-        lr: proximal step size in (0, 2/beta], or T of them, fixed in advance; default `decreasing_lr` if reg > 0, else
-            the constant step that minimizes U (with the noise of the answer that is asked for).
         reg: gamma >= 0.
         average: "last", "uniform" or "weighted"; default "last" if reg > 0, else "uniform" ("last" for one step).
-        distance: D, guess of |w*|; default the radius.
-        secure: "exact" for noise drawn in integers (delta > 0); see docs/proofs/exact_gaussian.md.
 
-    Raises:
-        AdjacencyError: add_remove: n is public here.
-        ConditionError: see `bolt_on_sensitivity`.
-        MissingConstantError: a promise is missing, or `distance` for the default step size.
-        ValueError: an argument is out of range.
-
-    Guarantee: (epsilon, delta)-DP of the noised answer alone, one release, records, given the promises, for what is
-    computed in double precision. Nothing else of the run may be published.
+    Step sizes are proximal, in (0, 2/beta]; default `decreasing_lr` if reg > 0, else the constant step that minimizes U
+    (with the noise of the answer that is asked for).
 
     Source: docs/proofs/output.md#bolt-on-runs
 
     Example:
         >>> smooth = LossPromises(1.0, 0.25, lambda r: 1.0, glm=True, score_offset=1.0)
-        >>> plan = plan_bolt_on(smooth, n=1000, batch_size=10, dim=5, epsilon=1.0, delta=0.0, reg=0.1, epochs=3)
+        >>> task = BoltOnTask(
+        ...     promises=smooth, n=1000, batch_size=10, dim=5, epsilon=1.0, delta=0.0, reg=0.1, epochs=3)
+        >>> plan = task.plan()
         >>> plan.steps, plan.average, round(plan.noise_scale, 9)
         (300, 'last', 0.02)
     """
-    request = _BoltOnRequest(
-        promises,
-        n,
-        batch_size,
-        dim,
-        epsilon,
-        delta,
-        noise_multiplier,
-        adjacency,
-        distance,
-        epochs,
-        reg,
-        average,
-    )
-    sizes = request.step_sizes(lr)
-    if delta == 0:
-        require_gaussian(secure)
-    # PRIVACY: rounding to the grid moves the answer too (test_the_grid_is_in_the_sensitivity_of_exact_plans)
-    sensitivity = with_grid(request.sensitivity(sizes), asks_exact(secure))
-    scale = request.scale(sensitivity)
-    if asks_exact(secure):
-        exact_grid(scale, sensitivity, dim)  # raises before anything is spent
-    step = stated_lr(sizes)
-    risk = request.risk(step) if isinstance(step, float) else None
-    return OutputRun(sizes.size, step, request.answer, sensitivity, scale, risk)
 
-
-@dataclass(frozen=True)
-class _BoltOnRequest(RunRequest):
-    """What a plan is asked for, checked; fields as in `plan_bolt_on`."""
-
-    epochs: int
-    reg: float
-    average: str | None
+    reg: float = 0.0
+    average: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check.positive_count(epochs=self.epochs)
         check.nonnegative(reg=self.reg)
         if self.noise_multiplier is None and self.delta != 0:
             check.open_interval(0.0, 1.0, delta=self.delta)
 
     @property
+    def passes(self) -> int:
+        """Epochs."""
+        return 1 if self.epochs is None else self.epochs
+
+    @property
     def steps(self) -> int:
-        return self.steps_per_epoch * self.epochs
+        """Number of steps T."""
+        return self.steps_per_epoch * self.passes
 
     @property
     def answer(self) -> str:
@@ -778,21 +715,22 @@ class _BoltOnRequest(RunRequest):
             return self.average
         return "last" if self.reg > 0 or self.steps == 1 else "uniform"
 
-    def scale(self, sensitivity: float) -> float:
-        """Returns the noise of an answer with this sensitivity."""
-        if self.noise_multiplier is not None:
-            return self.noise_multiplier * sensitivity
-        if self.delta == 0:
-            # PRIVACY: rounded up further than the epsilon of the event is (test_a_plan_with_half_the_noise_is_refused);
-            # margin of the quotient (docs/proofs/rounding.md#model-of-arithmetic)
-            return scaled_up(sensitivity / self.epsilon, 8)
-        return gaussian_sigma(self.epsilon, self.delta, sensitivity)
+    def step_sizes(self) -> FloatArray:
+        """Returns eta_1..eta_T."""
+        lr = self.lr
+        if lr is None:
+            if self.reg > 0:
+                return decreasing_lr(self.promises.holder_constant, self.reg, self.steps)
+            largest = (2 - 1e-12) / self.promises.holder_constant
+            reach = distance_bound(self.promises, self.distance)
+            lr = min(largest, reach / math.sqrt(2 * self.steps * self._cost()))
+        return each_step(lr, self.steps)
 
-    def _noise_norm(self) -> float:
-        """Returns a bound on E|z| at sensitivity 1."""
-        if self.noise_multiplier is None:
-            return noise_norms(self.dim, self.epsilon, self.delta)[0]
-        return self.noise_multiplier * (self.dim if self.delta == 0 else math.sqrt(self.dim))
+    def noise(self, lr: FloatArray) -> tuple[float | None, float]:
+        """Returns the sensitivity and the noise scale."""
+        if self.delta == 0:
+            require_gaussian(self.secure)
+        return self.noise_for(self.sensitivity(lr))
 
     def sensitivity(self, lr: FloatArray, unit_roundoff: float | None = DOUBLE) -> float:
         """Returns `bolt_on_sensitivity`."""
@@ -808,18 +746,11 @@ class _BoltOnRequest(RunRequest):
             unit_roundoff=unit_roundoff,
         )
 
-    def step_sizes(self, lr: float | Sequence[float] | None) -> FloatArray:
-        """Returns eta_1..eta_T."""
-        if lr is None:
-            if self.reg > 0:
-                return decreasing_lr(self.promises.holder_constant, self.reg, self.steps)
-            lr = self._balanced_lr()
-        return each_step(lr, self.steps)
-
-    def _balanced_lr(self) -> float:
-        largest = (2 - 1e-12) / self.promises.holder_constant
-        reach = distance_bound(self.promises, self.distance)
-        return min(largest, reach / math.sqrt(2 * self.steps * self._cost()))
+    def _noise_norm(self) -> float:
+        """Returns a bound on E|z| at sensitivity 1."""
+        if self.noise_multiplier is None:
+            return noise_norms(self.dim, self.epsilon, self.delta)[0]
+        return self.noise_multiplier * math.sqrt(self.dim)
 
     def _cost(self) -> float:
         """Returns (U - D^2/(2 eta T)) / eta, in real numbers."""
@@ -833,15 +764,16 @@ class _BoltOnRequest(RunRequest):
         )  # per step size
         noise = self._noise_norm() * moved
         return max(
-            bound * (bound / 2 + bound * (self.epochs - 1) / self.batch_size + noise), 1e-300
+            bound * (bound / 2 + bound * (self.passes - 1) / self.batch_size + noise), 1e-300
         )
 
-    def risk(self, lr: float) -> float | None:
-        """Returns U(eta), or None where it is not proved or D is not known."""
+    def risk(self, lr: FloatArray, sensitivity: float | None, scale: float) -> float | None:
+        """Returns U at one step size; None where it is not proved, or D is not known."""
         proved = self.reg == 0 and self.answer == "uniform" and self.n % self.batch_size == 0
         if not proved or (self.distance is None and not math.isfinite(self.promises.radius)):
             return None
+        step = float(lr[0])
         return (
-            distance_bound(self.promises, self.distance) ** 2 / (2 * lr * self.steps)
-            + lr * self._cost()
+            distance_bound(self.promises, self.distance) ** 2 / (2 * step * self.steps)
+            + step * self._cost()
         )

@@ -14,7 +14,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,10 +28,11 @@ from torch_dpsco import compat
 from torch_dpsco.accounting.analysis.rounding import asks_exact
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.events import REPLACE_ONE, ZERO_OUT, Gaussian, SimpleEvent
-from torch_dpsco.algorithms.output_sgd_numbers import LossPromises, OutputRun
+from torch_dpsco.algorithms.output_sgd_numbers import AnswerTask, LossPromises
 from torch_dpsco.errors import MissingConstantError, NotCertifiedError, SequenceError
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Identity, Prox
+from torch_dpsco.step import checks
 from torch_dpsco.step.checks import listed
 from torch_dpsco.step.plan import ANSWERS, LABELS, BatchPlan, drawing, exact_cost, passes
 
@@ -263,9 +264,23 @@ class RowFreePlan(BatchPlan):
         return f"{noise}; one {self.unit} moves it by at most {self.sensitivity:.3g}"
 
 
-def numbers_of(run: OutputRun) -> dict[str, Any]:
+def numbers_of(task: AnswerTask) -> dict[str, Any]:
     """Returns what a plan takes over of what theory chose: all but the sensitivity, which it computes itself."""
-    return {name: value for name, value in vars(run).items() if name != "sensitivity"}
+    run = task.plan()
+    own = {name: value for name, value in vars(run).items() if name != "sensitivity"}
+    given = {name: getattr(task, name) for name in ("dim", "adjacency", "distance", "secure")}
+    return own | given | {"gradient_error": task.promises.gradient_error}
+
+
+_Made = TypeVar("_Made", bound=RowFreePlan)
+
+
+def warned_of_noise(plan: _Made) -> _Made:
+    """Returns the plan; warns where the noise of a budget is longer than the answer."""
+    if plan.budget is not None:
+        size = {"n": plan.n, "dim": plan.dim, "epsilon": plan.budget.epsilon}
+        checks.warn_if_buried(plan.noise_std, plan.reach, **size, of="the answer")
+    return plan
 
 
 def target_of(budget: Budget | None, noise_multiplier: float | None) -> dict[str, float]:
