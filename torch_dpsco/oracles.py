@@ -17,7 +17,7 @@ from torch_dpsco.algorithms.user_filter_oracles import UserFilter, UserFiltered,
 from torch_dpsco.algorithms.user_oracles import UserClipped
 from torch_dpsco.step.clipped import Clipped, ClippedMean
 from torch_dpsco.step.oracle import Charge, MeanOracle, Release, clip_weights, joint_norm
-from torch_dpsco.step.phased import Exact, Phased
+from torch_dpsco.step.phased import Phased
 
 __all__ = [
     "AdaptiveClipped",
@@ -27,7 +27,6 @@ __all__ = [
     "ClippedMean",
     "Coordinatewise",
     "CorrelatedClipped",
-    "Exact",
     "HolderClipped",
     "MeanOracle",
     "Phased",

@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.reference.absolute import HolderAbsolute
+from tests.reference.exact import Exact
 from torch_dpsco import oracles
 from torch_dpsco.accounting.designs import Fixed, Full, Poisson
 from torch_dpsco.algorithms.clips import AdaptiveClipped, PilotClipped, QuantilePilot
@@ -274,7 +275,7 @@ def test_copies_and_checkpoints_stay_exact():
 
 
 def test_oracles_that_have_no_exact_form_refuse_by_name():
-    for oracle in (oracles.Exact(60), oracles.Coordinatewise(1.0, 1.0, 60, 1)):
+    for oracle in (Exact(60), oracles.Coordinatewise(1.0, 1.0, 60, 1)):
         with pytest.raises(
             ConditionError, match=f"secure must be None for {type(oracle).__name__}"
         ):

@@ -17,6 +17,7 @@ import torch
 import torch_dpsco as dp
 from tests.contract.runs import DIM, FACTS, LOSS, STEPS, Build, N, Row, Settings, agreeing
 from tests.reference.absolute import HolderAbsolute
+from tests.reference.exact import Exact
 from torch_dpsco import oracles
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
@@ -159,7 +160,7 @@ def _pilot_parts(batch: int) -> Design:
 
 
 def _exact(s: Settings, size: int) -> MeanOracle:
-    return oracles.Exact(size)
+    return Exact(size)
 
 
 def _heavy(cls: Any, design: Callable[[int], Design], adjacency: str = REPLACE) -> Build:

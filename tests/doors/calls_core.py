@@ -276,7 +276,6 @@ simple(
     batch_size=6,
     groups=3,
 )
-simple("dp.oracles.Exact", dp.oracles.Exact, batch_size=6)
 simple(
     "dp.oracles.UserFilter", dp.oracles.UserFilter, n_users=USERS, score_floor=300.0, ramp_end=280
 )

@@ -60,10 +60,8 @@ from torch_dpsco.algorithms.heavy_tailed_numbers import (
     OnePassPlan,
     accelerated_plan,
     averaging_schedule,
-    exchange_rate_accelerated,
+    exchange_rate_mean,
     exchange_rate_phase,
-    exchange_rate_proximal_pl,
-    exchange_rate_strongly_convex,
     proximal_pl_plan,
     strongly_convex_coefficients,
     strongly_convex_plan,
@@ -131,10 +129,8 @@ class Theorem(ABC):
         """
 
     @abstractmethod
-    def exchange_rate(
-        self, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str
-    ) -> float:
-        """Returns what a unit of clip costs in noise, in one pass."""
+    def noise_factor(self, problem: Problem, steps: int) -> float | None:
+        """Returns what a unit of clip costs in one pass, over `exchange_rate_mean`; None for that of many passes."""
 
     def averaging(self, problem: Problem, steps: int) -> AveragingSchedule | None:
         """Returns step sizes and weights for one pass; None for constant steps."""
@@ -542,10 +538,11 @@ class _Task:
         adjacency = self.given.adjacency
         noise = chosen.noise if chosen.secret and chosen.noise else release_noise(budget)
         rho = zcdp_of(noise, adjacency)
-        if once:
-            rate = self.theorem.exchange_rate(self.problem, left, self.dim, steps, rho, adjacency)
-        else:
+        factor = self.theorem.noise_factor(self.problem, steps) if once else None
+        if factor is None:
             rate = exchange_rate_phase(left, self.dim, rho, adjacency)
+        else:
+            rate = factor * exchange_rate_mean(left // steps, self.dim, rho, adjacency)
         pilot = clip.plan(n, budget, rate)
         return pilot, after_pilot(pilot.size, chosen.design, steps, n, adjacency), steps + 1
 
@@ -593,18 +590,14 @@ class _Averaged(Theorem):
         diameter = math.inf if unbounded else scale_of(problem, distance, self.by)
         return strongly_convex_plan(data, diameter=diameter, **given)
 
-    def exchange_rate(
-        self, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str
-    ) -> float:
-        """Returns what a unit of clip costs in noise, in one pass."""
+    def noise_factor(self, problem: Problem, steps: int) -> float | None:
+        """Returns what a unit of clip costs in one pass, over `exchange_rate_mean`."""
         if problem.strong_convexity is None or problem.smoothness is None:
-            return exchange_rate_phase(n, dim, rho, adjacency)
+            return None
         weights = strongly_convex_coefficients(
             strong_convexity=problem.strong_convexity, smoothness=problem.smoothness, steps=steps
         )
-        return exchange_rate_strongly_convex(
-            n, dim, steps, rho, weights.bias, weights.noise, adjacency
-        )
+        return math.sqrt(weights.noise / weights.bias)
 
     def averaging(self, problem: Problem, steps: int) -> AveragingSchedule | None:
         """Returns step sizes and weights of an average."""
@@ -627,11 +620,9 @@ class _Accelerated(Theorem):
         """Returns what the theorem chooses."""
         return accelerated_plan(data, diameter=scale_of(problem, distance, self.by), **given)
 
-    def exchange_rate(
-        self, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str
-    ) -> float:
-        """Returns what a unit of clip costs in noise, in one pass."""
-        return exchange_rate_accelerated(n, dim, steps, rho, adjacency)
+    def noise_factor(self, problem: Problem, steps: int) -> float | None:
+        """Returns what a unit of clip costs in one pass, over `exchange_rate_mean`."""
+        return 2.0 * math.sqrt(2.0 / (3.0 * steps))
 
 
 class _Proximal(Theorem):
@@ -649,11 +640,9 @@ class _Proximal(Theorem):
         gap = data.moment * scale_of(problem, distance, self.by)
         return proximal_pl_plan(data, initial_gap=gap, **given)
 
-    def exchange_rate(
-        self, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str
-    ) -> float:
-        """Returns what a unit of clip costs in noise, in one pass."""
-        return exchange_rate_proximal_pl(n, dim, steps, rho, adjacency)
+    def noise_factor(self, problem: Problem, steps: int) -> float | None:
+        """Returns what a unit of clip costs in one pass, over `exchange_rate_mean`."""
+        return math.sqrt(2.0 / 3.0)
 
 
 class ClippedSGD(PlannedOptimizer):

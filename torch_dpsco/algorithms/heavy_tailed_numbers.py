@@ -60,7 +60,7 @@ since ||E g - E clip(g)|| <= E(||g|| - C)_+ and (x - C)/x^k is largest at x = kC
 C >= (k-1) r/k, so that no better constant exists. The noise grows with C; the two thresholds below balance the two.
 
 Differs from the paper (Lowy and Razaviyayn, arXiv 2209.07403) in: 1. the bias constant of its Lemma 6, 1/(k-1), is
-(k/(k-1))^k in [e, 4] times too large for k >= 2 (mode "paper" keeps it); 2. noise is stated by rho-zCDP under a named
+(k/(k-1))^k in [e, 4] times too large for k >= 2; 2. noise is stated by rho-zCDP under a named
 adjacency, the paper's "epsilon" is sqrt(2 rho).
 
 Everything is evaluated in logarithms, for k from 1 + 1e-15 to 1e6.
@@ -570,14 +570,13 @@ def safe_exp(exponent: float) -> float:
     return math.exp(exponent) if exponent < 709.0 else math.inf
 
 
-def clip_bias(moment: float, moment_order: float, clip: float, mode: str = "tight") -> float:
+def clip_bias(moment: float, moment_order: float, clip: float) -> float:
     """Returns the bound B(C) on the norm of the bias of a clipped mean.
 
     Args:
         moment: r > 0 with E||g||^k <= r^k.
         moment_order: k > 1.
         clip: C > 0.
-        mode: "tight" (sharp constant) or "paper" (constant 1/(k-1)).
 
     Returns:
         beta_k r^k / C^(k-1); inf beyond floating point.
@@ -586,14 +585,13 @@ def clip_bias(moment: float, moment_order: float, clip: float, mode: str = "tigh
         docs/proofs/heavy_tailed.md#clipping-bias (Lemma 6).
 
     Example:
-        >>> round(clip_bias(1.0, 2.0, 0.5), 12), round(clip_bias(1.0, 2.0, 0.5, mode="paper"), 12)
-        (0.5, 2.0)
+        >>> round(clip_bias(1.0, 2.0, 0.5), 12)
+        0.5
     """
-    check.choice(("tight", "paper"), mode=mode)
     k = check.order(moment_order=moment_order)
     log_r = math.log(check.positive(moment=moment))
-    constant = _log_bias_constant(k) if mode == "tight" else -math.log(k - 1)
-    return safe_exp(constant + log_r + (k - 1) * (log_r - math.log(check.positive(clip=clip))))
+    log_clip = math.log(check.positive(clip=clip))
+    return safe_exp(_log_bias_constant(k) + log_r + (k - 1) * (log_r - log_clip))
 
 
 def clip_bias_worst(moment: float, moment_order: float, clip: float) -> float:
@@ -781,52 +779,6 @@ def exchange_rate_phase(n: int, dim: int, rho: float, adjacency: str = "replace_
         0.04
     """
     return 2.0 * exchange_rate_mean(n, dim, rho, adjacency)
-
-
-def exchange_rate_strongly_convex(
-    n: int,
-    dim: int,
-    steps: int,
-    rho: float,
-    bias: float,
-    noise: float,
-    adjacency: str = "replace_one",
-) -> float:
-    """Returns a = sqrt(2 u_S d / (u_B rho)) T / n of averaged ClippedSGD.
-
-    Args:
-        n: records.
-        dim: d.
-        steps: T.
-        rho: > 0.
-        bias: u_B of `strongly_convex_coefficients`.
-        noise: u_S of the same.
-        adjacency: zero_out and add_remove halve a.
-
-    Source:
-        docs/proofs/heavy_tailed.md#exchange-rates.
-
-    Example:
-        >>> round(exchange_rate_strongly_convex(n=100, dim=2, steps=1, rho=1.0, bias=1.0, noise=1.0), 12)
-        0.02
-    """
-    ratio = check.positive(noise=noise) / check.positive(bias=bias)
-    return math.sqrt(ratio) * exchange_rate_mean(_batch(n, steps), dim, rho, adjacency)
-
-
-def exchange_rate_proximal_pl(
-    n: int, dim: int, steps: int, rho: float, adjacency: str = "replace_one"
-) -> float:
-    """Returns a = sqrt(4 d / (3 rho)) T / n of ProximalSGD.
-
-    Source:
-        docs/proofs/heavy_tailed.md#exchange-rates.
-
-    Example:
-        >>> round(exchange_rate_proximal_pl(n=100, dim=3, steps=1, rho=1.0), 12)
-        0.02
-    """
-    return math.sqrt(2.0 / 3.0) * exchange_rate_mean(_batch(n, steps), dim, rho, adjacency)
 
 
 def _batch(n: int, steps: int) -> int:

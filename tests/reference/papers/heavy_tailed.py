@@ -19,11 +19,14 @@ from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
 from torch_dpsco.algorithms import localized_numbers
 from torch_dpsco.algorithms.heavy_tailed_numbers import (
     OnePass,
+    _batch,
     _log_bias_constant,
     _rounded_up,
     accelerated_plan,
+    clip_bias,
     clip_threshold_square,
     exchange_rate_accelerated,
+    exchange_rate_mean,
     mean_noise_std,
     safe_exp,
     strongly_convex_coefficients,
@@ -730,3 +733,67 @@ localized_schedule_ballfree = flat(localized_numbers.localized_schedule_ballfree
 localized_schedule_minibatch = flat(localized_numbers.localized_schedule_minibatch, PhaseTask)
 boosted_localized_schedule = flat(localized.boosted_localized_schedule, PhaseTask)
 reduction_schedule = flat(localized_numbers.reduction_schedule, PhaseTask)
+
+
+def clip_bias_bound(
+    moment: float, moment_order: float, clip: float, mode: str = "tight"
+) -> float:
+    """Returns the bound on the bias of a clipped mean, of mode "tight" or with the published constant 1/(k-1).
+
+    Example:
+        >>> round(clip_bias_bound(1.0, 2.0, 0.5, mode="paper"), 12)
+        2.0
+    """
+    check.choice(("tight", "paper"), mode=mode)
+    bound = clip_bias(moment, moment_order, clip)
+    return (
+        bound
+        if mode == "tight"
+        else bound / (moment_order - 1) / clip_bias_constant(moment_order)
+    )
+
+
+def exchange_rate_strongly_convex(
+    n: int,
+    dim: int,
+    steps: int,
+    rho: float,
+    bias: float,
+    noise: float,
+    adjacency: str = "replace_one",
+) -> float:
+    """Returns a = sqrt(2 u_S d / (u_B rho)) T / n of averaged ClippedSGD.
+
+    Args:
+        n: records.
+        dim: d.
+        steps: T.
+        rho: > 0.
+        bias: u_B of `strongly_convex_coefficients`.
+        noise: u_S of the same.
+        adjacency: zero_out and add_remove halve a.
+
+    Source:
+        docs/proofs/heavy_tailed.md#exchange-rates.
+
+    Example:
+        >>> round(exchange_rate_strongly_convex(n=100, dim=2, steps=1, rho=1.0, bias=1.0, noise=1.0), 12)
+        0.02
+    """
+    ratio = check.positive(noise=noise) / check.positive(bias=bias)
+    return math.sqrt(ratio) * exchange_rate_mean(_batch(n, steps), dim, rho, adjacency)
+
+
+def exchange_rate_proximal_pl(
+    n: int, dim: int, steps: int, rho: float, adjacency: str = "replace_one"
+) -> float:
+    """Returns a = sqrt(4 d / (3 rho)) T / n of ProximalSGD.
+
+    Source:
+        docs/proofs/heavy_tailed.md#exchange-rates.
+
+    Example:
+        >>> round(exchange_rate_proximal_pl(n=100, dim=3, steps=1, rho=1.0), 12)
+        0.02
+    """
+    return math.sqrt(2.0 / 3.0) * exchange_rate_mean(_batch(n, steps), dim, rho, adjacency)

@@ -424,7 +424,7 @@ def psgd_sensitivity_strongly_convex(lipschitz: float, strong_convexity: float, 
     """Returns 2 L / (mu n), for the LAST iterate of steps min(1/beta, 1/(mu t)): that of the exact minimizer.
 
     It holds for any number of passes and any batches, and not for an average of iterates:
-    early iterates move by more, their uniform average by about log(n) times as much (`algorithms.bolt_on_numbers`
+    early iterates move by more, their uniform average by about log(n) times as much (`algorithms.output_sgd_numbers`
     computes it).
 
     Args:
