@@ -278,8 +278,10 @@ _Made = TypeVar("_Made", bound=RowFreePlan)
 def warned_of_noise(plan: _Made) -> _Made:
     """Returns the plan; warns where the noise of a budget is longer than the answer."""
     if plan.budget is not None:
-        size = {"n": plan.n, "dim": plan.dim, "epsilon": plan.budget.epsilon}
-        checks.warn_if_buried(plan.noise_std, plan.reach, **size, of="the answer")
+        epsilon = plan.budget.epsilon
+        checks.warn_if_buried(
+            plan.noise_std, plan.reach, n=plan.n, dim=plan.dim, epsilon=epsilon, of="the answer"
+        )
     return plan
 
 

@@ -431,14 +431,14 @@ def one_pass(scale: Scale, n: int, budget: Budget, momentum: bool, secret: bool 
     if scale.smoothness is None:
         return max(numbers_of_steps(n))
 
-    def risk(steps: int) -> float:
+    def cost(steps: int) -> float:
         noise = noise_of_pass(budget, steps)
         level = noise_of_mean(
             noise, scale.bound, max(1, n // steps), steps, scale.dim, sampled=steps > 1
         )
         return risk(scale.distance, level, steps, smoothness, momentum)
 
-    return min(numbers_of_steps(n), key=risk)
+    return min(numbers_of_steps(n), key=cost)
 
 
 def numbers_of_steps(n: int) -> list[int]:
