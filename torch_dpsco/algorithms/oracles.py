@@ -102,7 +102,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -178,6 +178,13 @@ def clipped_rows(rows: Sequence[Tensor], clip: float) -> Tensor:
     return torch.where(finite, flat, 0.0).clamp_(-clip, clip)
 
 
+def group_size(batch_size: int, groups: int) -> int:
+    """Returns the rows of each of so many groups of a batch."""
+    if check.positive_count(groups=groups) > check.positive_count(batch_size=batch_size):
+        raise ValueError(f"groups must be <= batch_size={batch_size} (got {groups})")
+    return batch_size // groups
+
+
 class GroupedMean(MeanOracle):
     """Medians over groups of consecutive rows of batches of a fixed size.
 
@@ -191,12 +198,8 @@ class GroupedMean(MeanOracle):
         super().__init__(check.positive_count(batch_size=batch_size))
         # PRIVACY: rounding errors are relative within this range (test_clips_that_would_overflow_are_refused)
         self.clip = check.between(1e-200, 1e200, clip=check.positive(clip=clip))
-        self.groups = check.positive_count(groups=groups)
-        if self.groups > self.batch_size:
-            raise ValueError(
-                f"groups must be <= batch_size={self.batch_size} (got {self.groups})"
-            )
-        self.group_size = self.batch_size // self.groups
+        self.groups = groups
+        self.group_size = group_size(batch_size, groups)
         self._shapes: list[torch.Size] = []
 
     def open(self, query: Sequence[Tensor], step: int = 0) -> None:
@@ -362,6 +365,7 @@ class _Shuffled(GroupedMean):
     """Medians over groups of means from counts of shuffled bits; subclasses clip, and say what a group costs."""
 
     _cost_of: Callable[..., ShuffleCost]  # of the shuffled sum of a group
+    _parameters_of: Callable[..., ShuffleParameters]  # of one that is to cost so much
 
     def __init__(
         self,
@@ -369,7 +373,7 @@ class _Shuffled(GroupedMean):
         parameters: ShuffleParameters,
         batch_size: int,
         dim: int,
-        groups: int,
+        groups: int = 1,
         *,
         failure: float = FAILURE,
         honest_fraction: float = 1.0,
@@ -386,6 +390,25 @@ class _Shuffled(GroupedMean):
         )
         self._noise: BinomialNoise | None = None
         self._places: list[Tensor] = []
+
+    @classmethod
+    def calibrated(
+        cls,
+        clip: float,
+        batch_size: int,
+        dim: int,
+        groups: int = 1,
+        *,
+        epsilon: float,
+        delta: float,
+        grid: int | None = None,
+        honest_fraction: float = 1.0,
+    ) -> Self:
+        """Returns the oracle whose releases are (epsilon, delta)-DP each, of a grid if one is given."""
+        size = group_size(batch_size, groups)
+        share = {"honest_fraction": honest_fraction}
+        sizes = cls._parameters_of(size, dim, epsilon, delta, grid=grid, **share)
+        return cls(clip, sizes, batch_size, dim, groups, failure=failure_of(delta), **share)
 
     @property
     def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -504,6 +527,8 @@ class _Shuffled(GroupedMean):
 class ShuffledClipped(_Shuffled):
     """Mean of rows clipped in L2 norm, by shuffled sums of their coordinates (Algorithm 10). A central simulation.
 
+    With several groups it is the median of their means.
+
     Args:
         clip: C > 0.
         parameters: g, b, p, e.g. of `algorithms.mechanisms.vector_parameters`; noise_bits=0 gives no privacy.
@@ -530,46 +555,7 @@ class ShuffledClipped(_Shuffled):
     """
 
     _cost_of = vector_cost
-
-    def __init__(
-        self,
-        clip: float,
-        parameters: ShuffleParameters,
-        batch_size: int,
-        dim: int,
-        *,
-        failure: float = FAILURE,
-        honest_fraction: float = 1.0,
-    ) -> None:
-        super().__init__(
-            clip, parameters, batch_size, dim, 1, failure=failure, honest_fraction=honest_fraction
-        )
-
-    @classmethod
-    def calibrated(
-        cls,
-        clip: float,
-        batch_size: int,
-        dim: int,
-        *,
-        epsilon: float,
-        delta: float,
-        grid: int | None = None,
-        honest_fraction: float = 1.0,
-    ) -> ShuffledClipped:
-        """Returns the oracle whose releases are (epsilon, delta)-DP each; see `vector_parameters`."""
-        check.positive_count(batch_size=batch_size)
-        sizes = vector_parameters(
-            batch_size, dim, epsilon, delta, grid=grid, honest_fraction=honest_fraction
-        )
-        return cls(
-            clip,
-            sizes,
-            batch_size,
-            dim,
-            failure=failure_of(delta),
-            honest_fraction=honest_fraction,
-        )
+    _parameters_of = vector_parameters
 
     def _clipped(self, rows: GradBatch, dense: Sequence[Tensor]) -> Tensor:
         # room for the rounding of the product, the shift by C and the scaling to the grid: 6 u C per coordinate
@@ -615,34 +601,7 @@ class ShuffledMedian(_Shuffled):
     """
 
     _cost_of = coordinate_cost
-
-    @classmethod
-    def calibrated(
-        cls,
-        clip: float,
-        batch_size: int,
-        dim: int,
-        groups: int,
-        *,
-        epsilon: float,
-        delta: float,
-        grid: int | None = None,
-        honest_fraction: float = 1.0,
-    ) -> ShuffledMedian:
-        """Returns the oracle whose releases are (epsilon, delta)-DP each; see `coordinate_parameters`."""
-        check.positive_count(batch_size=batch_size)
-        sizes = coordinate_parameters(
-            batch_size, groups, dim, epsilon, delta, grid=grid, honest_fraction=honest_fraction
-        )
-        return cls(
-            clip,
-            sizes,
-            batch_size,
-            dim,
-            groups,
-            failure=failure_of(delta),
-            honest_fraction=honest_fraction,
-        )
+    _parameters_of = coordinate_parameters
 
     def _clipped(self, rows: GradBatch, dense: Sequence[Tensor]) -> Tensor:
         return clipped_rows(dense, self.clip)
