@@ -406,7 +406,9 @@ class HolderClipped(ClippedMean):
     ) -> None:
         super().__init__(noise_multiplier, batch_size)
         self.noise = check.choice(NOISES, noise=noise)
-        self.clip_share = require_share(clip_share=clip_share)
+        self.clip_share = check.between(
+            0.0, 1.0, clip_share=check.positive(clip_share=clip_share)
+        )
         self.problem = problem
         self.radius = check.positive(radius=radius, allow_inf=True)
         # past problem.radius some constants are not promised; rows are clipped all the same
@@ -442,12 +444,6 @@ class HolderClipped(ClippedMean):
         own = {"problem": repr(self.problem), "grad_bound": at_one}
         own |= {} if self.clip_share == 1 else {"clip_share": self.clip_share}
         return self._named("noise", "noise_multiplier", "radius", **own)
-
-
-def require_share(**field: Any) -> float:
-    """Returns the field, a share of the bound on gradients; raises ValueError unless it is in (0, 1]."""
-    ((name, value),) = field.items()
-    return check.between(0.0, 1.0, **{name: check.positive(**{name: value})})
 
 
 def shared_bound(here: float, largest: float, share: float) -> float:

@@ -44,7 +44,7 @@ from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.step.clipped import Clipped
 from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.phased import Phased
-from torch_dpsco.step.plan import StepPlan, noise_on_mean
+from torch_dpsco.step.plan import CLIPPED, StepPlan, expected, noise_on_mean
 
 
 @dataclass(frozen=True)
@@ -229,15 +229,8 @@ class ClippedPlan(StepPlan):
             yield noise_on_mean(share, self.clip)
         if self.pilot is not None:
             yield "pilot", str(self.pilot)
-        yield (
-            "assumed",
-            "rows do not depend on other records; nothing about moments, since rows are clipped",
-        )
-        if self.risk_bound is not None:
-            yield (
-                "expected",
-                f"excess risk of the answer at most {self.risk_bound:.3g}, if the promises hold",
-            )
+        yield CLIPPED
+        yield from expected(self.risk_bound)
 
 
 @dataclass(frozen=True, kw_only=True)

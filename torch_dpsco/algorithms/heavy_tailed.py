@@ -69,7 +69,6 @@ from torch_dpsco.algorithms.heavy_tailed_numbers import (
 from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
 from torch_dpsco.problem import Problem
 from torch_dpsco.rules import AVERAGES
-from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import (
     SAMPLING,
     Draws,
@@ -89,6 +88,7 @@ from torch_dpsco.step.chooser import (
     release_noise,
     require_target,
     scale_of_clip,
+    warn_if_buried,
 )
 from torch_dpsco.step.plan import PlannedOptimizer
 
@@ -335,7 +335,8 @@ class _Task:
         theory = chosen.theory
         averaging = chosen.averaging
         pace = Pace(self._lr(chosen)) if chosen.pace is None else chosen.pace
-        self._warn_if_buried(chosen)
+        draws = Draws(chosen.design, chosen.steps)
+        warn_if_buried(self.goal, draws, chosen.noise, self.n, self.dim)
         clip = self.clip if theory is None else theory.clip
         design = chosen.design
         steps = chosen.steps
@@ -517,12 +518,6 @@ class _Task:
             return None
         n = self.given.n
         return theory.bound if chosen.design == Disjoint(n // theory.steps, n) else None
-
-    def _warn_if_buried(self, chosen: _Chosen) -> None:
-        goal = self.goal
-        if goal and self.dim and chosen.steps:
-            noise = chosen.noise / chosen.design.batch_size / math.sqrt(chosen.steps)
-            checks.warn_if_buried(noise, n=self.n, dim=self.dim, epsilon=goal.epsilon)
 
     def _piloted(self, clip: Pilot, chosen: _Chosen, once: bool) -> tuple[PilotPlan, Parts, int]:
         """Returns the pilot that chooses the clip, and the design and the steps of it and the others."""

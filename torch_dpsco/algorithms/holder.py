@@ -25,7 +25,6 @@ from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.algorithms.clips import (
     NOISES,
     HolderClipped,
-    require_share,
     shared_bound,
 )
 from torch_dpsco.algorithms.holder_numbers import (
@@ -36,7 +35,6 @@ from torch_dpsco.errors import MissingConstantError, outside, warn
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.rules import AVERAGES
-from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import (
     Draws,
     Given,
@@ -51,8 +49,9 @@ from torch_dpsco.step.chooser import (
     public_size,
     require_target,
     scale_of_problem,
+    warn_if_buried,
 )
-from torch_dpsco.step.plan import PlannedOptimizer, StepPlan, noise_on_mean
+from torch_dpsco.step.plan import PlannedOptimizer, StepPlan, expected, noise_on_mean
 
 _DEFAULT_BATCH = 512
 _DEFAULT_EPOCHS = 10
@@ -80,7 +79,7 @@ class HolderPlan(StepPlan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_share(clip=self.clip)
+        check.between(0.0, 1.0, clip=check.positive(clip=self.clip))
 
     @property
     def noise_std(self) -> float:
@@ -123,11 +122,7 @@ class HolderPlan(StepPlan):
                 " clipping"
             ),
         )
-        if self.risk_bound is not None:
-            yield (
-                "expected",
-                f"excess risk of the answer at most {self.risk_bound:.3g}, if the promises hold",
-            )
+        yield from expected(self.risk_bound)
 
 
 class HolderSGD(PlannedOptimizer):
@@ -301,7 +296,8 @@ class _Task:
         risk: float | None = None
         if average == "uniform" and scale is None and clip == 1:
             risk = self._risk(draws, pace.lr, multiplier)
-        self._warn_if_buried(draws, multiplier)
+        goal = None if self.is_noise_given else self.budget
+        warn_if_buried(goal, draws, multiplier, self.given.n, self.dim)
         return HolderPlan(
             budget=self.budget,
             adjacency=self.given.adjacency,
@@ -324,7 +320,9 @@ class _Task:
         """Returns the share of the bound at which rows are clipped, and what the step rule measures by, if it holds."""
         by_theorem = self.average == "uniform" and math.isfinite(self.problem.radius)
         by_hand = self.lr is not None or self.is_noise_given or by_theorem
-        share = None if self.clip is None else require_share(clip=self.clip)
+        share = self.clip
+        if share is not None:
+            check.between(0.0, 1.0, clip=check.positive(clip=share))
         if not by_hand and self.budget is not None:
             n = self.given.n
             clip = choose_clip(self.problem, n, self.budget, self.dim) if share is None else share
@@ -386,14 +384,6 @@ class _Task:
         size = draws.design.batch_size
         noise = multiplier * bound / size
         return average_risk_bound(radius, draws.steps, lr, bound, self.dim, noise, size)
-
-    def _warn_if_buried(self, draws: Draws, multiplier: float) -> None:
-        if self.is_noise_given or self.budget is None:
-            return
-        n = self.given.n
-        if draws.steps and self.dim:
-            noise = multiplier / draws.design.batch_size / math.sqrt(draws.steps)
-            checks.warn_if_buried(noise, n=n, dim=self.dim, epsilon=self.budget.epsilon)
 
 
 def _bound(problem: Problem, noise: str, radius: float, clip: float) -> float:

@@ -56,7 +56,7 @@ from torch_dpsco.step.chooser import agreed, dimension, noise_for, release_noise
 from torch_dpsco.step.clipped import Clipped
 from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.phased import Phased
-from torch_dpsco.step.plan import LABELS, PlannedOptimizer, StepPlan, costs
+from torch_dpsco.step.plan import CLIPPED, LABELS, PlannedOptimizer, StepPlan, costs, expected
 
 METHODS = ("localized", "reduction")
 _UNPROMISED = 4.0  # moment order where clip and reg replace all promises: any will do
@@ -142,15 +142,8 @@ class LocalizedPlan(StepPlan):
             )
         yield LABELS
         yield from costs(self.oracle(self.prox()), self.design, self.adjacency, self.secure)
-        yield (
-            "assumed",
-            "rows do not depend on other records; nothing about moments, since rows are clipped",
-        )
-        if self.risk_bound is not None:
-            yield (
-                "expected",
-                f"excess risk of the answer at most {self.risk_bound:.3g}, if the promises hold",
-            )
+        yield CLIPPED
+        yield from expected(self.risk_bound)
 
 
 def parts_of(localized: LocalizedSchedule, pilots: tuple[PilotPlan | None, ...], n: int) -> Parts:

@@ -756,7 +756,7 @@ def coordinate_parameters(
 ) -> ShuffleParameters:
     """Returns sizes with which one median of shuffled sums, of n users each, is (epsilon, delta)-DP (Algorithm 13).
 
-    Arguments, errors and guarantee are those of `vector_parameters`, but for the default of grid, max(sqrt(5 n rho/d), 4).
+    Arguments, errors and guarantee are those of `vector_parameters`; grid is max(sqrt(5 n rho/d), 4) by default.
 
     Source: docs/proofs/heavy_tailed.md#sizes-of-shuffled-sums.
 

@@ -531,6 +531,15 @@ def release_noise(budget: Budget) -> float:
     return noise_for(budget, Full(1), 1)
 
 
+def warn_if_buried(
+    budget: Budget | None, draws: Draws, noise: float, n: int, dim: int | None
+) -> None:
+    """Warns where the noise that was chosen for a budget buries the mean of all steps."""
+    if budget is not None and dim is not None and draws.steps:
+        std = noise / draws.design.batch_size / math.sqrt(draws.steps)
+        checks.warn_if_buried(std, n=n, dim=dim, epsilon=budget.epsilon)
+
+
 def dimension(dim: Any) -> int | None:
     """Returns the number of parameters: a number, or a model or parameters that are counted; None for None."""
     if dim is None:

@@ -525,6 +525,21 @@ def costs(
         yield exact_cost(secure)
 
 
+CLIPPED = (
+    "assumed",
+    "rows do not depend on other records; nothing about moments, since rows are clipped",
+)
+
+
+def expected(risk_bound: float | None) -> Iterator[tuple[str, str]]:
+    """Yields (label, text) of a bound on the excess risk, where there is one."""
+    if risk_bound is not None:
+        yield (
+            "expected",
+            f"excess risk of the answer at most {risk_bound:.3g}, if the promises hold",
+        )
+
+
 def noise_on_mean(share: float, bound: float, where: str = "") -> tuple[str, str]:
     """Returns (label, text) of noise whose std is a share of the bound on a mean gradient."""
     gradient = f"a mean gradient of norm at most {bound:.3g}{where}"
