@@ -369,7 +369,6 @@ class NoisyGD(SolvedOptimizer):
         residual_clip: float | None = None,
         steps: int | None = None,
         n_max: int | None = None,
-        secure: str | None = None,
     ) -> NoisyGDPlan:
         """Returns regularizer, steps, noise and epsilon of a run, before anything is spent.
 
@@ -388,7 +387,6 @@ class NoisyGD(SolvedOptimizer):
             residual_clip: see `ObjectivePerturbation.plan`.
             steps: None for those after which it has converged, at most 500.
             n_max: public cap on the number of records; default 2 n.
-            secure: None; "exact" is refused, see docs/proofs/exact_gaussian.md.
 
         Raises:
             ConditionError: the loss is not smooth and Lipschitz, or delta is 0.
@@ -407,7 +405,7 @@ class NoisyGD(SolvedOptimizer):
             n_max,
             residual_clip,
         )
-        return warned_of_noise(plan_noisy_gd(task, steps, secure))
+        return warned_of_noise(plan_noisy_gd(task, steps))
 
 
 class ObjectivePerturbation(SolvedOptimizer):
@@ -458,8 +456,6 @@ class ObjectivePerturbation(SolvedOptimizer):
         residual_clip: float | None = None,
         n_max: int | None = None,
         charge: str = "approx",
-        secure: str | None = None,
-        solver: str = "auto",
     ) -> ObjectivePlan:
         """Returns regularizer, noise and epsilon of a release, before anything is spent.
 
@@ -480,8 +476,6 @@ class ObjectivePerturbation(SolvedOptimizer):
             n_max: public cap on the number of records; default 2 n.
             charge: "approx", or "curve" for a ledger that holds much else, see `estimators.objective.plan_objective`. A
                 curve alone costs more than epsilon, so that such a plan has no budget: give an accountant with room.
-            secure: None; "exact" is refused, see docs/proofs/exact_gaussian.md.
-            solver: see `estimators.solvers.solve`; never trusted.
 
         Raises:
             ConditionError: the loss is not smooth and Lipschitz, or pure and softmax.
@@ -501,7 +495,7 @@ class ObjectivePerturbation(SolvedOptimizer):
             n_max,
             residual_clip,
         )
-        return warned_of_noise(plan_objective(task, charge, secure, solver))
+        return warned_of_noise(plan_objective(task, charge))
 
 
 class OutputPerturbation(SolvedOptimizer):
