@@ -154,16 +154,11 @@ class LocalizedSchedule:
     def clipped_at(self, clip: float) -> LocalizedSchedule:
         """Returns the phases with another clip and the same noise multipliers: at the same cost, without a bound."""
         check.positive(clip=clip)
-        phases = tuple(
-            replace(phase, clip=clip, noise_std=phase.noise_multiplier * clip / phase.batch_size)
-            for phase in self.phases
-        )
-        return replace(self, phases=phases).without_bound()
-
-    def without_bound(self) -> LocalizedSchedule:
-        """Returns the phases without what the theorem says of them."""
-        phases = tuple(replace(phase, error=None) for phase in self.phases)
-        return replace(self, phases=phases, bound=None, tail=None)
+        phases = []
+        for phase in self.phases:
+            std = phase.noise_multiplier * clip / phase.batch_size
+            phases.append(replace(phase, clip=clip, noise_std=std, error=None))
+        return replace(self, phases=tuple(phases), bound=None, tail=None)
 
 
 def halved_sizes(n: int, min_phase: int = 1) -> list[int]:
