@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.step.pace import usual_distance
+from torch_dpsco.step.chooser import usual_distance
 
 DELTA, BOUND = 1e-6, math.sqrt(2.0)  # of rows of norm 1 with the 1 of the bias
 

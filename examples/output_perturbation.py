@@ -42,9 +42,8 @@ Solved = dp.OutputPerturbation | dp.ObjectivePerturbation | dp.NoisyGD
 def own_loop(model: nn.Linear, data: TensorDataset, n: int, budget: dp.Budget) -> dp.OutputPerturbation:
     """Returns an optimizer whose model was trained by L-BFGS of torch, in a loop of one's own."""
     plan = dp.OutputPerturbation.plan(model=model, loss=LOSS, n=n, budget=budget, bound_x=ROW_NORM, reg=REG * n)
-    optimizer = dp.OutputPerturbation(
-        model.parameters(), plan, inner=lambda params: torch.optim.LBFGS(params, line_search_fn="strong_wolfe")
-    )
+    optimizer = dp.OutputPerturbation(model.parameters(), plan)
+    secret = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
     rows, signs = data.tensors
 
     def closure() -> torch.Tensor:
@@ -55,7 +54,7 @@ def own_loop(model: nn.Linear, data: TensorDataset, n: int, budget: dp.Budget) -
         return loss
 
     for _ in range(2):  # as long as you like; until finalize() nothing of it may be shown, not even the loss
-        optimizer.step(closure)
+        secret.step(closure)
     optimizer.certify(data)
     return optimizer
 

@@ -293,7 +293,6 @@ def regularized_phase_trajectory(
     n = len(X)
     phase = resolve("torch_dpsco.algorithms.localized_numbers", "LocalizedPhase")(
         index=1, n=n, batch_size=n, clip=clip, steps=steps, reg=reg, radius=radius, noise_std=0.0, error=None,
-        uncapped_steps=steps,
     )  # fmt: skip
     schedule = resolve("torch_dpsco.algorithms.localized_numbers", "LocalizedSchedule")(
         phases=(phase,), rho=None
@@ -390,7 +389,7 @@ def auto_clip_rows(
     """Returns the rows times the weights that the normalizing oracle gives them."""
     dense_block = resolve("torch_dpsco.rows", "DenseBlock")
     grad_batch = resolve("torch_dpsco.rows", "GradBatch")
-    auto_weights = resolve("torch_dpsco.algorithms.oracles", "auto_weights")
+    auto_weights = resolve("torch_dpsco.algorithms.clips", "auto_weights")
     tensor = torch.tensor(rows, dtype=torch.float64)
     weights = auto_weights(grad_batch([dense_block(tensor)]).norms(), bound, offset)
     return (weights.unsqueeze(1) * tensor).tolist()
@@ -398,7 +397,7 @@ def auto_clip_rows(
 
 def central_candidate(candidates: Sequence[Sequence[float]]) -> Any:
     """Returns the most central of the candidates."""
-    select_central = resolve("torch_dpsco.rules", "select_central")
+    select_central = resolve("tests.reference.papers.localized", "select_central")
     return select_central(torch.tensor(candidates, dtype=torch.float64))
 
 

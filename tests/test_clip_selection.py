@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.reference.papers.heavy_tailed import quantile_probabilities
-from torch_dpsco.algorithms.choose_clip import (
+from torch_dpsco.algorithms.clips import (
     C_MAX,
     C_MIN,
     adaptive_clip_update,

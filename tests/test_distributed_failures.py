@@ -39,7 +39,7 @@ from tests.processes import (
 from torch_dpsco import distributed as agreement
 from torch_dpsco import native
 from torch_dpsco.accounting.designs import Draw
-from torch_dpsco.algorithms.oracles import AdaptiveClipped, AutoClip
+from torch_dpsco.algorithms.clips import AdaptiveClipped, AutoClip
 from torch_dpsco.errors import PrivacyError, SequenceError, UtilityWarning
 from torch_dpsco.rules import SGD, TorchRule
 from torch_dpsco.step.clipped import Clipped

@@ -33,18 +33,14 @@ _SPEC.loader.exec_module(size)  # type: ignore[union-attr]
 ORDER = (
     "errors acts _loaded _validate _words _doors _margin _owned compat native",
     "accounting.analysis",
-    "algorithms.bolt_on_numbers algorithms.clip_numbers algorithms.correlated_numbers"
+    "algorithms.correlated_numbers"
     " algorithms.heavy_tailed_numbers algorithms.holder_numbers algorithms.localized_numbers"
-    " algorithms.mixture_numbers algorithms.output_sgd_numbers"
-    " algorithms.user_numbers estimators.output_numbers"
-    " estimators.tilted_numbers step.pace",
+    " algorithms.output_sgd_numbers algorithms.user_numbers estimators.output_numbers"
+    " estimators.tilted_numbers",
     "problem schedule",
     "accounting",
     "noise rng secret trial rows sampling rules prox losses algorithms.mechanisms step.exact_noise",
-    "step.plan algorithms.choose_clip",
-    "step.oracle step.clipped step.phased algorithms.oracles algorithms.user_oracles"
-    " algorithms.holder_oracle algorithms.correlated_oracle"
-    " algorithms.pilot_oracle",
+    "step.oracle step.clipped step.phased algorithms.clips algorithms.oracles algorithms.user_oracles",
     "distributed",
     "step algorithms estimators show.look streams",
     "oracles",
@@ -154,7 +150,9 @@ def row(name: str) -> int:
 
 
 NUMBERS = [
-    name for name in FILES if name != PACKAGE and row(name) == row(f"{PACKAGE}.step.pace")
+    name
+    for name in FILES
+    if name != PACKAGE and row(name) == row(f"{PACKAGE}.algorithms.holder_numbers")
 ]  # the formulas of all algorithms
 
 
@@ -313,7 +311,6 @@ def test_only_packages_and_modules_that_pass_names_on_list_what_they_export():
 
     apart = {
         *PACKAGES,
-        f"{PACKAGE}.algorithms.choose_clip",
         f"{PACKAGE}.compat",
         f"{PACKAGE}.estimators.reading",
     }
@@ -390,7 +387,7 @@ def f():
     if TYPE_CHECKING:
         from ..oracles import base
 """
-    assert imports(ast.parse(source), f"{PACKAGE}.step.pace") >= {
+    assert imports(ast.parse(source), f"{PACKAGE}.step.chooser") >= {
         "os.path",
         "torch",
         "scipy.special",

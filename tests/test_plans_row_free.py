@@ -16,10 +16,12 @@ import torch_dpsco as dp
 from tests.edited_plans import edited
 from torch_dpsco.accounting.events import Gaussian, KNorm, in_words
 from torch_dpsco.algorithms import row_free
-from torch_dpsco.algorithms.bolt_on_numbers import bolt_on_sensitivity
-from torch_dpsco.algorithms.holder_numbers import path_sensitivity
-from torch_dpsco.algorithms.mixture_numbers import weighted_law
-from torch_dpsco.algorithms.output_sgd_numbers import HIT_CONSTANTS, output_path
+from torch_dpsco.algorithms.holder_numbers import path_sensitivity, weighted_law
+from torch_dpsco.algorithms.output_sgd_numbers import (
+    HIT_CONSTANTS,
+    bolt_on_sensitivity,
+    output_path,
+)
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.algorithms.row_free_plan import RowFreePlan
 from torch_dpsco.errors import DpscoError
@@ -47,7 +49,7 @@ def bolt_on(**kind: Any) -> Callable[[], RowFreePlan]:
 
 MADE: dict[str, Callable[[], RowFreePlan]] = {
     "HolderOutputSGD": holder(budget=BUDGET),
-    "HolderOutputSGD, zero_out": holder(budget=ZEROED, epochs=None, steps=8),
+    "HolderOutputSGD, zero_out": holder(budget=ZEROED, epochs=2),
     "HolderOutputSGD, exact": holder(budget=BUDGET, secure="exact"),
     "HolderOutputSGD, fixed": holder(budget=BUDGET, sampling=dp.Fixed(10, N), batch_size=None),
     "HolderOutputSGD, noise": holder(
@@ -55,10 +57,9 @@ MADE: dict[str, Callable[[], RowFreePlan]] = {
     ),
     "HolderOutputSGD, noise within a budget": holder(budget=BUDGET, noise_multiplier=3.0),
     "BoltOnPSGD": bolt_on(budget=BUDGET),
-    "BoltOnPSGD, zero_out": bolt_on(budget=ZEROED, steps=8, average="weighted"),
+    "BoltOnPSGD, zero_out": bolt_on(budget=ZEROED, epochs=2, average="weighted"),
     "BoltOnPSGD, exact": bolt_on(budget=BUDGET, secure="exact", reg=0.1),
     "BoltOnPSGD, pure": bolt_on(budget=PURE, reg=0.1, lr=None, epochs=3),
-    "BoltOnPSGD, K-norm noise": bolt_on(noise_multiplier=2.0, noise="knorm"),
     "BoltOnPSGD, noise": bolt_on(noise_multiplier=3.0, average="last"),
 }
 pytestmark = pytest.mark.filterwarnings("ignore:noise buries the signal")

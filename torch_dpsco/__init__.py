@@ -27,11 +27,11 @@ from torch_dpsco.accounting.designs import (
     Shuffled,
 )
 from torch_dpsco.algorithms.correlated import CorrelatedSGD
+from torch_dpsco.algorithms.heavy_plan import Pilot
 from torch_dpsco.algorithms.heavy_tailed import AcceleratedSGD, ClippedSGD, ProximalSGD
 from torch_dpsco.algorithms.holder import HolderSGD
 from torch_dpsco.algorithms.localized import LocalizedSGD
 from torch_dpsco.algorithms.output_sgd import BoltOnPSGD, HolderOutputSGD
-from torch_dpsco.algorithms.pilot import Pilot
 from torch_dpsco.algorithms.user_clipped import UserClippedSGD
 from torch_dpsco.algorithms.user_filtered import LocalizedUserSGD, UserFilteredSGD
 from torch_dpsco.audit import audit, audit_outputs, audit_training

@@ -12,9 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.designs import Shuffled
 from torch_dpsco.accounting.ledger_file import sync_folder
-from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.distributed import world_size
 from torch_dpsco.errors import PrivacyError, SequenceError, UtilityWarning
 from torch_dpsco.step import checks
@@ -44,7 +42,7 @@ class Checkpoint(Unsaved):
 
     Args:
         path: of the file; a file of this run is taken up at once, which may lose steps (see `PrivateOptimizer.resume`).
-        every: steps between two checkpoints; runs of secret iterates are saved between passes only.
+        every: steps between two checkpoints.
         model: with the optimizer's parameters.
         optimizer: whose accountant has a ledger file.
 
@@ -58,7 +56,7 @@ class Checkpoint(Unsaved):
         path: str | os.PathLike[str],
         every: int,
         model: nn.Module,
-        optimizer: PrivateOptimizer | RowFreeOptimizer,
+        optimizer: PrivateOptimizer,
     ) -> None:
         self.path = os.fspath(path)
         self.every = check.positive_count(every=every)
@@ -110,11 +108,7 @@ class Checkpoint(Unsaved):
             UnitError: the data set is another one, as its public number of records shows.
         """
         optimizer = self._optimizer
-        planned = (
-            optimizer.planned_steps
-            if isinstance(optimizer, RowFreeOptimizer)
-            else optimizer.schedule.steps
-        )
+        planned = optimizer.schedule.steps
         if not optimizer.finalized and (planned is None or optimizer.steps < planned):
             return False
         if optimizer.accountant.unit == "example":
@@ -135,13 +129,7 @@ class Checkpoint(Unsaved):
 
     def step_made(self) -> None:
         """Saves if it is time to."""
-        every = self.every
-        design = self._optimizer.design
-        if isinstance(self._optimizer, RowFreeOptimizer):
-            if not isinstance(design, Shuffled):
-                return  # its batches are independent: an interrupted run starts again, nothing being released before
-            every = design.steps_per_epoch * -(-every // design.steps_per_epoch)
-        if self._optimizer.steps % every == 0:
+        if self._optimizer.steps % self.every == 0:
             self.save()
 
     def save(self) -> None:
@@ -164,7 +152,7 @@ def open_checkpoint(
     path: str | os.PathLike[str] | None,
     every: int,
     model: nn.Module,
-    optimizer: PrivateOptimizer | RowFreeOptimizer,
+    optimizer: PrivateOptimizer,
 ) -> Unsaved:
     """Returns the checkpoint of a run, taken up if it is there; `Unsaved` without a path."""
     every = check.positive_count(every=every)

@@ -1,20 +1,23 @@
 """Mean oracles: from per-sample gradients to a private mean."""
 
-from torch_dpsco.algorithms.correlated_oracle import CorrelatedClipped
-from torch_dpsco.algorithms.holder_oracle import HolderAbsolute, HolderClipped
-from torch_dpsco.algorithms.oracles import (
+from torch_dpsco.algorithms.clips import (
     AdaptiveClipped,
     AutoClip,
+    HolderClipped,
+    PilotClipped,
+    QuantilePilot,
+)
+from torch_dpsco.algorithms.oracles import (
     Coordinatewise,
+    CorrelatedClipped,
     ShuffledClipped,
     ShuffledMedian,
 )
-from torch_dpsco.algorithms.pilot_oracle import PilotClipped, QuantilePilot
 from torch_dpsco.algorithms.user_numbers import UserFilter
 from torch_dpsco.algorithms.user_oracles import UserClipped, UserFiltered
 from torch_dpsco.step.clipped import Clipped, ClippedMean
 from torch_dpsco.step.oracle import Charge, MeanOracle, Release, clip_weights, joint_norm
-from torch_dpsco.step.phased import Exact, Phased
+from torch_dpsco.step.phased import Phased
 
 __all__ = [
     "AdaptiveClipped",
@@ -24,8 +27,6 @@ __all__ = [
     "ClippedMean",
     "Coordinatewise",
     "CorrelatedClipped",
-    "Exact",
-    "HolderAbsolute",
     "HolderClipped",
     "MeanOracle",
     "Phased",

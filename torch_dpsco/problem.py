@@ -10,7 +10,7 @@ parameters:
     grad_at_zero M, loss_at_zero M0         M = sup_z ||g(0,z)||,  M0 = sup_z l(0,z)  with l >= 0
     G(r) = sup_z sup_{w in B(r)} ||g(w,z)|| <= M + L r^a                               `grad_bound`
 
-Differs from the paper in: 1. G(r) is the least of all promised bounds, not only M + L r^a (`paper_grad_bound`).
+Differs from the paper in: 1. G(r) is the least of all promised bounds, not only M + L r^a.
 2. At a = 0 also G <= L for nonnegative convex losses (`grad_bound`). 3. Every computed bound is rounded up.
 """
 
@@ -166,33 +166,6 @@ class Problem:
                 " losses.<Loss>().problem(bound_x=..., radius=...) gives them all"
             )
         return least
-
-    def paper_grad_bound(self, radius: float | None = None) -> float:
-        """The paper's bound M + L radius^a (with 0^0 = 1), rounded up: for mode="paper" only, never less than G.
-
-        Args:
-            radius: r in [0, inf]; None means `self.radius`.
-
-        Raises:
-            MissingConstantError: if M, L or a is missing, or the bound is infinite.
-
-        Source:
-            docs/proofs/holder.md#gradient-bound.
-
-        Example:
-            >>> round(Problem(holder_exponent=0, holder_constant=2, grad_at_zero=1).paper_grad_bound(), 9)
-            3.0
-        """
-        reach = self.radius if radius is None else nonnegative(allow_inf=True, radius=radius)
-        exponent, constant, at_zero = self.require(
-            "holder_exponent", "holder_constant", "grad_at_zero", by="the paper's gradient bound"
-        )
-        bound = round_up(at_zero + constant * math.pow(reach, exponent))
-        if math.isinf(bound):
-            raise MissingConstantError(
-                f"the paper's gradient bound needs a finite radius (got {reach:g})"
-            )
-        return bound
 
     def require(self, *names: str, by: str) -> tuple[float, ...]:
         """Returns the named constants, or says which are missing, who asked, and where to get them.

@@ -16,7 +16,6 @@ import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -43,7 +42,7 @@ class UpdateRule(ABC):
     """
 
     # names in the state of a parameter of points that go with it where plain steps on public data move it
-    kept: ClassVar[tuple[str, ...]] = ("average", "inner", "outer", "anchor", "candidates")
+    kept: ClassVar[tuple[str, ...]] = ("average", "inner", "outer", "anchor")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -424,7 +423,7 @@ def _kept(state: State, p: Tensor) -> dict[str, Tensor]:
 
 
 class Anchored(UpdateRule):
-    """Regularized subgradient steps; phases with several copies continue from the most central of their answers.
+    """Regularized subgradient steps around the start of their phase.
 
     lr is a factor on all steps; the theory has 1.
 
@@ -452,7 +451,7 @@ class Anchored(UpdateRule):
                 continue
             lr = float(group["lr"])
             for p in params:
-                if "anchor" not in state[p] or (k == 0 and phase.copy == 0):
+                if "anchor" not in state[p] or (k == 0):
                     state[p]["anchor"] = p.detach().clone()
             compat.foreach_lerp_(
                 params, [state[p]["anchor"] for p in params], self._factor(lr, k, phase)
@@ -480,55 +479,6 @@ class Anchored(UpdateRule):
             assert isinstance(prox, Ball)  # `LocalizedSGD` refuses others
             project_on_two_balls_(params, prox.radius, anchors, phase.radius)
 
-    def end_phase(self, groups: Groups, state: State, phase: Phase) -> None:
-        """Keeps the answer of a copy; after the last one, puts the most central answer into the parameters."""
-        if phase.copies == 1:
-            return
-        params = [p for group in groups for p in trained(group)]
-        for p in params:
-            earlier = state[p].get("candidates") if phase.copy else None
-            new = p.detach()[None]
-            state[p]["candidates"] = new.clone() if earlier is None else torch.cat([earlier, new])
-        if phase.copy + 1 < phase.copies:
-            for p in params:
-                p.copy_(state[p]["anchor"])
-            return
-        chosen = select_central(
-            torch.cat([state[p]["candidates"].flatten(1).double() for p in params], dim=1)
-        ).index
-        for p in params:
-            p.copy_(state[p].pop("candidates")[chosen])
-
     def settings(self) -> dict[str, Any]:
         """Returns the name; the phases are in the schedule."""
         return {"rule": "Anchored"}
-
-
-@dataclass(frozen=True)
-class Selected:
-    """Index of the chosen candidate, and the radii of all."""
-
-    index: int
-    radii: list[float]
-
-
-def select_central(candidates: Tensor) -> Selected:
-    """Returns the candidate that has more than half of all candidates nearest to it.
-
-    The radius of candidate j is the (floor(J/2) + 1)-th smallest distance to a candidate, itself included; the least
-    radius wins, the first one of equals. If more than half of the candidates are within q of a point, the chosen one
-    is within 3 q of it.
-
-    Args:
-        candidates: (J, dim) float64, J >= 1.
-
-    Source: docs/proofs/heavy_tailed.md#central-candidate.
-
-    Example:
-        >>> select_central(torch.tensor([[0.0], [5.0], [0.1]])).index
-        0
-    """
-    # exact differences: the matrix product form of cdist loses half of the digits
-    distances = torch.cdist(candidates, candidates, compute_mode="donot_use_mm_for_euclid_dist")
-    radii = distances.nan_to_num_(nan=torch.inf).sort(dim=1).values[:, len(candidates) // 2]
-    return Selected(int(radii.argmin()), radii.tolist())

@@ -18,16 +18,12 @@ class Phase:
         lr: step size in this phase; None keeps that of the param groups.
         reg: lambda of (lambda/2) |w - c|^2 around the starting point c of the phase, for rules that have it; > 0.
         radius: of the ball around c that the phase stays in; inf for none.
-        copy: which of several phases that start at one point this is, 0 <= copy < copies.
-        copies: number of these phases; the rule selects among their answers.
     """
 
     steps: int | None = None
     lr: float | None = None
     reg: float = 1.0
     radius: float = math.inf
-    copy: int = 0
-    copies: int = 1
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -37,8 +33,6 @@ class Phase:
             object.__setattr__(self, "lr", check.positive(lr=self.lr))
         check.positive(reg=self.reg)
         check.positive(radius=self.radius, allow_inf=True)
-        if not check.count(copy=self.copy) < check.positive_count(copies=self.copies):
-            raise ValueError(f"copy must be < copies={self.copies} (got {self.copy})")
 
 
 @dataclass(frozen=True)

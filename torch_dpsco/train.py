@@ -137,11 +137,9 @@ def fit(
             padding=padding,
             physical_batch_size=physical_batch_size,
             compile=compile or None,
+            checkpoint=checkpoint,
         )
-        saved = open_checkpoint(checkpoint, every, model, optimizer)
-        return _fit_row_free(
-            model, optimizer, dataset, loss_fn, num_workers, progress, saved, tell
-        )
+        return _fit_row_free(model, optimizer, dataset, loss_fn, num_workers, progress, tell)
     if isinstance(optimizer, SolvedOptimizer):
         raise ValueError(
             f"optimizer must make steps (got {type(optimizer).__name__}): call"
@@ -299,14 +297,11 @@ def _fit_row_free(
     loss_fn: _LossFn,
     num_workers: int,
     progress: bool,
-    saved: Unsaved,
     tell: Callable[[Any], None],
 ) -> _Model:
     """Makes all planned steps, and releases the answer; the bar shows the steps left, for nothing is spent before."""
     require_same_parameters(model, optimizer)
     _require_pairs(dataset)
-    if saved.is_over(dataset):
-        return model.eval()
     if is_attached(model):
         raise SequenceError(
             f"fit {type(optimizer).__name__} with a model that is not attached (dp.detach(model)):"
@@ -319,15 +314,12 @@ def _fit_row_free(
     device = next(model.parameters()).device
     model.train()
     with optimizer, tqdm(total=len(loader), disable=not progress, unit="step") as bar:
-        saved.save()
         for batch in loader:
             optimizer.zero_grad()
             inputs, targets = to_device(batch, device)
             loss_of(model, loss_fn, inputs, targets).backward()
             optimizer.step()
-            saved.step_made()
             bar.update()
-    saved.save()
     tell(optimizer)
     return model.eval()
 

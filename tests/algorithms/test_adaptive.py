@@ -14,8 +14,8 @@ from torch import nn
 import torch_dpsco as dp
 from tests.problems import gradients, release_in_float64
 from torch_dpsco.accounting.events import ADJACENCIES, CLIP_UNITS, clipped_gaussian
-from torch_dpsco.algorithms import oracles as adaptive
-from torch_dpsco.algorithms.oracles import AdaptiveClipped, votes
+from torch_dpsco.algorithms import clips as adaptive
+from torch_dpsco.algorithms.clips import AdaptiveClipped, votes
 from torch_dpsco.errors import InfeasibleError, UtilityWarning
 from torch_dpsco.rows import DenseBlock, GradBatch
 

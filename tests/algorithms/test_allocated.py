@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
+from tests.reference.absolute import HolderAbsolute
 from tests.test_mutations import assert_caught, nothing
 from torch_dpsco.accounting.book import Book
 from torch_dpsco.accounting.designs import Assigned, Draw
@@ -298,7 +299,7 @@ def test_a_pass_whose_steps_are_not_alike_is_refused() -> None:
     def check() -> None:
         phases = [(Clipped(1.0, Z, N // T), 2), (Clipped(1.0, 2 * Z, N // T), 2)]
         problem = dp.losses.Logistic().problem(bound_x=2.0)
-        absolute = dp.oracles.HolderAbsolute(problem, 0.5, N // T, radius=1.0)
+        absolute = HolderAbsolute(problem, 0.5, N // T, radius=1.0)
         for oracle in (Phased(phases), absolute, Longer(1.0, Z, N // T)):
             refused(
                 lambda oracle=oracle: built(oracle=oracle), "amplification=False", AdjacencyError
@@ -911,20 +912,3 @@ def test_users_are_in_one_batch_of_a_pass_with_all_their_rows() -> None:
             k: 2 + (k < 12) for k in range(N)
         }
     assert charged(optimizer) == [(PASS, 2)]
-
-
-def test_a_plan_that_was_saved_before_keeps_its_charge() -> None:
-    plan = dp.HolderSGD.plan(
-        problem=dp.losses.Logistic().problem(bound_x=2.0),
-        n=N,
-        noise_multiplier=Z,
-        sampling="assigned",
-        batch_size=6,
-    )
-    row = json.loads(json.dumps(plan.to_dict()))
-    assert plan.event() == Repeat(PASS, 1)
-    for name in ("amplification", "passes"):
-        del row["design"][name]
-    old = type(plan).from_dict(row)
-    assert repr(old.design) == "Assigned(batch_size=6, n=24, parts=None)"
-    assert "RandomAllocation" not in str(old.event())

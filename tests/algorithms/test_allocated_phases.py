@@ -1,13 +1,11 @@
-"""Passes of secret draws inside of phases that are cut by position: LocalizedSGD, and parts of one permutation."""
+"""Passes of secret draws inside of phases that are cut by position: parts of one permutation."""
 
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 from dataclasses import replace
 from itertools import permutations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from tests.algorithms.test_allocated import one_step, stored
+from tests.algorithms.test_allocated import one_step
 from tests.algorithms.test_allocated_parts import (
     DATA,
     DELTA,
@@ -28,17 +26,14 @@ from tests.algorithms.test_allocated_parts import (
     SHORT,
     N,
     T,
-    parts,
 )
 from tests.algorithms.test_allocated_parts import built as chosen
 from tests.test_mutations import assert_caught
 from torch_dpsco.accounting.designs import Assigned, Parts
-from torch_dpsco.accounting.events import Parallel, RandomAllocation, Repeat, clipped_gaussian
+from torch_dpsco.accounting.events import Parallel, Repeat
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
 from torch_dpsco.errors import AdjacencyError, UnknownSamplerError
 from torch_dpsco.sampling import Partition, PartsSampler, PrivateLoader, one_pass
-from torch_dpsco.step.chooser import noise_for
 
 BY_POSITION = Parts(DESIGN.parts, N)
 POSITIONAL = ("replace_one", "zero_out")
@@ -56,129 +51,6 @@ def built(
 def train(model: nn.Module, optimizer: Any, steps: int | None = None, **loader: Any) -> None:
     for x, y in optimizer.loader(DATA, steps=steps, padding=False, **loader):
         one_step(model, optimizer, x, y)
-
-
-# -- plans ------------------------------------------------------------------------------------------------------------
-
-
-def planned(**given: Any) -> Any:
-    common = {
-        "n": 300,
-        "dim": 3,
-        "budget": dp.Budget(1.0, DELTA, adjacency="zero_out"),
-        "clip": 1.0,
-        "reg": 0.1,
-    }
-    return dp.LocalizedSGD.plan(
-        **{**common, "min_phase": 60, "max_steps": 200, "sampling": "allocated", **given}
-    )
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize("adjacency", POSITIONAL)
-def test_phases_in_passes_spend_the_budget_with_less_noise(adjacency: Any) -> None:
-    budget = dp.Budget(1.0, DELTA, adjacency=adjacency)
-    plan = planned(budget=budget)
-    poisson = planned(budget=budget, sampling="poisson")
-    assert 0.98 < plan.epsilon() <= 1.0
-    assert type(plan).from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-    for (design, draws), phase, other in zip(
-        plan.design.parts, plan.localized.phases, poisson.localized.phases, strict=True
-    ):
-        assert isinstance(design, Assigned)
-        assert draws == phase.steps == design.steps_per_epoch <= other.steps
-        assert design.batch_size == phase.batch_size == other.batch_size
-        assert phase.noise_multiplier == pytest.approx(noise_for(budget, design, draws))
-        assert phase.noise_multiplier < other.noise_multiplier
-
-
-@pytest.mark.weekly
-def test_phases_whose_batches_would_be_single_records_take_all_of_them() -> None:
-    plan = planned(min_phase=9, max_steps=1500)
-    assert [type(design) for design, _ in plan.design.parts][-1] is dp.Full
-    last = plan.localized.phases[-1]
-    assert last.batch_size == last.n
-
-
-def test_a_phase_of_few_steps_is_one_pass() -> None:
-    plan = planned(budget=dp.Budget(0.1, DELTA, adjacency="zero_out"), max_steps=7)
-    for design, draws in plan.design.parts:
-        assert isinstance(design, Assigned)
-        assert design.passes == 1
-        assert draws == design.batches <= 7
-
-
-@pytest.mark.weekly
-def test_the_theorem_says_nothing_of_phases_in_passes() -> None:
-    """Their batches depend on those before; it bounds the variance of steps that do not."""
-    promised = dp.Problem(radius=1.0, moment=2.0, moment_order=4.0)
-    for sampling in ("full", "poisson", "allocated"):
-        schedule = planned(problem=promised, clip=None, reg=None, sampling=sampling).localized
-        known = sampling != "allocated"
-        assert (schedule.risk_bound is not None, schedule.proved) == (known, known)
-        assert all((phase.error is not None) == known for phase in schedule.phases)
-
-
-def phases(**changes: Any) -> LocalizedSchedule:
-    numbers = {
-        "n": 16,
-        "batch_size": 4,
-        "clip": 1.0,
-        "steps": 8,
-        "reg": 0.5,
-        "noise_std": 0.5,
-        "uncapped_steps": 9,
-    }
-    one = LocalizedPhase(**{"index": 1, "radius": np.inf, "error": None, **numbers, **changes})
-    return LocalizedSchedule(phases=(one,), rho=None)
-
-
-@pytest.mark.parametrize("steps", [3, 6, 9])
-def test_given_phases_must_be_of_whole_passes(steps: int) -> None:
-    assert dp.LocalizedSGD.plan(n=N, phases=phases(), sampling="allocated").design == Parts(
-        ((Assigned(4, 16, passes=2), 8),), N
-    )
-    with pytest.raises(
-        ValueError, match=f"steps of phase 1 must be whole passes, of 4 steps each.*got {steps}"
-    ):
-        dp.LocalizedSGD.plan(n=N, phases=phases(steps=steps), sampling="allocated")
-
-
-def test_one_word_is_missing_for_phases() -> None:
-    with pytest.raises(
-        ValueError, match="sampling must be one of full, poisson, fixed, allocated"
-    ):
-        planned(sampling="assigned")
-
-
-@pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
-def test_a_run_in_phases_is_charged_as_planned(tmp_path: Path) -> None:
-    """Each pass at its first step, to its phase, also where the process was killed inside of one."""
-    budget = dp.Budget(9.0, DELTA, adjacency="zero_out")
-    plan = dp.LocalizedSGD.plan(n=N, phases=phases(), sampling="allocated", budget=budget)
-
-    def run() -> tuple[nn.Module, Any]:
-        model = dp.attach(nn.Linear(2, 1, bias=False), loss_reduction="sum")
-        accountant = dp.Accountant(plan.budget, ledger_path=tmp_path / "ledger")
-        return model, dp.LocalizedSGD(model.parameters(), plan, accountant=accountant)
-
-    model, optimizer = run()
-    assert optimizer.ahead() == plan.design.event(clipped_gaussian(2.0), 8)
-    train(model, optimizer, 1)
-    assert parts(optimizer) == [("0", RandomAllocation(2.0, 4), 1)]
-    train(model, optimizer, 4, resume=True)
-    state, first = stored(optimizer), optimizer._batch.partition
-    train(model, optimizer, 1, resume=True)
-    optimizer.accountant.close()
-    model, again = run()
-    with pytest.warns(UserWarning, match="1 steps after step 5 were lost"):
-        again.resume(state)
-    train(model, again, resume=True)
-    assert np.array_equal(again._batch.partition.cut, first.cut)
-    assert parts(again) == [("0", RandomAllocation(2.0, 4), 2)]
-    again.finalize()
-    assert again.accountant.get_epsilon(DELTA) == plan.epsilon(DELTA)
-    assert "anew in each of 2 passes" in " ".join(str(again.report(DELTA)).split())
 
 
 # -- what is charged --------------------------------------------------------------------------------------------------

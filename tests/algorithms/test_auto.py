@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.problems import released
 from torch_dpsco.accounting.events import ADJACENCIES, clipped_gaussian
-from torch_dpsco.algorithms.oracles import AutoClip, auto_weights
+from torch_dpsco.algorithms.clips import AutoClip, auto_weights
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch
 from torch_dpsco.step import clipped

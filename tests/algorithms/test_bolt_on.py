@@ -18,8 +18,8 @@ import torch_dpsco as dp
 from tests.reference.papers.output import psgd_sensitivity, psgd_sensitivity_strongly_convex
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.accounting.events import Gaussian, KNorm
-from torch_dpsco.algorithms import bolt_on_numbers as bolt_on
-from torch_dpsco.algorithms import bolt_on_numbers as bolt_on_plan
+from torch_dpsco.algorithms import output_sgd_numbers as bolt_on
+from torch_dpsco.algorithms import output_sgd_numbers as bolt_on_plan
 from torch_dpsco.algorithms import row_free
 from torch_dpsco.algorithms.output_sgd_numbers import HIT_CONSTANTS
 from torch_dpsco.audit import Audit
@@ -272,13 +272,29 @@ def test_the_bound_of_the_last_iterate_does_not_hold_for_an_average_with_a_regul
 # -- rounding ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_share_of_rounding_is_reported_and_small() -> None:
+def rounding_of(plan: Any) -> float:
+    """Returns what rounding adds to how far a record moves the answer."""
+    return plan.sensitivity - bolt_on.bolt_on_sensitivity(
+        plan.promises,
+        plan.sizes,
+        reg=plan.reg,
+        average=plan.average,
+        batch_size=plan.batch_size,
+        steps_per_epoch=plan.design.steps_per_epoch,
+        hit_constant=2.0 if plan.adjacency == "replace_one" else 1.0,
+        dim=plan.dim,
+        unit_roundoff=None,
+    )
+
+
+def test_rounding_is_a_small_share() -> None:
     for reg in (0.0, 0.01):
         small, large = (
             planned(n=n, reg=reg, dim=dim, lr=None if reg else 0.1)
             for n, dim in ((50, 3), (5000, 3000))
         )
-        assert 0 < small.rounding_share < large.rounding_share < 1e-4
+        share = rounding_of(large) / large.sensitivity
+        assert 0 < rounding_of(small) / small.sensitivity < share < 1e-4
 
 
 def test_the_computed_run_is_as_near_to_the_exact_one_as_the_sensitivity_says() -> None:
@@ -310,7 +326,7 @@ def test_the_computed_run_is_as_near_to_the_exact_one_as_the_sensitivity_says() 
         exact = w if average == "last" else total / plan.steps
         computed = answer(loss, plan, (x, y), Order())
         error = float(np.linalg.norm(computed - exact))
-        allowed = plan.sensitivity * plan.rounding_share / 2  # each of two runs may be off
+        allowed = rounding_of(plan) / 2  # each of two runs may be off
         assert 0 < error < allowed
         worst = max(worst, error / allowed)
     assert worst > 1e-4  # the bound is about sums in the worst order
@@ -685,10 +701,12 @@ def test_fit_makes_the_plan_and_its_only_release_is_within_the_budget(
 @pytest.mark.slow
 def test_runs_that_share_a_pure_budget_add_up() -> None:
     accountant = dp.Accountant(dp.Budget(1.0, 0.0, "replace_one"))
-    pure = {"n": 60, "budget": None, "noise": "knorm", "adjacency": "replace_one"}
+    pure = {"n": 60, "adjacency": "replace_one"}
     for epsilon in (0.25, 0.75):
         model = nn.Linear(3, 1, bias=False).double()
-        plan = planned(**pure, noise_multiplier=1 / epsilon * (1 + 1e-12))
+        plan = replace(
+            planned(**pure, budget=dp.Budget(epsilon, 0.0, "replace_one")), budget=None
+        )
         opt = dp.BoltOnPSGD(model.parameters(), plan, accountant=accountant)
         dp.fit(model, opt, records(), HINGE, progress=False)
     assert accountant.get_epsilon(0.0) == pytest.approx(1.0)
@@ -697,7 +715,9 @@ def test_runs_that_share_a_pure_budget_add_up() -> None:
         match=r"this ledger holds 2 events, epsilon 1 of 1 .*; epsilon >= 1\.25 would do",
     ):
         dp.BoltOnPSGD(
-            model.parameters(), planned(**pure, noise_multiplier=4.0), accountant=accountant
+            model.parameters(),
+            replace(planned(**pure, budget=dp.Budget(0.25, 0.0, "replace_one")), budget=None),
+            accountant=accountant,
         )
 
 
@@ -710,14 +730,10 @@ def test_metrics_give_the_standard_deviation_of_either_noise() -> None:
     assert gaussian.metrics["noise_std"] == gaussian.noise_std
 
 
-def test_which_iterate_is_released_cannot_be_reassigned_and_is_part_of_a_checkpoint() -> None:
+def test_which_iterate_is_released_cannot_be_reassigned() -> None:
     _, opt = made(average="uniform")
     with pytest.raises(PrivacyError, match="average is fixed at construction"):
         opt.average = "last"
-    with pytest.raises(ValueError, match="average: 'last' here, 'uniform' there"):
-        made(average="last")[1].load_state_dict(opt.state_dict())
-    with pytest.raises(ValueError, match=r"prox: .*_Ridge\(strength=0.2"):
-        made(reg=0.2)[1].load_state_dict(made(reg=0.1)[1].state_dict())
 
 
 def test_a_step_size_that_is_not_the_plans_is_refused() -> None:
@@ -757,18 +773,7 @@ def test_fit_refuses_a_loss_that_breaks_the_promises() -> None:
         ({"epochs": 1.5}, ValueError, r"epochs must be an integer \(got 1.5\)"),
         ({"lr": 0.0}, ValueError, "lr must be a nonempty list of finite numbers > 0"),
         ({"lr": [0.1] * 7}, ValueError, "lr must be a number or 20 numbers, one per step"),
-        (
-            {"steps": 30},
-            ValueError,
-            r"steps must be a multiple of 20, the steps of a pass \(got 30\)",
-        ),
         ({"budget": None}, ValueError, "budget or noise_multiplier must be given"),
-        (
-            {"budget": dp.Budget(1.0, 0.0, "replace_one"), "noise": "gaussian"},
-            ValueError,
-            "noise must be 'knorm' for a budget with",
-        ),
-        ({"noise": "laplace"}, ValueError, "noise must be one of gaussian, knorm"),
         ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier must be >= 0"),
         ({"reg": -1.0}, ValueError, r"reg must be >= 0 \(got -1.0\)"),
         ({"reg": math.inf}, ValueError, "reg must be finite"),

@@ -19,7 +19,7 @@ from torch_dpsco.accounting.designs import Design, Draw
 from torch_dpsco.accounting.events import CLIP_UNITS, clipped_gaussian
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.algorithms.correlated_numbers import square_root
-from torch_dpsco.algorithms.correlated_oracle import CorrelatedClipped
+from torch_dpsco.algorithms.oracles import CorrelatedClipped
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import make_sampler

@@ -10,12 +10,12 @@ from torch import nn
 
 import torch_dpsco as dp
 from tests.problems import REDUCTIONS
+from tests.reference.exact import Exact
 from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.accounting.events import ADJACENCIES, NonPrivate
 from torch_dpsco.errors import BudgetExceeded, InfeasibleError
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.rules import SGD
-from torch_dpsco.step.phased import Exact
 
 
 def observed(oracle: Exact, *parts: torch.Tensor) -> torch.Tensor:

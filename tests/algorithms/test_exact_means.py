@@ -14,10 +14,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from tests.reference.absolute import HolderAbsolute
+from tests.reference.exact import Exact
 from torch_dpsco import oracles
 from torch_dpsco.accounting.designs import Fixed, Full, Poisson
-from torch_dpsco.algorithms.oracles import AdaptiveClipped
-from torch_dpsco.algorithms.pilot_oracle import PilotClipped, QuantilePilot
+from torch_dpsco.algorithms.clips import AdaptiveClipped, PilotClipped, QuantilePilot
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.losses import Squared
 from torch_dpsco.rng import Keystream
@@ -32,7 +33,7 @@ PROBLEM = Squared().problem(bound_x=2.0)
 MEANS = {
     "clipped": lambda: oracles.Clipped(CLIP, 2.0, BATCH),
     "holder": lambda: oracles.HolderClipped(PROBLEM, 2.0, BATCH),
-    "absolute": lambda: oracles.HolderAbsolute(PROBLEM, (0.5, 0.25), BATCH),
+    "absolute": lambda: HolderAbsolute(PROBLEM, (0.5, 0.25), BATCH),
     "auto": lambda: oracles.AutoClip(CLIP, 2.0, BATCH),
     "adaptive": lambda: AdaptiveClipped(CLIP, 2.0, BATCH, count_noise=4.0),
 }
@@ -151,7 +152,7 @@ def test_votes_are_released_on_a_grid_of_their_own(monkeypatch):
         seen.append((value.clone(), grid))
         return value
 
-    monkeypatch.setattr("torch_dpsco.algorithms.oracles.release_on_grid", released)
+    monkeypatch.setattr("torch_dpsco.algorithms.clips.release_on_grid", released)
     oracle.observe(batch(torch.full((6, DIM), 9.0)))
     oracle.release(torch.Generator())
     ((total, grid),) = seen
@@ -274,7 +275,7 @@ def test_copies_and_checkpoints_stay_exact():
 
 
 def test_oracles_that_have_no_exact_form_refuse_by_name():
-    for oracle in (oracles.Exact(60), oracles.Coordinatewise(1.0, 1.0, 60, 1)):
+    for oracle in (Exact(60), oracles.Coordinatewise(1.0, 1.0, 60, 1)):
         with pytest.raises(
             ConditionError, match=f"secure must be None for {type(oracle).__name__}"
         ):

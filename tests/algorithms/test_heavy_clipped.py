@@ -14,7 +14,6 @@ import torch_dpsco as dp
 from tests.algorithms.heavy_runs import (
     DELTA,
     DTYPES,
-    LOSS,
     PROBLEM,
     Run,
     check_chunks,
@@ -31,7 +30,7 @@ from tests.algorithms.heavy_runs import (
 )
 from tests.reference import heavy_tailed_literal as literal
 from torch_dpsco.algorithms.heavy_tailed_numbers import averaging_schedule
-from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
+from torch_dpsco.errors import AdjacencyError, MissingConstantError
 
 # Seeds warn in every test here.
 pytestmark = pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")
@@ -269,7 +268,7 @@ def test_a_rule_with_fewer_steps_than_are_planned_is_refused_before_anything_is_
         ({"clip": -1.0}, "clip must be > 0"),
         ({"sampling": dp.Poisson(5, N), "steps": 3}, "batch_size must be 5"),
         ({"noise": None}, "budget or noise_multiplier must be given"),
-        ({"weights": None, "n": None, "batch": None}, "batch_size must be given where n is not"),
+        ({"weights": None, "n": None, "batch": None}, "n must be given"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
@@ -308,12 +307,3 @@ def test_what_cannot_be_meant_is_refused_by_name(changes: dict[str, Any], words:
 def test_what_cannot_be_planned_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
     with pytest.raises((ValueError, MissingConstantError), match=words):
         calibrated(**changes)
-
-
-def test_no_declared_sampling_warns_and_is_for_replace_one_only() -> None:
-    with pytest.warns(UtilityWarning, match="no sampling declared"):
-        opt = build(n=None, weights=None).opt
-    assert opt.schedule.steps is None
-    with pytest.raises(AdjacencyError, match="n must be given under add_remove"):
-        build(n=None, weights=None, adjacency="add_remove")
-    assert LOSS(torch.ones(1, 1), torch.zeros(1, 1)).item() == 0.5

@@ -22,10 +22,10 @@ from tests.reference.papers.heavy_tailed import (
     reduction_schedule,
     reduction_sizes,
 )
+from tests.reference.papers.localized import boosted_failure
 from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
 from torch_dpsco.algorithms.localized_numbers import (
     ballfree_rate,
-    boosted_failure,
     halved_sizes,
     minibatch_size,
     sc_reduction_sizes_full,
@@ -113,10 +113,11 @@ def exact_ballfree(task, r2k, counts):
 @given(LAWS)
 def test_the_ballfree_schedule_agrees_with_40_digits(task):
     found = localized_schedule_ballfree(**task, moment_2k=3.0)
+    uncapped = localized_schedule_ballfree(**task | {"max_steps": None}, moment_2k=3.0)
     with mpmath.workdps(40):
         assert len(found.phases) == task["n"].bit_length() - 1
         rows, total = exact_ballfree(
-            task, mpmath.mpf(3), [phase.uncapped_steps for phase in found.phases]
+            task, mpmath.mpf(3), [phase.steps for phase in uncapped.phases]
         )
         D = mpmath.mpf(task["diameter"])
         assert found.bound == pytest.approx(float(D * mpmath.sqrt(2 * total)), rel=1e-9)
@@ -217,9 +218,9 @@ def test_the_boosted_schedule_agrees_with_40_digits(conservative, constants, bal
 def test_every_phase_costs_rho_and_no_more(planner, task, change, adjacency):
     """Whatever lambda, caps and balls are; records of phases and copies are disjoint."""
     schedule = planner(**task | change, adjacency=adjacency)
-    assert (
-        schedule.records == sum(phase.n * phase.copies for phase in schedule.phases) <= task["n"]
-    )
+    copies = [getattr(phase, "copies", 1) for phase in schedule.phases]
+    used = [J * phase.n for J, phase in zip(copies, schedule.phases, strict=True)]
+    assert schedule.records == sum(used) <= task["n"]
     for phase in schedule.phases:
         sensitivity = (
             Fraction(sensitivity_factor(adjacency)) * Fraction(phase.clip) / phase.batch_size
@@ -268,7 +269,6 @@ def test_a_lambda_of_ones_own_keeps_clip_noise_and_steps_and_drops_the_bound(pla
     assert own.reg == 0.05
     assert own.bound is own.tail is own.risk_bound is None
     assert default.risk_bound == default.bound + default.tail
-    assert not own.proved
     if planner is not reduction_schedule:
         assert [phase.reg for phase in own.phases] == [
             0.05 * 8**i for i in range(own.phases_count)
@@ -300,10 +300,6 @@ def test_a_cap_is_never_silent():
     ]
     with pytest.warns(UtilityWarning, match="max_steps=20"):
         boosted_localized_schedule(**BOOSTED | {"max_steps": 20})
-    assert localized_schedule_ballfree(
-        **TIGHT | {"max_steps": 20}
-    ).capped  # its bound says what the cap costs
-    assert not localized_schedule_ballfree(**TIGHT).capped
 
 
 @pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
@@ -392,7 +388,7 @@ def test_each_part_starts_from_the_distance_that_the_one_before_proves(n):
         start, used = start + len(wanted), distance
         distance = min(2.0, math.sqrt(2 * part.risk_bound / mu))
     assert start == schedule.phases_count
-    assert (schedule.bound, schedule.tail, schedule.diameter) == (part.bound, part.tail, used)
+    assert (schedule.bound, schedule.tail) == (part.bound, part.tail)
     assert (used < 2.0) == (n > 5000)  # on much data the distance shrinks
 
 
@@ -417,8 +413,6 @@ def test_the_reduction_is_skipped_for_tiny_data_and_takes_a_lambda_that_doubles(
     assert distant.risk_bound == pytest.approx(
         reduction_schedule(**REDUCED).risk_bound
     )  # rt_1/mu is 2
-    halves = reduction_schedule(**REDUCED, sizes=[1000, 4000])
-    assert halves.phases[9].n == 2000
 
 
 # Boosting.

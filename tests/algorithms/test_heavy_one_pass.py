@@ -613,7 +613,7 @@ def test_weight_decay_in_the_loss_or_in_the_arguments_is_refused(cls: Any) -> No
         ({"sampling": dp.Disjoint(5, N)}, "batch_size must be 5"),
         ({"sampling": dp.Poisson(6, N)}, "sampling must be one pass"),
         ({"sampling": "poisson"}, "sampling must be one of shuffled, assigned"),
-        ({"n": None}, "sampling must be one pass over n records"),
+        ({"n": None}, "n must be given"),
         ({"epochs": 2}, "epochs must be 1 for one pass"),
         ({"steps": 6}, "steps must be <= 5, one pass"),
         ({"adjacency": "bounded"}, "adjacency must be"),

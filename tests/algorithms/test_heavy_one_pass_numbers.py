@@ -205,20 +205,9 @@ def test_many_moments_reduce_to_clipping_at_the_lipschitz_constant(planner, task
 
 
 @ALL_PLANS
-def test_infinite_variance_is_refused_or_bounded_by_that_of_the_clipped_mean(planner, task):
-    heavy = task | {"moment_order": 1.5}
+def test_infinite_variance_is_refused(planner, task):
     with pytest.raises(ConditionError, match="moment_order must be >= 2"):
-        planner(**heavy)
-    plan = planner(**heavy, allow_infinite_variance=True)
-    noise = plan.dim * plan.noise_std**2
-    assert plan.variance - noise == pytest.approx(
-        math.sqrt(plan.clip) / plan.batch_size, rel=1e-9
-    )
-    near = planner(**task | {"moment_order": 1.0 + 1e-9}, allow_infinite_variance=True, steps=3)
-    assert math.isfinite(near.bound)
-    assert near.bias == pytest.approx(
-        1.0, rel=1e-6
-    )  # no moment beyond the first: the bias does not vanish
+        planner(**task | {"moment_order": 1.5})
 
 
 @ALL_PLANS

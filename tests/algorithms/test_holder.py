@@ -227,9 +227,7 @@ def test_the_published_theorem_has_more_noise() -> None:
         batch_size=1,
         epochs=1,
         sampling="fixed",
-        noise="paper",
     )
-    assert tight.grad_bound == pytest.approx(2 + 2)  # M + L R^0 of the hinge
     assert tight.noise_multiplier < 2 * math.sqrt(s)
 
 
@@ -321,7 +319,7 @@ def test_adaptive_noise_follows_the_iterate_and_constant_noise_the_ball(noise: s
 
 def test_a_constant_bound_on_an_unbounded_domain_is_refused() -> None:
     problem = dp.losses.Squared().problem(bound_x=1.0, bound_y=1.0)
-    for noise in ("constant", "paper"):
+    for noise in ("constant",):
         with pytest.raises(MissingConstantError, match="radius"):
             dp.HolderSGD(
                 linear().parameters(),

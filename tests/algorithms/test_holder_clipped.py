@@ -13,7 +13,7 @@ from torch import Tensor
 
 import torch_dpsco as dp
 from tests.problems import released
-from torch_dpsco.algorithms.holder_oracle import HolderClipped
+from torch_dpsco.algorithms.clips import HolderClipped
 from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.rows import DenseBlock, GradBatch
 
@@ -70,7 +70,7 @@ def test_inside_of_a_ball_the_adaptive_clip_stops_at_its_boundary():
     assert clip_at(oracle, 4.0, 4.0001, 1e9) == [at_boundary] * 3
 
 
-@pytest.mark.parametrize("noise", ["constant", "paper"])
+@pytest.mark.parametrize("noise", ["constant"])
 def test_a_constant_clip_ignores_the_iterate(noise):
     oracle = HolderClipped(dp.Problem(**HOLDER, radius=4.0), 1.0, 4, noise=noise, radius=4.0)
     first, *others = clip_at(oracle, 0.0, 2.0, 1e9, INF, math.nan)
@@ -79,21 +79,11 @@ def test_a_constant_clip_ignores_the_iterate(noise):
     assert others == [first] * 4
 
 
-def test_the_papers_clip_is_its_formula_even_where_a_better_bound_is_known():
-    problem = dp.Problem(**HOLDER, lipschitz=1.5, radius=4.0)
-    paper = HolderClipped(problem, 1.0, 4, noise="paper", radius=4.0)
-    constant = HolderClipped(problem, 1.0, 4, noise="constant", radius=4.0)
-    assert clip_at(paper, 0.0) == [pytest.approx(5.0)]
-    assert clip_at(constant, 0.0) == [1.5]
-
-
 @pytest.mark.parametrize(
     ("promised", "feasible"), [(1.0, 9.0), (9.0, 1.0), (1.0, INF), (INF, 1.0)]
 )
-@pytest.mark.parametrize("noise", ["adaptive", "constant", "paper"])
+@pytest.mark.parametrize("noise", ["adaptive", "constant"])
 def test_the_smaller_of_promised_and_feasible_radius_counts(promised, feasible, noise):
-    if noise == "paper" and feasible == INF:
-        return  # the paper has no unbounded set: test_missing_constants_are_named
     oracle = HolderClipped(
         dp.Problem(**HOLDER, radius=promised), 1.0, 4, noise=noise, radius=feasible
     )
@@ -135,13 +125,6 @@ def test_a_diverged_iterate_is_refused_where_the_clip_follows_it(bad):
         (dp.Problem(smoothness=1.0, grad_at_zero=1.0), "constant", 3.0, "holder_constant"),
         (dp.Problem(holder_exponent=0.5, holder_constant=2.0), "adaptive", 3.0, "grad_at_zero"),
         (dp.Problem(**HOLDER), "constant", INF, "finite radius"),
-        (dp.Problem(**HOLDER), "paper", INF, "radius must be finite for noise='paper'"),
-        (
-            dp.Problem(lipschitz=1.0, radius=2.0),
-            "paper",
-            2.0,
-            "holder_exponent, holder_constant, grad_at_zero",
-        ),
     ],
 )
 def test_missing_constants_are_named(problem, noise, radius, missing):
@@ -151,7 +134,7 @@ def test_missing_constants_are_named(problem, noise, radius, missing):
 
 def test_bad_arguments_are_named():
     problem = dp.Problem(lipschitz=1.0)
-    with pytest.raises(ValueError, match="noise must be one of adaptive, constant, paper"):
+    with pytest.raises(ValueError, match="noise must be one of adaptive, constant"):
         HolderClipped(problem, 1.0, 4, noise="none")
     for radius in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="radius must be > 0"):
@@ -181,7 +164,7 @@ def test_with_true_promises_nothing_is_clipped(loss):
         torch.autograd.grad(loss(x[i : i + 1] @ w.t(), y[i : i + 1]), w)[0] for i in range(50)
     ]
     rows = torch.stack(grads)
-    for noise in ("adaptive", "constant", "paper"):
+    for noise in ("adaptive", "constant"):
         oracle = HolderClipped(problem, 0.0, 50, noise=noise, radius=5.0)
         mean: Tensor = released(oracle, [w.detach()], [GradBatch([DenseBlock(rows)])])
         torch.testing.assert_close(mean, rows.mean(0).flatten(), rtol=1e-12, atol=1e-15)

@@ -14,9 +14,8 @@ from scipy.stats import binom
 
 from tests.reference.papers.holder import count_law, uniform_delta, uniform_rdp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_log_delta
-from torch_dpsco.algorithms import mixture_numbers as holder_mixture
-from torch_dpsco.algorithms.holder_numbers import RunPath, run_path
-from torch_dpsco.algorithms.mixture_numbers import uniform_sigma, weighted_law
+from torch_dpsco.algorithms import holder_numbers as holder_mixture
+from torch_dpsco.algorithms.holder_numbers import RunPath, run_path, uniform_sigma, weighted_law
 from torch_dpsco.errors import ConditionError
 
 

@@ -47,7 +47,7 @@ def phase(**changes: Any) -> LocalizedPhase:
     """Returns a phase without noise."""
     settings = {
         "index": 1, "n": 12, "clip": 1.5, "steps": 4, "reg": 2.0, "radius": math.inf, "noise_std": 0.0, "error": None,
-        "uncapped_steps": 4, **changes,
+        **changes,
     }  # fmt: skip
     settings.setdefault("batch_size", settings["n"])
     return LocalizedPhase(**settings)
@@ -58,7 +58,6 @@ PHASES = (
     phase(index=2, n=6, steps=3, reg=4.0, clip=1.0),
     phase(index=3, n=3, steps=2, reg=16.0, clip=0.5),
 )
-COPIES = (phase(n=5, copies=3, steps=2), phase(index=2, n=3, copies=3, steps=3, reg=8.0))
 BALLS = tuple(
     replace(p, radius=radius) for p, radius in zip(PHASES, (0.2, 0.05, 0.01), strict=True)
 )
@@ -181,20 +180,6 @@ def test_phases_in_a_ball_of_the_domain_are_projected_on_both(dtype: torch.dtype
     np.testing.assert_allclose(run.answer(), w, rtol=0, atol=DTYPES[dtype] + 1e-6)
 
 
-@pytest.mark.cases(3, 1)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("groups", [False, True])
-def test_copies_go_on_from_the_most_central_answer(dtype: torch.dtype, groups: bool) -> None:
-    run = build(COPIES, dtype=dtype, groups=groups)
-    start = joint(run.model)
-    run.train(run.seeded())
-    members = batches_of(run)
-    expected = literal.boosted(
-        gradient_of(records(N, dtype)), start, [members[:3], members[3:]], literal_phases(COPIES)
-    )
-    np.testing.assert_allclose(run.answer(), expected[-1], rtol=0, atol=DTYPES[dtype])
-
-
 def test_the_constant_steps_of_the_paper_are_taken() -> None:
     lr, own = 0.07, phase(lr=0.07, radius=50.0, reg=0.5, steps=3)
     run = build((own,), dtype=torch.float64)
@@ -247,7 +232,7 @@ def test_the_regularizer_is_not_clipped() -> None:
 
 @pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("adjacency", ["replace_one", "zero_out"])
-@pytest.mark.parametrize("sampling", ["full", "poisson", "fixed"])
+@pytest.mark.parametrize("sampling", ["full", "poisson"])
 def test_the_budget_is_spent_to_a_thousandth_and_known_all_along(
     adjacency: str, sampling: str
 ) -> None:
@@ -258,8 +243,7 @@ def test_the_budget_is_spent_to_a_thousandth_and_known_all_along(
 
 PROMISED = dp.Problem(moment=3.0, moment_order=2.0, second_moment=3.0)
 METHODS = {
-    "boosted": {"problem": PROMISED, "copies": 3, "distance": 1.0, "clip": None, "reg": None},
-    "ball": {"problem": replace(PROMISED, moment_order=4.0, radius=1.0), "clip": None, "reg": None, "method": "ball"},
+    "localized": {"problem": replace(PROMISED, moment_order=4.0, radius=1.0), "clip": None, "reg": None},
     "reduction": {
         "problem": replace(PROMISED, moment_order=4.0, strong_convexity=0.5),
         "distance": 1.0, "clip": None, "reg": None, "method": "reduction",
@@ -288,7 +272,7 @@ def test_phases_cost_the_same(adjacency: str, sampling: str) -> None:
 
 
 def test_a_plan_of_one_event_never_costs_less_than_the_ledger_holds() -> None:
-    for phases in (PHASES, COPIES, (phase(batch_size=3), *PHASES[1:])):
+    for phases in (PHASES, (phase(batch_size=3), *PHASES[1:])):
         run = build(phases, noise=5.0)
         for k, batch in enumerate(run.seeded(), start=1):
             run.train([batch])
@@ -310,7 +294,7 @@ def test_add_remove_has_no_bound() -> None:
 
 
 @pytest.mark.cases(2, 1)
-@pytest.mark.parametrize("sampling", ["full", "poisson", "fixed"])
+@pytest.mark.parametrize("sampling", ["full", "poisson"])
 def test_phases_use_records_of_their_own_and_full_ones_all_of_them(sampling: str) -> None:
     run = calibrated(sampling=sampling)
     run.train(run.seeded())
@@ -337,7 +321,7 @@ def test_a_resumed_run_uses_each_record_in_one_phase_only(data: st.DataObject) -
         )
         for i, size in enumerate(sizes, start=1)
     )
-    sampling = data.draw(st.sampled_from(["poisson", "fixed"]))
+    sampling = data.draw(st.sampled_from(["poisson"]))
     make = partial(
         build, phases, noise=1.0, sampling=sampling, n=sum(sizes) + data.draw(st.integers(0, 3))
     )
@@ -379,7 +363,6 @@ BUILDS = {
     "localized": build,
     "float64": partial(build, dtype=torch.float64, groups=True),
     "balls": partial(build, BALLS, prox=dp.prox.Ball(0.5)),
-    "copies": partial(build, COPIES),
     "poisson": partial(build, (phase(batch_size=3), *PHASES[1:])),
 }
 
@@ -401,7 +384,7 @@ def test_a_saved_run_goes_on_with_the_unused_records_to_the_same_answer(name: st
 
 
 @pytest.mark.cases(1, 1)
-@pytest.mark.parametrize("phases", [PHASES, BALLS, COPIES])
+@pytest.mark.parametrize("phases", [PHASES, BALLS])
 def test_chunks_make_the_steps_of_whole_draws(phases: Any) -> None:
     check_chunks(partial(build, phases))
 
@@ -424,7 +407,7 @@ def test_a_checkpoint_of_another_plan_is_refused() -> None:
 @pytest.mark.slow
 def test_an_interrupted_fit_goes_on() -> None:
     check_interrupted_fit(calibrated, at=5)
-    check_interrupted_fit(partial(calibrated, **METHODS["boosted"]), at=5)
+    check_interrupted_fit(partial(calibrated, **METHODS["reduction"]), at=5)
 
 
 def test_a_run_that_ends_early_answers_with_what_it_has() -> None:
@@ -444,7 +427,7 @@ def test_a_run_that_ends_early_answers_with_what_it_has() -> None:
         ({"n": 20}, "at most n=20 records"),
         ({"sampling": "shuffled"}, "sampling must be"),
         ({"phases": BALLS, "prox": dp.prox.Box(-1, 1)}, "prox must be Ball or Identity"),
-        ({"method": "ball"}, "must not be given beside phases"),
+        ({"method": "reduction"}, "must not be given beside phases"),
         ({"clip": 1.0}, "must not be given beside phases"),
         ({"adjacency": "bounded"}, "adjacency must be"),
         ({"prox": 1}, "prox must be"),
@@ -479,9 +462,7 @@ def test_a_schedule_of_another_kind_is_refused_by_name() -> None:
         ({"min_phase": 0}, "min_phase must be"),
         ({"method": "balls"}, "method must be"),
         ({"sampling": "shuffle"}, "sampling must be"),
-        ({"copies": 0}, "copies must be"),
-        ({"copies": 3, "method": "localized"}, "copies must be 1"),
-        ({"method": "ball", "sampling": "poisson"}, "sampling must be 'full'"),
+        ({"method": "reduction", "sampling": "poisson"}, "sampling must be 'full'"),
         ({"reg": None}, r"Problem\(moment=..., moment_order=...\).*reg="),
         ({"reg": None, "problem": PROMISED}, "distance=.*or promise a radius"),
         ({"distance": -1.0}, "distance must be > 0"),
@@ -495,9 +476,8 @@ def test_what_cannot_be_planned_is_refused_by_name(changes: dict[str, Any], word
 
 def test_low_moments_are_refused_with_the_way_out() -> None:
     promised = {"problem": PROMISED, "distance": 1.0, "clip": None, "reg": None}
-    with pytest.raises(ConditionError, match="boosted"):
-        calibrated(**promised, method="localized")
-    assert calibrated(**promised).opt.schedule.steps > 0
+    with pytest.raises(ConditionError, match=r"moment_order must be >= 4.*clip= and reg="):
+        calibrated(**promised)
     with pytest.raises(MissingConstantError, match="strong_convexity"):
         calibrated(
             **{**promised, "problem": replace(PROMISED, moment_order=4.0)}, method="reduction"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.problems import release_in_float64
 from torch_dpsco.accounting.designs import Draw, Full
 from torch_dpsco.accounting.events import CLIP_UNITS
-from torch_dpsco.algorithms.pilot_oracle import PilotClipped, QuantilePilot
+from torch_dpsco.algorithms.clips import PilotClipped, QuantilePilot
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.step.clipped import Clipped

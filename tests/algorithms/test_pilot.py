@@ -13,9 +13,9 @@ import torch
 import torch_dpsco as dp
 from tests.algorithms.test_exponential import assert_keeps_epsilon
 from torch_dpsco.accounting.events import ADJACENCIES, Pure, clipped_gaussian
-from torch_dpsco.algorithms import pilot_oracle as module
+from torch_dpsco.algorithms import clips as module
+from torch_dpsco.algorithms.clips import PilotClipped, QuantilePilot
 from torch_dpsco.algorithms.mechanisms import geometric_grid, quantile_law
-from torch_dpsco.algorithms.pilot_oracle import PilotClipped, QuantilePilot
 from torch_dpsco.errors import AdjacencyError, SequenceError, UtilityWarning
 from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch
 from torch_dpsco.step.phased import Phased

@@ -87,10 +87,6 @@ def test_the_other_plans_of_clipped_steps_take_the_same_batches() -> None:
         assert type(made.design) is kind
     for cls in (dp.AcceleratedSGD, dp.ProximalSGD):
         assert heavy(cls, steps=5).design == dp.Assigned(2000, N, 5)
-    absolute = dp.HolderSGD.plan(
-        problem=PROBLEM, n=100, noise="absolute", noise_std=1.0, batch_size=20, steps=5
-    )
-    assert absolute.design == dp.Poisson(20, 100)  # a pass of such noise is not amplified
 
 
 def test_after_a_pilot_the_records_that_are_left_are_drawn_by_chance() -> None:
@@ -156,35 +152,6 @@ def test_no_design_has_much_less_noise_than_the_default(
     assert taken <= (1.11 if passes > 1 else 1.005) * min(noise.values())
     if (adjacency, epsilon, batch_size, passes) == CELLS[0]:
         assert f"{noise['allocated']:.3g}" == "4.23"
-
-
-def test_a_plan_says_what_other_draws_would_cost() -> None:
-    shuffled = heavy(batch_size=256, epochs=10, sampling="shuffled")
-    for plan, words in (
-        (
-            heavy(batch_size=256, epochs=10),
-            "; shuffled passes would need noise 26.7 in place of 4.33",
-        ),
-        (
-            heavy(batch_size=256, epochs=1),
-            "; shuffled passes would need noise 8.45 in place of 1.37",
-        ),
-        (
-            heavy(batch_size=256, epochs=10, adjacency="add_remove"),
-            "; passes in known batches would need noise 13.4",
-        ),
-        (shuffled, "; sampling='poisson' would need noise 4.3"),
-        (
-            heavy(n=1200, clip=dp.Pilot(size=200), dim=3, batch_size=100, epochs=1),
-            "would need noise 8.45 in place",
-        ),
-    ):
-        assert words in dict(plan.lines())["batches"]
-    for silent in (
-        heavy(batch_size=N, epochs=3),
-        heavy(budget=None, noise_multiplier=1.0, batch_size=256),
-    ):
-        assert "would need" not in dict(silent.lines())["batches"]
 
 
 @pytest.mark.parametrize("adjacency", ["replace_one", "add_remove"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch.utils.data import TensorDataset
@@ -71,22 +69,6 @@ def test_another_model_is_refused():
     _, optimizer = made()
     with pytest.raises(SequenceError, match="exactly the model's trainable parameters"):
         dp.fit(torch.nn.Linear(3, 1).double(), optimizer, records(), LOSS, progress=False)
-
-
-def test_a_run_with_independent_batches_cannot_be_resumed():
-    model, optimizer = made(sampling="fixed")
-    x, y = next(iter(optimizer.loader(records())))
-    LOSS(model(x), y).backward()
-    optimizer.step()
-    state = copy.deepcopy(optimizer.state_dict())
-    assert state["dpsco"]["confidential"]
-    _, second = made(sampling="fixed")
-    with pytest.raises(SequenceError, match="must be made in one go"):
-        second.load_state_dict(state)
-    assert second.steps == 0
-    dp.fit(*(whole := made(sampling="fixed")), records(), LOSS, progress=False)
-    second.load_state_dict(whole[1].state_dict())  # a released answer may be kept
-    assert second.finalized
 
 
 def test_a_finished_run_leaves_nothing_on_the_parameters():

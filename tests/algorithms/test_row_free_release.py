@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from typing import Any
 
@@ -14,9 +13,7 @@ import torch_dpsco as dp
 from tests.algorithms.row_free_runs import (
     BUDGET,
     EPOCH,
-    LOSS,
     N,
-    Run,
     hold,
     make,
     ordered,
@@ -30,7 +27,6 @@ from torch_dpsco.errors import (
     AdjacencyError,
     BudgetExceeded,
     ConditionError,
-    PrivacyError,
     SequenceError,
     UnitError,
     UtilityWarning,
@@ -221,158 +217,3 @@ def test_a_distributed_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.distributed, name, lambda *_, value=value: value)
     with pytest.raises(SequenceError, match="world_size must be 1"):
         make()
-
-
-# -- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-def saved(run: Run) -> Any:
-    """Returns what a file gives back, read without trusting it."""
-    file = io.BytesIO()
-    torch.save((run.opt.state_dict(), run.model.state_dict()), file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def resumed(run: Run, **changes: Any) -> Run:
-    again = make(epochs=3, **changes)
-    opt_state, model_state = saved(run)
-    again.opt.load_state_dict(opt_state)
-    again.model.load_state_dict(model_state)
-    return again
-
-
-@pytest.mark.parametrize("lrs", [0.1, [0.2 / (1 + k) for k in range(3 * EPOCH)]])
-def test_a_run_resumed_between_epochs_ends_like_one_that_was_never_interrupted(lrs: Any) -> None:
-    orders = [np.random.default_rng(k).permutation(N) for k in range(3)]
-    whole = hold(make(epochs=3, lr=lrs))
-    whole.train(ordered(whole, orders))
-    parted = make(epochs=3, lr=lrs)
-    parted.train(ordered(parted, orders), steps=EPOCH)
-    for done in (1, 2):
-        parted = hold(resumed(parted, lr=lrs))
-        parted.train(ordered(parted, orders[done:]), steps=EPOCH)
-    assert parted.opt.steps == whole.opt.steps == 3 * EPOCH
-    assert torch.equal(parted.model.weight, whole.model.weight)
-    assert torch.equal(parted.averages()[0], whole.averages()[0])
-    release(parted)
-    assert len(parted.opt.accountant) == 1
-
-
-def test_a_checkpoint_has_one_answer_for_all_accountants_of_a_process() -> None:
-    started = make(epochs=3).train(steps=EPOCH)
-    first, second = resumed(started).train(), resumed(started)
-    with pytest.raises(
-        SequenceError, match="released by another optimizer from the same checkpoint"
-    ):
-        second.train()
-    with refused(second, SequenceError, "released by another optimizer from the same checkpoint"):
-        second.opt.finalize()
-    assert (len(first.opt.accountant), len(second.opt.accountant)) == (1, 0)
-    with pytest.raises(SequenceError, match="released by another optimizer"):
-        started.train()
-    accountant = dp.Accountant(
-        dp.Budget(4.0, 1e-3, "replace_one")
-    )  # of all that have to do with one run: each answer is charged
-    started = make(epochs=3, accountant=accountant).train(steps=EPOCH)
-    for again in [resumed(started, accountant=accountant) for _ in range(2)]:
-        again.train()
-    assert len(accountant) == 2
-    new = make(epochs=3)
-    for again in (resumed(new), resumed(new)):  # nothing was drawn that they could share
-        again.train()
-
-
-def test_a_run_with_independent_batches_cannot_be_resumed() -> None:
-    for steps in (1, EPOCH, 3 * EPOCH):
-        state, _ = saved(hold(make(epochs=3, sampling="fixed")).train(steps=steps))
-        again = make(epochs=3, sampling="fixed")
-        with refused(
-            again,
-            SequenceError,
-            "independent batches must be made in one go.*use sampling='shuffled'",
-        ):
-            again.opt.load_state_dict(state)
-    resumed(make(epochs=3, sampling="fixed"), sampling="fixed").train()  # nothing was drawn yet
-    run = make(epochs=3, sampling="fixed").train()
-    assert resumed(run, sampling="fixed").opt.finalized
-
-
-def test_a_checkpoint_within_an_epoch_cannot_be_resumed() -> None:
-    run = resumed(make(epochs=3).train(steps=EPOCH + 1))
-    with refused(
-        run, SequenceError, "must use batch 1 of a permutation .*save checkpoints between epochs"
-    ):
-        run.train()
-
-
-def test_a_checkpoint_is_marked_confidential_until_the_release() -> None:
-    run = make()
-    assert run.opt.state_dict()["dpsco"]["confidential"] is True
-    hold(run).train()
-    assert run.opt.state_dict()["dpsco"]["confidential"] is True
-    release(run)
-    state = run.opt.state_dict()
-    assert state["dpsco"]["confidential"] is False
-    assert not state["state"]  # no average without noise
-
-
-def test_a_checkpoint_holds_no_noise() -> None:
-    run = make()
-    text = repr(run.opt.state_dict())
-    assert "generator" not in text
-    assert "Keystream" not in text
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"lr": 0.2}, "lrs"),
-        ({"epochs": 2}, "steps"),
-        ({"batch_size": 4}, "design"),
-        ({"budget": dp.Budget(2.0, 1e-3, "replace_one")}, "noise_std"),
-        ({"sampling": "fixed"}, "event"),
-        ({"problem": LOSS.problem(bound_x=1.0, radius=0.5)}, "prox"),
-        ({"problem": LOSS.problem(bound_x=0.5, radius=1.0)}, "bounds"),
-        ({"budget": dp.Budget(1.0, 1e-3, "zero_out")}, "adjacency"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_checkpoint_of_another_plan_is_refused_by_name(
-    changes: dict[str, Any], named: str
-) -> None:
-    state = make().opt.state_dict()
-    other = make(**changes)
-    with refused(other, ValueError, rf"of the same plan.*\b{named}: "):
-        other.opt.load_state_dict(state)
-
-
-def test_a_foreign_state_is_refused() -> None:
-    run = make()
-    with refused(run, ValueError, "must be a private optimizer's"):
-        run.opt.load_state_dict(torch.optim.SGD(run.model.parameters(), 0.1).state_dict())
-
-
-def test_a_finalized_checkpoint_stays_finalized() -> None:
-    run = make(epochs=3).train()
-    again = resumed(run)
-    assert torch.equal(again.model.weight, run.model.weight)
-    assert (again.opt.finalized, len(again.opt.accountant)) == (True, 1)
-    again.opt.finalize()
-    assert torch.equal(again.model.weight, run.model.weight)
-
-
-def test_a_checkpoint_never_forgets_what_was_charged_since() -> None:
-    accountant = dp.Accountant(dp.Budget(4.0, 1e-3, "replace_one"))
-    run = make(epochs=3, accountant=accountant).train(steps=EPOCH)
-    accountant.authorize(run.opt.event)
-    state, _ = saved(run)
-    make(accountant=accountant).train().opt.finalize()
-    assert len(accountant) == 2
-    again = make(epochs=3, accountant=accountant)
-    again.opt.load_state_dict(state)
-    assert len(accountant) == 2  # the later state of one history wins
-    stranger = make(epochs=3, accountant=dp.Accountant(dp.Budget(4.0, 1e-3, "replace_one")))
-    stranger.opt.accountant.authorize(run.opt.event)
-    with refused(stranger, PrivacyError, "histor"):
-        stranger.opt.load_state_dict(state)

@@ -13,8 +13,7 @@ from tests.algorithms.heavy_runs import DELTA, LOSS, PROBLEM, model, records
 from torch_dpsco.accounting.events import ADJACENCIES, RandomAllocation, Repeat
 from torch_dpsco.algorithms.heavy_tailed_numbers import OnePass, accelerated_plan
 from torch_dpsco.errors import UtilityWarning
-from torch_dpsco.step.chooser import noise_of_pass, numbers_of_steps
-from torch_dpsco.step.pace import risk
+from torch_dpsco.step.chooser import noise_of_pass, numbers_of_steps, risk
 
 CLASSES = [dp.AcceleratedSGD, dp.ClippedSGD, dp.ProximalSGD]
 MOMENTS = dp.Problem(

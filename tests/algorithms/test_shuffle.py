@@ -266,7 +266,7 @@ def test_sized_protocols_meet_epsilon_and_delta_exactly(n, dim, epsilon, delta, 
     flat = min(grid, math.floor(norm / math.sqrt(dim)))
     rest = math.floor(math.sqrt(max(norm**2 - grid**2, 0.0) / max(dim - 1, 1)))
     worst = [[flat] * dim, [grid] + [min(rest, grid)] * (dim - 1)]
-    boxes = coordinate_parameters(n, 1, dim, epsilon, delta, grid=grid)
+    boxes = coordinate_parameters(n, dim, epsilon, delta, grid=grid)
     for parameters, vectors in ((l2, worst), (boxes, [[grid] * dim])):
         for shifts in vectors:
             for sign in (1, -1):
@@ -296,7 +296,7 @@ def test_noise_grows_until_the_accountant_agrees(monkeypatch):
     monkeypatch.setattr(shuffle_sizing, "zcdp_shuffle", stricter)
     for found, cost in (
         (vector_parameters(1000, 10, 1.0, 1e-5), vector_cost),
-        (coordinate_parameters(1000, 1, 10, 1.0, 1e-5), coordinate_cost),
+        (coordinate_parameters(1000, 10, 1.0, 1e-5), coordinate_cost),
     ):
         assert 0.8 * rho <= cost(found, 1000, 10).rho <= rho
 
@@ -306,7 +306,7 @@ def test_the_rule_of_the_specification_is_the_start():
     assert vector_parameters(1000, 10, 1.0, 1e-5, grid=64) == ShuffleParameters(
         64, math.ceil(1.05 * 4 * (64 + math.sqrt(10)) ** 2 / (2 * rho * 1000))
     )
-    assert coordinate_parameters(1000, 4, 10, 1.0, 1e-5, grid=64) == ShuffleParameters(
+    assert coordinate_parameters(250, 10, 1.0, 1e-5, grid=64) == ShuffleParameters(
         64, math.ceil(1.05 * 4 * 10 * 64**2 / (2 * rho * 250))
     )
 
@@ -398,9 +398,9 @@ def test_the_closed_form_takes_far_more_noise_than_needed():
         (lambda: vector_parameters(10, 1, 0.0, 1e-5), ValueError, "epsilon must be > 0"),
         (lambda: vector_parameters(10, 1, 1.0, 0.0), ValueError, "delta must be"),
         (
-            lambda: coordinate_parameters(3, 4, 1, 1.0, 1e-5),
+            lambda: coordinate_parameters(0, 1, 1.0, 1e-5),
             ValueError,
-            "groups must be <= batch_size=3",
+            "n must be an integer >= 1",
         ),
         (
             lambda: largest_count(2**20, ShuffleParameters(2**33, 1)),

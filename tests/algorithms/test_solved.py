@@ -53,24 +53,17 @@ def planned(kind: str = "OutputPerturbation", model: Any = None, **settings: Any
 
 def make(kind: str = "OutputPerturbation", model: nn.Linear | None = None, **settings: Any):
     model = nn.Linear(3, 1) if model is None else model
-    own = {
-        name: settings.pop(name)
-        for name in ("inner", "accountant", "generator")
-        if name in settings
-    }
+    own = {name: settings.pop(name) for name in ("accountant", "generator") if name in settings}
     return model, getattr(dp, kind)(model.parameters(), planned(kind, model, **settings), **own)
-
-
-def make_loop(**settings: Any):
-    return make(inner=lambda params: torch.optim.Adam(params, lr=0.1), **settings)
 
 
 def train(model: nn.Linear, optimizer: Any, steps: int = 3) -> None:
     loss = dp.losses.Logistic()
+    own = torch.optim.Adam(model.parameters(), lr=0.1)
     for _ in range(steps):
         optimizer.zero_grad()
         loss(model(ROWS.to(model.weight.dtype)), SIGNS).backward()
-        optimizer.step()
+        own.step()
 
 
 def silence(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,10 +108,9 @@ def test_the_answer_without_noise_is_the_minimizer_and_its_last_column_the_bias(
 
 
 def test_a_loop_is_certified_from_where_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = make_loop()
+    model, optimizer = make()
     silence(optimizer, monkeypatch)
     train(model, optimizer)
-    assert optimizer.steps == 3
     starts: list[Tensor] = []
     original = OutputPlan.solve
 
@@ -143,7 +135,7 @@ def test_a_loop_is_certified_from_where_it_ended(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("fill", [math.nan, math.inf, 3e38])
 def test_a_loop_that_diverged_is_released_all_the_same(fill: float) -> None:
-    model, optimizer = make_loop()
+    model, optimizer = make()
     nn.init.constant_(model.weight, fill)
     optimizer.certify(DATA)
     optimizer.finalize()
@@ -317,11 +309,11 @@ def test_nothing_of_the_secret_is_left_after_the_release(kind: str) -> None:
     assert secrets(optimizer) == []
 
 
-def test_the_state_and_the_gradients_of_a_loop_are_dropped_at_the_release() -> None:
-    model, optimizer = make_loop()
+def test_the_gradients_of_a_loop_are_dropped_at_the_release() -> None:
+    model, optimizer = make()
     train(model, optimizer)
     optimizer.certify(DATA)
-    assert {"_inner", "_solved"} <= set(secrets(optimizer))
+    assert "_solved" in secrets(optimizer)
     assert model.weight.grad is not None
     optimizer.finalize()
     assert secrets(optimizer) == []
@@ -378,7 +370,7 @@ def test_what_the_noise_was_calibrated_for_cannot_be_reassigned(kind: str) -> No
 
 def test_a_promised_accuracy_releases_what_the_loop_left(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UtilityWarning, match="noise buries the signal: the answer"):
-        model, optimizer = make_loop(guarantee="markov", expected_accuracy=1e-3, failure=1e-8)
+        model, optimizer = make(guarantee="markov", expected_accuracy=1e-3, failure=1e-8)
     certified = make()[1]
     assert optimizer._plan.noise_scale > 100 * certified._plan.noise_scale
     silence(optimizer, monkeypatch)
@@ -492,7 +484,7 @@ def test_a_solver_leaves_the_global_generator_where_it_was(solver: str) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("kind", KINDS[:2])
+@pytest.mark.parametrize("kind", KINDS[:1])
 def test_a_solver_that_does_not_exist_is_named_before_anything_is_charged(kind: str) -> None:
     ledger = dp.Accountant(BUDGET)
     with pytest.raises(ValueError, match="solver"):
@@ -568,8 +560,6 @@ def test_step_and_certify_are_for_loops_alone() -> None:
     for kind in KINDS[1:]:
         with pytest.raises(SequenceError, match="solve"):
             make(kind)[1].certify(DATA)
-        with pytest.raises(ValueError, match="inner must not be given"):
-            make(kind, inner=torch.optim.Adam)
 
 
 @pytest.mark.parametrize(
@@ -619,7 +609,7 @@ def test_the_report_says_where_the_noise_comes_from() -> None:
         assert ("cryptographic keystream" in " ".join(str(statement).split())) is not loud
 
 
-@pytest.mark.parametrize("kind", KINDS[:2])
+@pytest.mark.parametrize("kind", KINDS[:1])
 def test_a_pure_budget_is_spent_purely(kind: str) -> None:
     _model, optimizer = make(kind, budget=dp.Budget(1.0, 0.0, "replace_one"))
     optimizer.solve(DATA)

@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.algorithms.holder_oracle import HolderClipped
+from torch_dpsco.algorithms.clips import HolderClipped
 from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.rows import DenseBlock, GradBatch
-from torch_dpsco.step import pace as theory
+from torch_dpsco.step import chooser as theory
 from torch_dpsco.step.plan import Plan
 
 BUDGET = dp.Budget(1.0, 1e-6, "replace_one")
@@ -169,14 +169,6 @@ def test_given_noise_has_no_rule() -> None:
 def test_a_clip_is_a_share(clip: Any) -> None:
     with pytest.raises(ValueError, match="clip"):
         plan(clip=clip)
-
-
-def test_the_papers_noise_is_that_of_rows_that_are_not_clipped() -> None:
-    ball = dp.losses.Logistic().problem(bound_x=2.0, radius=1.0)
-    with pytest.raises(ValueError, match="clip must be 1 for noise='paper'"):
-        plan(ball, noise="paper", clip=0.5)
-    with pytest.raises(ValueError, match="clip must be 1 for noise='absolute'"):
-        dp.HolderSGD.plan(problem=ball, n=N, noise="absolute", noise_std=1.0, steps=3, clip=0.5)
 
 
 def test_losses_of_many_scores_are_not_clipped_by_default() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpsco.step import pace as theory
+from torch_dpsco.step import chooser as theory
 
 POSITIVE = st.floats(1e-3, 1e3)
 

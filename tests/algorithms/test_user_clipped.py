@@ -18,7 +18,7 @@ from tests.algorithms import user_runs as runs
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
 from torch_dpsco.accounting.events import in_words
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.algorithms.oracles import AdaptiveClipped
+from torch_dpsco.algorithms.clips import AdaptiveClipped
 from torch_dpsco.algorithms.user_oracles import UserClipped
 from torch_dpsco.errors import (
     AdjacencyError,

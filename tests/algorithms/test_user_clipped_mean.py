@@ -14,8 +14,7 @@ import torch_dpsco as dp
 from tests.algorithms.users import observe, released
 from torch_dpsco.accounting.designs import Draw, Full
 from torch_dpsco.accounting.events import ADD_REMOVE, CLIP_UNITS, REPLACE_ONE, Gaussian
-from torch_dpsco.algorithms.holder_oracle import HolderClipped
-from torch_dpsco.algorithms.oracles import AdaptiveClipped
+from torch_dpsco.algorithms.clips import AdaptiveClipped, HolderClipped
 from torch_dpsco.algorithms.user_oracles import UserClipped
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.losses import Squared

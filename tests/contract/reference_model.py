@@ -22,8 +22,7 @@ import torch_dpsco as dp
 from tests.streams import picks
 from torch_dpsco.accounting.designs import Design, Undeclared
 from torch_dpsco.accounting.events import Repeat, clipped_gaussian
-from torch_dpsco.algorithms.holder_oracle import HolderClipped
-from torch_dpsco.algorithms.oracles import AutoClip
+from torch_dpsco.algorithms.clips import AutoClip, HolderClipped
 from torch_dpsco.step.clipped import Clipped
 
 N, BATCH, FOREIGN = 24, 6, 3  # records, expected batch size, ids of rows that are in no data set

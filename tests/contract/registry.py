@@ -17,6 +17,8 @@ import torch
 import torch_dpsco as dp
 from tests.algorithms import user_runs
 from tests.contract.runs import DIM, FACTS, LOSS, STEPS, Build, N, Row, Settings, agreeing
+from tests.reference.absolute import HolderAbsolute
+from tests.reference.exact import Exact
 from torch_dpsco import oracles
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
@@ -133,7 +135,7 @@ def _shuffled(cls: Any, **more: int) -> Callable[[Settings, int], MeanOracle]:
 
 
 def _absolute(s: Settings, size: int) -> MeanOracle:
-    return oracles.HolderAbsolute(_problem(s.scale, 3.0), s.noise or 1e-20, size, radius=3.0)
+    return HolderAbsolute(_problem(s.scale, 3.0), s.noise or 1e-20, size, radius=3.0)
 
 
 def _phased(s: Settings, size: int) -> MeanOracle:
@@ -157,7 +159,7 @@ def _pilot_parts(batch: int) -> Design:
 
 
 def _exact(s: Settings, size: int) -> MeanOracle:
-    return oracles.Exact(size)
+    return Exact(size)
 
 
 def _heavy(cls: Any, design: Callable[[int], Design], adjacency: str = REPLACE) -> Build:
@@ -196,7 +198,7 @@ def _localized(params: Any, s: Settings) -> dp.PrivateOptimizer:
     def phase(index: int, n: int, steps: int) -> LocalizedPhase:
         return LocalizedPhase(
             index=index, n=n, batch_size=n, clip=1.5 * s.scale, steps=steps, reg=index / s.lr, radius=INF,
-            noise_std=s.noise * 1.5 * s.scale / n, error=None, uncapped_steps=steps,
+            noise_std=s.noise * 1.5 * s.scale / n, error=None,
         )  # fmt: skip
 
     half = (STEPS if s.steps is None else s.steps) // 2
@@ -254,8 +256,6 @@ def _momentum(params: Any) -> torch.optim.Optimizer:
 def _grad_bound(radius: float, noise: str = "adaptive") -> Callable[[float, float], float]:
     def clip(norm: float, scale: float) -> float:
         problem = _problem(scale, radius)
-        if noise == "paper":
-            return problem.paper_grad_bound()
         return problem.grad_bound(radius if noise == "constant" else min(norm, radius))
 
     return clip
@@ -298,7 +298,7 @@ ROWS = [
     _row("holder-poisson-replace_one", _holder(), REPLACE, BALL),
     _row("holder-poisson-zero_out", _holder(adjacency=ZERO), ZERO, BALL),
     _row("holder-fixed-replace_one", _holder(dp.Fixed), REPLACE, BALL, "empty"),
-    _row("holder-paper", _holder(dp.Fixed, noise="paper"), REPLACE, _grad_bound(3.0, "paper"), "empty"),
+    _row("holder-fixed", _holder(dp.Fixed, noise="constant"), REPLACE, _grad_bound(3.0, "constant"), "empty"),
     _row("holder-constant", _holder(noise="constant"), REPLACE, _grad_bound(3.0, "constant")),
     _row("holder-unbounded", _holder(adjacency=ADD, radius=INF), ADD, _grad_bound(INF)),
     _row("holder-tiny-ball", _holder(radius=0.02, average="uniform"), REPLACE, _grad_bound(0.02), "plain"),

@@ -27,7 +27,6 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.algorithms import user_runs as runs
 from torch_dpsco import checkpoint
-from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.errors import BudgetExceeded
 from torch_dpsco.step.step import PrivateOptimizer
 
@@ -70,11 +69,6 @@ def _steps(cls: Any, problem: dp.Problem, n: int = 120, **options: Any) -> Case:
         return cls(params, plan, accountant=accountant)
 
     return Case(build, data=lambda: records(n))
-
-
-def _output(cls: Any, **options: Any) -> Case:
-    build = _steps(cls, _problem(), batch_size=40, **options).build
-    return Case(build, model=lambda: nn.Linear(2, 1).double(), reduction=None)
 
 
 def _users(build: Build, data: Callable[[], tuple[TensorDataset, Any]]) -> Case:
@@ -121,8 +115,6 @@ CASES = {
     "localized-pilot": _steps(
         dp.LocalizedSGD, _SMOOTH, 1500, clip=dp.Pilot(), reg=0.1, max_steps=2, min_phase=600
     ),
-    "holder-output": _output(dp.HolderOutputSGD, epochs=2),
-    "bolt-on": _output(dp.BoltOnPSGD, epochs=3),
     "user-clipped": _users(_user_clipped, lambda: runs.agreeing(200)),
     "user-filtered": _users(_filtered, lambda: runs.agreeing(200)),
     "user-halting": _users(_filtered, lambda: runs.scattered(200)),
@@ -157,21 +149,12 @@ class Watcher:
     def __init__(self, folder: Path, point: tuple[str, int] | None) -> None:
         self._out = os.open(folder / "published", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._point, self._charges, self._made = point, 0, 0
-        for cls, name in ((PrivateOptimizer, "_charge"), (RowFreeOptimizer, "finalize")):
-            setattr(cls, name, self._charging(getattr(cls, name)))
+        PrivateOptimizer._charge = self._charging(PrivateOptimizer._charge)  # type: ignore[method-assign]
         checkpoint.Checkpoint.step_made = self._stepping(checkpoint.Checkpoint.step_made)  # type: ignore[method-assign]
 
     def _charging(self, real: Any) -> Any:
         def charge(optimizer: Any, *args: Any) -> Any:
             self._number = optimizer.steps
-            if isinstance(optimizer, RowFreeOptimizer):
-                authorize = optimizer.accountant.authorize
-                with_kill = self._then(authorize, {"charged": 0})
-                optimizer.accountant.authorize = with_kill
-                try:
-                    return real(optimizer, *args)
-                finally:
-                    del optimizer.accountant.authorize
             place = [args[0].partition, args[0].index] if optimizer.design.one_pass else None
             return self._then(real, {"charged": optimizer.steps, "place": place})(
                 optimizer, *args

@@ -23,9 +23,9 @@ from tests.doctor.scripts import (
 )
 from tests.doctor.scripts import with_opacus as opacus
 from tests.problems import Folded
+from tests.reference.exact import Exact
 from torch_dpsco.doctor.probe import JointRows
 from torch_dpsco.rules import SGD
-from torch_dpsco.step.phased import Exact
 from torch_dpsco.trial import Rows, moved
 
 # -- coupled records ---------------------------------------------------------------------------------------------------

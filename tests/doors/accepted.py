@@ -85,7 +85,6 @@ FINE = {
     "factors": "tuple",
     "norms": "tuple list",
     # one callable's
-    "algorithms.choose_clip.adaptive_clip_update.fraction": "zero minus part negative numpy huge",  # a noisy share
     "dp.Accountant.get_delta.epsilon": NONNEGATIVE,
     "dp.Accountant.ledger_path": TEXT,
     "dp.Accountant.phase.part": "word zero minus vast",
@@ -134,7 +133,6 @@ FINE = {
     "dp.BoltOnPSGD.plan.dim": "Model",
     "dp.HolderOutputSGD.plan.dim": "Model",
     "dp.Problem.grad_bound.radius": "zero part huge inf",
-    "dp.Problem.paper_grad_bound.radius": "zero part huge",
     "dp.Schedule.locate.step": COUNT,
     "dp.Schedule.position.steps": COUNT,
     "Statement.json.indent": "zero",
@@ -153,7 +151,6 @@ FINE = {
     "dp.oracles.AdaptiveClipped.count_noise": "zero part",
     "dp.oracles.AdaptiveClipped.first": NONNEGATIVE,
     "dp.rules.Momentum.momentum": "zero",
-    "dp.oracles.HolderAbsolute.noise_std": "zero part huge tuple list",
     "attack_norm": "inf",
     "clip0": POSITIVE,
     "dp.oracles.UserClipped.clipping": "Oracle",

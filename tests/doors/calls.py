@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 
 import torch_dpsco as dp
 from torch_dpsco import estimators
-from torch_dpsco.algorithms import choose_clip
 from torch_dpsco.audit import (
     OneRunAudit,
     canaries,
@@ -315,25 +314,6 @@ simple(
     canaries=lambda: [(torch.zeros(DIM), torch.ones(1))],
 )
 CALLS["Statement.json"] = lambda: (made("dp.HolderSGD").report(1e-4).json, {})
-simple(
-    "algorithms.choose_clip.adaptive_clip_update",
-    choose_clip.adaptive_clip_update,
-    clip=1.0,
-    fraction=0.5,
-    target=0.5,
-)
-simple("algorithms.choose_clip.pilot_size", choose_clip.pilot_size, n=1000)
-simple("algorithms.choose_clip.rank_error", choose_clip.rank_error, epsilon=1.0, grid_size=50)
-simple(
-    "algorithms.choose_clip.target_quantile",
-    choose_clip.target_quantile,
-    rule="theory",
-    exchange_rate=0.1,
-    pilot_size=200,
-    epsilon=1.0,
-    grid_size=50,
-)
-
 # -- estimators, objectives, solvers ----------
 
 LABELS = lambda: (torch.arange(N) % 2).numpy()  # noqa: E731

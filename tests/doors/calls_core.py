@@ -166,7 +166,6 @@ simple(
     moment=1.0,
 )
 CALLS["dp.Problem.grad_bound"] = lambda: (problem().grad_bound, {})
-CALLS["dp.Problem.paper_grad_bound"] = lambda: (problem().paper_grad_bound, {})
 for _name, _more in {
     "Hinge": {},
     "Logistic": {},
@@ -270,7 +269,6 @@ simple(
     batch_size=6,
     groups=3,
 )
-simple("dp.oracles.Exact", dp.oracles.Exact, batch_size=6)
 simple(
     "dp.oracles.UserFilter",
     dp.oracles.UserFilter,
@@ -283,13 +281,6 @@ simple(
     score_floor=300.0,
     ramp_end=280,
     noise_std=1.0,
-)
-simple(
-    "dp.oracles.HolderAbsolute",
-    dp.oracles.HolderAbsolute,
-    problem=problem,
-    noise_std=1.0,
-    batch_size=6,
 )
 simple(
     "dp.oracles.HolderClipped",

@@ -85,7 +85,6 @@ def phases() -> LocalizedSchedule:
         radius=float("inf"),
         noise_std=0.1,
         error=None,
-        uncapped_steps=4,
     )
     return LocalizedSchedule(phases=(phase,), rho=None)
 

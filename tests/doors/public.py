@@ -19,9 +19,7 @@ DIRECTIVE = re.compile(
     r"^\.\. (currentmodule|automodule|autoclass|autofunction):: (\S+)\n((?: +:.*\n?)*)",
     re.MULTILINE,
 )
-_UNDOCUMENTED = tuple(
-    f"torch_dpsco.{name}" for name in ("algorithms.choose_clip", "estimators.solvers")
-)
+_UNDOCUMENTED = ("torch_dpsco.estimators.solvers",)
 _OBJECTIVES = {
     "objectives": ("LinearObjective", "SoftmaxObjective"),
     "robust": ("Adversarial", "Tilted"),

@@ -31,7 +31,7 @@ from torch_dpsco.accounting import events
 from torch_dpsco.show import loggers
 from torch_dpsco.show.cli import main
 from torch_dpsco.step.common import CommonOptimizer
-from torch_dpsco.step.planned import FromPlan
+from torch_dpsco.step.plan import FromPlan
 
 FEW = 5  # values per argument in the default run
 # what nobody calls with arguments of their own; `family.*` is all of a family
@@ -92,13 +92,10 @@ EXEMPT = {
     *("integrations.transformers.PrivateTrainer", "integrations.transformers.PrivateTrainer.*"),
     # parts that plans, optimizers and loaders of the library make or use
     *(f"Accountant.{name}" for name in ("continue_from", "expect", "marked", "require_planned")),
-    *("Budget.quoted", "Pilot.split", "Problem.require", "errors.warn", "show.loggers.in_single"),
+    *("Budget.quoted", "Problem.require", "errors.warn", "show.loggers.in_single"),
     *(f"oracles.{name}" for name in ("Charge", "Release", "clip_weights", "joint_norm")),
     *(f"oracles.{name}" for name in ("ShuffledMedian", "UserFiltered")),
-    *(
-        f"rules.{name}"
-        for name in ("trained", "means", "absorb", "averaged", "Selected", "select_central")
-    ),
+    *(f"rules.{name}" for name in ("trained", "means", "absorb", "averaged")),
     "prox.project_on_two_balls_",
     *(
         f"sampling.{kind}Sampler"
@@ -142,7 +139,6 @@ EXEMPT = {
     *("estimators.*.make_loss", "estimators.*.task_options"),
     # of solvers and objectives
     *("estimators.solvers.Certificate", "estimators.solvers.Solution"),
-    "algorithms.choose_clip.warn_at_grid_end",
     # what needs an engine, a study that pays for intervals, or 200 canaries: test_engines, test_studies, test_canaries
     *(
         "integrations.engines.ray_partitions",

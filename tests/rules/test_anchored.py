@@ -88,34 +88,6 @@ def test_a_constant_rate_of_the_phase_is_taken(radius: float) -> None:
         np.testing.assert_allclose(point, w, atol=1e-12)
 
 
-def test_copies_start_at_one_point_and_the_most_central_goes_on() -> None:
-    phases = [dp.Phase(1, reg=1.0, copy=j, copies=3) for j in range(3)] + [dp.Phase(1, reg=1e9)]
-    walk = Walk(phases)
-    start = walk.point
-    means = np.array([[5.0, 0, 0], [0.2, 0, 0], [0, 0.1, 0.1], [0, 0, 0]])
-    points = walk.go(means)
-    for j in range(3):
-        np.testing.assert_allclose(points[j], start - means[j], atol=1e-12)
-    # 2 and 3 are near each other; both radii are their distance, so that the first of them wins
-    np.testing.assert_allclose(walk.point, start - means[1], atol=1e-9)
-    assert all(set(walk.state[p]) == {"anchor"} for p in walk.params)
-
-
-def test_copies_of_several_steps_have_the_anchor_of_the_first() -> None:
-    walk = Walk([dp.Phase(2, reg=2.0, copy=j, copies=3) for j in range(3)])
-    means = np.random.default_rng(3).standard_normal((6, 3))
-    start, ends = walk.point, []
-    points = walk.go(means)
-    for j in range(3):
-        w = start
-        for t in range(2):
-            w = w - (means[2 * j + t] + 2.0 * (w - start)) / (2.0 * (t + 1))
-            np.testing.assert_allclose(points[2 * j + t], w, atol=1e-12)
-        ends.append(w)
-    chosen = min(range(3), key=lambda j: sorted(np.linalg.norm(ends[j] - end) for end in ends)[1])
-    np.testing.assert_allclose(walk.point, ends[chosen], atol=1e-12)
-
-
 def test_a_huge_lambda_neither_overflows_nor_moves() -> None:
     walk = Walk([dp.Phase(3, reg=1e300), dp.Phase(3, reg=1e300, radius=1e-3)])
     start = walk.point

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.reference import heavy_tailed_literal as literal
-from torch_dpsco.rules import Selected, select_central
+from tests.reference.papers.localized import Selected, select_central
 
 points = st.integers(1, 7).flatmap(
     lambda count: st.lists(

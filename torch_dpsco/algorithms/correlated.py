@@ -21,11 +21,11 @@ from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Cyclic
 from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency
 from torch_dpsco.algorithms.correlated_numbers import Banded, least_error
-from torch_dpsco.algorithms.correlated_oracle import CorrelatedClipped
+from torch_dpsco.algorithms.oracles import CorrelatedClipped
 from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.prox import Prox
 from torch_dpsco.step.chooser import Given, agreed, choose_noise
-from torch_dpsco.step.planned import PlannedOptimizer, StepPlan
+from torch_dpsco.step.plan import PlannedOptimizer, StepPlan
 
 _BATCH = 512
 _BANDS = 32  # of which one vector of noise each is kept

@@ -147,10 +147,6 @@ class Banded:
         """Returns the noise std of a coordinate of w_0 + .. + w_t at z = 1, (T,); sqrt(t + 1) for independent noise."""
         return np.sqrt(np.cumsum(self.prefix_weights(steps) ** 2))
 
-    def average_std(self, steps: int) -> float:
-        """Returns the noise std of a coordinate of the mean of those T sums at z = 1."""
-        return float(np.linalg.norm(np.cumsum(self.prefix_weights(steps)))) / steps
-
     def _square(self, rows: int) -> float:
         return scaled_up(math.fsum(c * c for c in self.coefficients[:rows]), 4)
 

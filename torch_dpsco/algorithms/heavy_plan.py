@@ -1,4 +1,9 @@
-"""Plans for heavy-tailed gradients: public numbers, and how they are chosen."""
+"""Plans for heavy-tailed gradients: public numbers, and how they are chosen.
+
+A pilot group that chooses the clip before the steps of a planned run.
+
+Minibatches of the phases of a run: Poisson ones, of a fixed size, or whole passes of secret draws.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import check_fields, typed
+from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import (
     Assigned,
     AssignedParts,
@@ -19,8 +26,16 @@ from torch_dpsco.accounting.designs import (
     Poisson,
 )
 from torch_dpsco.accounting.events import ADD_REMOVE, CLIP_UNITS, Adjacency
-from torch_dpsco.algorithms.pilot import PilotPlan
-from torch_dpsco.algorithms.pilot_oracle import PilotClipped
+from torch_dpsco.algorithms.clips import (
+    C_MAX,
+    C_MIN,
+    RULES,
+    PilotClipped,
+    QuantilePilot,
+    pilot_size,
+    target_quantile,
+)
+from torch_dpsco.algorithms.mechanisms import geometric_grid
 from torch_dpsco.errors import AdjacencyError, MissingConstantError
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Box, Identity, Prox, Simplex
@@ -29,7 +44,96 @@ from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.step.clipped import Clipped
 from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.phased import Phased
-from torch_dpsco.step.planned import StepPlan, noise_on_mean, otherwise
+from torch_dpsco.step.plan import CLIPPED, StepPlan, expected, noise_on_mean
+
+
+@dataclass(frozen=True)
+class Pilot:
+    """Lets a group of records choose the clip, as a private quantile of the gradient norms at the starting point.
+
+    The group is disjoint from the records that train, so that its epsilon, that of the budget, adds nothing to theirs.
+
+    Args:
+        rule: "theory", the best quantile for the worst direction of the bias; "balanced", at most 0.9; "median".
+        size: records of the group; default 5 %, at least 200.
+        c_min: least threshold, public, > 0.
+        c_max: largest threshold, public.
+
+    Source: docs/proofs/heavy_tailed.md#pilot-group.
+    """
+
+    rule: str = "balanced"
+    size: int | None = None
+    c_min: float = C_MIN
+    c_max: float = C_MAX
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check.choice(RULES, rule=self.rule)
+        if self.size is not None:
+            check.positive_count(size=self.size)
+        geometric_grid(self.c_min, self.c_max)  # its checks
+
+    @typed
+    def plan(self, n: int, budget: Budget, exchange_rate: float) -> PilotPlan:
+        """Returns the public numbers of a pilot.
+
+        Args:
+            n: public number of records.
+            budget: of the run.
+            exchange_rate: what a unit of clip costs in noise, see `algorithms.heavy_tailed_numbers`.
+
+        Raises:
+            InfeasibleError: too few records.
+        """
+        size = self.records(n)
+        quantile = target_quantile(
+            self.rule,
+            exchange_rate,
+            pilot_size=size,
+            epsilon=budget.epsilon,
+            grid_size=len(geometric_grid(self.c_min, self.c_max)),
+        )
+        return PilotPlan(size, budget.epsilon, quantile, self.c_min, self.c_max)
+
+    @typed
+    def records(self, n: int) -> int:
+        """Returns the size of the group among n records."""
+        return pilot_size(n) if self.size is None else self.size
+
+
+@dataclass(frozen=True)
+class PilotPlan:
+    """Public numbers of a pilot.
+
+    Args:
+        size: records of the group.
+        epsilon: of its release.
+        quantile: target of the clip among the norms.
+        c_min: least threshold.
+        c_max: largest threshold.
+    """
+
+    size: int
+    epsilon: float
+    quantile: float
+    c_min: float
+    c_max: float
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def oracle(self) -> QuantilePilot:
+        """Returns a new oracle that chooses."""
+        return QuantilePilot(
+            self.size, self.epsilon, quantile=self.quantile, c_min=self.c_min, c_max=self.c_max
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"the clip is a private {self.quantile:.3g}-quantile of the gradient norms of"
+            f" {self.size} examples, within [{self.c_min:g}, {self.c_max:g}]"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +213,6 @@ class ClippedPlan(StepPlan):
             )
         return self.pilot, self.steps - 1
 
-    def otherwise(self) -> str:
-        """Returns what other batches would cost; see `step.planned.otherwise`."""
-        steps = self.steps if self.pilot is None else self._piloted()[1]
-        return otherwise(self.budget, self.training, steps, self.noise_multiplier)
-
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
         yield from super().lines()
@@ -130,15 +229,8 @@ class ClippedPlan(StepPlan):
             yield noise_on_mean(share, self.clip)
         if self.pilot is not None:
             yield "pilot", str(self.pilot)
-        yield (
-            "assumed",
-            "rows do not depend on other records; nothing about moments, since rows are clipped",
-        )
-        if self.risk_bound is not None:
-            yield (
-                "expected",
-                f"excess risk of the answer at most {self.risk_bound:.3g}, if the promises hold",
-            )
+        yield CLIPPED
+        yield from expected(self.risk_bound)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,25 +18,41 @@ Differs from the paper (Lowy and Razaviyayn 2023) in: 1. any budget (epsilon, de
 or the law of the pass, where the paper's "epsilon" is sqrt(2 rho); 2. explicit, proved constants
 (`algorithms.heavy_tailed_numbers`); 3. the clip may come from a private pilot group; 4. under add_remove each record
 is assigned to a batch by itself, since a record more or less would shift the batches of a permutation.
+
+How plans of clipped steps choose what is not given, by a theorem of paper 2 or by the step rule.
+
+A `Theorem` says of one optimizer which words of sampling it knows, and what one pass costs in noise; `plan_by_theorem`
+runs the stages of `step.chooser` with it.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from torch_dpsco.algorithms.clip_numbers import (
-    exchange_rate_accelerated,
-    exchange_rate_phase,
-    exchange_rate_proximal_pl,
-    exchange_rate_strongly_convex,
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.designs import (
+    Assigned,
+    Design,
+    Disjoint,
+    Full,
+    Parts,
 )
-from torch_dpsco.algorithms.heavy_chooser import Theorem, plan_by_theorem
+from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency
 from torch_dpsco.algorithms.heavy_plan import (
     AcceleratedPlan,
     ClippedPlan,
+    Pilot,
+    PilotPlan,
     ProximalPlan,
+    after_pilot,
     scale_of,
+    zcdp_of,
 )
 from torch_dpsco.algorithms.heavy_tailed_numbers import (
     AveragingSchedule,
@@ -44,13 +60,513 @@ from torch_dpsco.algorithms.heavy_tailed_numbers import (
     OnePassPlan,
     accelerated_plan,
     averaging_schedule,
+    exchange_rate_mean,
+    exchange_rate_phase,
     proximal_pl_plan,
     strongly_convex_coefficients,
     strongly_convex_plan,
 )
+from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
 from torch_dpsco.problem import Problem
-from torch_dpsco.step.chooser import SAMPLING
-from torch_dpsco.step.planned import PlannedOptimizer
+from torch_dpsco.rules import AVERAGES
+from torch_dpsco.step.chooser import (
+    SAMPLING,
+    Draws,
+    Given,
+    Pace,
+    Scale,
+    agreed,
+    choose_design,
+    choose_noise,
+    choose_pace,
+    dimension,
+    noise_for,
+    noise_of_pass,
+    numbers_of_steps,
+    one_pass,
+    public_size,
+    release_noise,
+    require_target,
+    scale_of_clip,
+    warn_if_buried,
+)
+from torch_dpsco.step.plan import PlannedOptimizer
+
+_PASS = ("shuffled", "assigned")  # words of one pass
+_FEW_STEPS = 5  # of one pass, where no theorem chooses: worst-case bounds choose too many
+_MORE_STEPS = 64  # of one pass whose draws are secret, in place of these
+_DEFAULT_BATCH = 512
+_DEFAULT_EPOCHS = 10
+_FULL_STEPS = 30
+
+
+class Theorem(ABC):
+    """What a theorem about clipped means chooses, and which passes its optimizer makes.
+
+    Args:
+        by: name of the optimizer, for messages.
+    """
+
+    words: ClassVar[tuple[str, ...]] = _PASS
+    needs: ClassVar[tuple[str, ...]] = ()  # beside moments and smoothness
+    most: ClassVar[float]  # step sizes are admitted up to 1 / (most * smoothness), the default
+    momentum: ClassVar[bool | None] = None  # whether the step rule may take it; None for no rule
+
+    def __init__(self, by: str) -> None:
+        self.by = by
+
+    @abstractmethod
+    def chosen(
+        self, data: OnePass, given: dict[str, Any], problem: Problem, distance: float | None
+    ) -> OnePassPlan:
+        """Returns what the theorem chooses.
+
+        Args:
+            data: records, privacy and moments.
+            given: the other constants that the theorem needs, and steps and clip where they are given.
+            problem: that promises them.
+            distance: bound on |w_0 - w*|.
+        """
+
+    @abstractmethod
+    def noise_factor(self, problem: Problem, steps: int) -> float | None:
+        """Returns what a unit of clip costs in one pass, over `exchange_rate_mean`; None for that of many passes."""
+
+    def averaging(self, problem: Problem, steps: int) -> AveragingSchedule | None:
+        """Returns step sizes and weights for one pass; None for constant steps."""
+        return None
+
+    def largest_lr(self, problem: Problem) -> float:
+        """Returns the largest step size, where the noise is not known in advance."""
+        (smoothness,) = problem.require("smoothness", by=self.by)
+        return 1.0 / (self.most * smoothness)
+
+    def sampling(self, given: Given, chooses: bool) -> str | Design | None:
+        """Returns how batches are drawn: the word of one pass where none is given; None for batches of any number."""
+        if given.sampling:
+            return given.sampling
+        if given.adjacency != ADD_REMOVE and chooses:
+            return "shuffled"  # what the bound of the theorem is for
+        free = given.steps is None or given.batch_size is None
+        once = given.epochs in (None, 1) and free
+        return "assigned" if once or self.words == _PASS else None
+
+    def is_one_pass(self, given: Given) -> bool:
+        """Returns whether each record is used once; raises ValueError where that must be so and is not."""
+        given.require_one_length()
+        if given.epochs is not None:
+            check.positive(epochs=given.epochs)
+        sampling = given.sampling
+        only = self.words == _PASS
+        if isinstance(sampling, Design):
+            once = sampling.one_pass
+            if isinstance(sampling, Assigned) and sampling.passes > 1 and only:
+                raise ValueError(f"passes must be 1 for {self.by} (got {sampling})")
+        else:
+            once = self._is_word_of_one_pass(given)
+        if given.epochs not in (None, 1) and (sampling == "assigned" or only):
+            more = ", or sampling 'allocated' for several" if "allocated" in self.words else ""
+            raise ValueError(f"epochs must be 1 for one pass{more} (got {given.epochs})")
+        if not once and only:
+            raise ValueError(
+                f"sampling must be one pass over n records for {self.by}: 'shuffled', 'assigned',"
+                f" or a design of one pass (got {sampling!r})"
+            )
+        return once
+
+    def _is_word_of_one_pass(self, given: Given) -> bool:
+        check.choice((*self.words, None), sampling=given.sampling)
+        if given.sampling == "shuffled" and given.adjacency == ADD_REMOVE:
+            raise AdjacencyError(
+                "sampling must be 'assigned', 'poisson' or 'full' under add_remove (got"
+                " 'shuffled'): removing a record would shift the batches of all later ones"
+            )
+        known = given.sampling == "shuffled" and given.epochs in (None, 1)
+        return known or given.sampling == "assigned"
+
+
+def plan_by_theorem(  # noqa: D417 (cls is bound)
+    cls: Any,
+    *,
+    problem: Problem | None = None,
+    n: int | None = None,
+    budget: Budget | None = None,
+    noise_multiplier: float | None = None,
+    clip: float | Pilot | None = None,
+    steps: int | None = None,
+    epochs: float | None = None,
+    batch_size: int | None = None,
+    lr: float | None = None,
+    sampling: str | Design | None = None,
+    average: str | None = None,
+    adjacency: Adjacency | None = None,
+    dim: Any = None,
+    distance: float | None = None,
+    secure: str | None = None,
+) -> ClippedPlan:
+    """Returns the public numbers of a run, before anything is spent.
+
+    Args:
+        problem: promised constants: moment, moment_order (and second_moment) of the gradient norm choose clip,
+            steps and step size by theory; smoothness (and more, see the class) chooses the step size in any case.
+        n: public number of records (a reference under add_remove); that of a design.
+        budget: what the run may spend; the noise is chosen for it unless it is given.
+        noise_multiplier: z >= 0, noise std on the sum of rows over the clip; 0 is not private.
+        clip: default by theory (one pass); a number, chosen without looking at the data; or a `Pilot` group that
+            chooses.
+        steps: number of steps, without that of a pilot; default by theory, or by the step rule
+            (docs/proofs/steps.md) where a smoothness is promised, the noise is chosen and lr is not given; else 5
+            in one pass (64 if it is secret), 30 of "full" batches.
+        epochs: passes over the data on average, in place of steps; default 20 in many passes by the step rule; else
+            10 of other batches than "full", without limit for noise of your own.
+        batch_size: public divisor; default such that the steps are one pass, or those passes; without the step rule
+            512 (at most n) in many passes.
+        lr: step size, without momentum; default by theory, or by the step rule, or the largest one of the theorem.
+        sampling: one pass, "assigned" (default; each record draws its batch secretly: `Assigned`) or "shuffled",
+            with several times the noise (default under replace_one and zero_out where the theorem chooses the clip,
+            since its bound is for these batches). `ClippedSGD` makes many passes too:
+            "poisson" (their default; all records where a batch holds them), "allocated" (passes like "assigned", at
+            the price of Poisson), "fixed", "full", or "shuffled" with epochs > 1. Or a design, as
+            dp.Poisson(batch_size, n).
+        average: which iterates are the answer, "last" (default), "uniform" or "weighted" (default of a step rule
+            with momentum). In one pass of
+            `ClippedSGD` the default is the weights of the theorem where the problem promises strong_convexity;
+            `AcceleratedSGD` has an answer of its own.
+        adjacency: default the budget's, or "zero_out".
+        dim: number of parameters, or the model; needed where moments are promised, and by pilots.
+        distance: bound on |w_0 - w*|; default the diameter of the problem's ball, which the bound on the risk of
+            AcceleratedSGD wants (docs/proofs/heavy_tailed.md#accelerated-steps).
+        secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
+
+    Raises:
+        MissingConstantError: a promise is missing; says which, and how to do without.
+        AdjacencyError: batches cut by position, under add_remove.
+        ValueError: an argument is out of range.
+    """
+    theorem: Theorem = cls.theorem
+    budget, adjacency = agreed(budget, adjacency)
+    check.choice((*AVERAGES, None), average=average)
+    if distance is not None:
+        check.positive(distance=distance)
+    require_target(budget, noise_multiplier)
+    if noise_multiplier is None and budget is not None and budget.mode != "planned":
+        raise ValueError(
+            f"budget must be of mode 'planned', to be spent by a plan (got {budget.mode!r})"
+        )
+    given = Given(
+        n=public_size(n, sampling),
+        adjacency=adjacency,
+        sampling=sampling,
+        batch_size=batch_size,
+        steps=steps,
+        epochs=epochs,
+        noise_multiplier=noise_multiplier,
+    )
+    n = given.n
+    given = replace(given, n=_records_that_train(given, clip))
+    task = _Task(
+        theorem=theorem,
+        problem=problem or Problem(),
+        n=n,
+        budget=budget,
+        given=replace(given, sampling=theorem.sampling(given, chooses=clip is None)),
+        clip=clip,
+        lr=lr,
+        average=average,
+        dim=dimension(dim),
+        distance=distance,
+    )
+    return task.plan(cls.plans, secure)
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What comes out of the stages.
+
+    Args:
+        design: how the batches of the steps are drawn.
+        steps: their number, without that of a pilot.
+        noise: multiplier.
+        theory: what the theorem chose; None where it did not.
+        averaging: its step sizes and weights.
+        pace: by the step rule.
+        secret: whether passes are amplified, so that each release may tell more.
+    """
+
+    design: Design
+    steps: int | None
+    noise: float
+    theory: OnePassPlan | None = None
+    averaging: AveragingSchedule | None = None
+    pace: Pace | None = None
+    secret: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    """What a plan is asked for; the fields are arguments of `plan_by_theorem`. `given.n` are the records that train."""
+
+    theorem: Theorem
+    problem: Problem
+    n: int
+    budget: Budget | None
+    given: Given
+    clip: float | Pilot | None
+    lr: float | None
+    average: str | None
+    dim: int | None
+    distance: float | None
+
+    @property
+    def goal(self) -> Budget | None:
+        """The budget that noise is chosen for; None where noise is given."""
+        return self.budget if self.given.noise_multiplier is None else None
+
+    @property
+    def follows_rule(self) -> bool:
+        """Whether the step rule takes what no theorem chooses."""
+        ruled = self.theorem.momentum is not None
+        return ruled and self.lr is None and self.goal is not None
+
+    def plan(self, kind: type[ClippedPlan], secure: str | None) -> ClippedPlan:
+        """Returns the plan, stage by stage."""
+        once = self.theorem.is_one_pass(self.given)
+        chosen = self._in_one_pass() if once else self._in_passes()
+        theory = chosen.theory
+        averaging = chosen.averaging
+        pace = Pace(self._lr(chosen)) if chosen.pace is None else chosen.pace
+        draws = Draws(chosen.design, chosen.steps)
+        warn_if_buried(self.goal, draws, chosen.noise, self.n, self.dim)
+        clip = self.clip if theory is None else theory.clip
+        design = chosen.design
+        steps = chosen.steps
+        pilot: PilotPlan | None = None
+        if isinstance(clip, Pilot):
+            pilot, design, steps = self._piloted(clip, chosen, once)
+            clip = None
+        return kind(
+            budget=self.budget,
+            adjacency=self.given.adjacency,
+            design=design,
+            steps=steps,
+            lr=check.positive(lr=pace.lr),
+            momentum=pace.momentum,
+            radius=self.problem.radius,
+            average=self._average(chosen) or kind.average,
+            secure=secure,
+            clip=clip,
+            noise_multiplier=chosen.noise,
+            pilot=pilot,
+            factors=()
+            if averaging is None
+            else tuple(lr / averaging.lr[0] for lr in averaging.lr),
+            weights=() if averaging is None else averaging.weights,
+            risk_bound=self._risk_bound(chosen),
+        )
+
+    # -- one pass: the theorem, or the step rule, or a few steps ------------------------------------------------------
+
+    def _in_one_pass(self) -> _Chosen:
+        n = self.given.n
+        goal = self.goal
+        secret = _is_secret(self.given.sampling)
+        noise = self._noise_of_release()
+        asked = self._steps_asked(n)
+        theory = self._tried(n, asked, noise, secret)
+        scale: Scale | None = None
+        if theory is None and self.follows_rule and not self.problem.strong_convexity:
+            scale = self._scale()
+        steps = theory.steps if theory is not None else asked
+        if steps is None:
+            steps = self._steps_of_pass(n, scale, secret)
+        if check.positive_count(steps=steps) > n:
+            raise ValueError(f"steps must be <= {n}, the records that train (got {steps})")
+        design = _one_pass(self.given, n, steps, secret)
+        counted = replace(self.given, steps=steps, epochs=None)
+        steps = counted.steps_in(design, once=self.theorem.words == _PASS) or steps
+        if secret and goal is not None:
+            noise = noise_for(goal, design, steps)
+            theory = theory and self._best(n, [(steps, noise)])
+        averaging = self.theorem.averaging(self.problem, steps) if self.average is None else None
+        pace: Pace | None = None
+        if scale is not None and averaging is None:
+            pace = self._pace_of_pass(scale, Draws(design, steps), noise)
+        return _Chosen(design, steps, noise, theory, averaging, pace, secret)
+
+    def _noise_of_release(self) -> float:
+        """Returns the noise of a mean without amplification."""
+        if self.goal is not None:
+            return release_noise(self.goal)
+        return check.nonnegative(noise_multiplier=self.given.noise_multiplier)
+
+    def _steps_asked(self, n: int) -> int | None:
+        """Returns the number of steps that is given, by itself or as a size of batches."""
+        given = self.given
+        sized = isinstance(given.sampling, Design) or given.batch_size is not None
+        if given.steps is None and sized:
+            return _one_pass(given, n, 1, secret=False).steps_per_epoch
+        return given.steps
+
+    def _steps_of_pass(self, n: int, scale: Scale | None, secret: bool) -> int:
+        if scale is not None and self.goal is not None:
+            return one_pass(scale, n, self.goal, bool(self.theorem.momentum), secret)
+        return min(n, _MORE_STEPS if secret else _FEW_STEPS)
+
+    def _pace_of_pass(self, scale: Scale, draws: Draws, noise: float) -> Pace:
+        pace = choose_pace(scale, draws, noise)
+        if self.theorem.momentum:
+            return pace
+        return Pace(min(self.theorem.largest_lr(self.problem), pace.lr / (1.0 - pace.momentum)))
+
+    def _tried(self, n: int, steps: int | None, noise: float, secret: bool) -> OnePassPlan | None:
+        """Returns what the theorem chooses; None where promises are missing, or a clip is chosen otherwise."""
+        if not noise or isinstance(self.clip, Pilot):
+            return None
+        tries: list[tuple[int | None, float]] = [(steps, noise)]
+        if secret and self.goal is not None and steps is None:
+            tries = [(number, noise_of_pass(self.goal, number)) for number in numbers_of_steps(n)]
+        return self._best(n, tries)
+
+    def _best(self, n: int, tries: Sequence[tuple[int | None, float]]) -> OnePassPlan | None:
+        """Returns what the theorem chooses at the number of steps, beside its noise, of least bound."""
+        with warnings.catch_warnings():
+            if len(tries) > 1:  # what is said of those that are not taken
+                warnings.simplefilter("ignore", UtilityWarning)
+            made = [self._chosen(n, steps, noise) for steps, noise in tries]
+        plans = [plan for plan in made if plan is not None]
+        return min(plans, key=lambda plan: plan.bound, default=None)
+
+    def _chosen(self, n: int, steps: int | None, noise: float) -> OnePassPlan | None:
+        problem = self.problem
+        if problem.moment is not None and self.dim is None:
+            raise MissingConstantError(
+                "dim must be given where moments are promised: the model, or its parameters"
+            )
+        needs = ("smoothness", *self.theorem.needs)
+        try:
+            moment, order, *constants = problem.require(
+                "moment", "moment_order", *needs, by=self.theorem.by
+            )
+            assert self.dim is not None  # with a moment
+            data = OnePass(
+                n,
+                self.dim,
+                zcdp_of(noise, self.given.adjacency),
+                moment,
+                order,
+                problem.second_moment,
+                self.given.adjacency,
+            )
+            given = dict(zip(needs, constants, strict=True)) | {"steps": steps, "clip": self.clip}
+            return self.theorem.chosen(data, given, problem, self.distance)
+        except MissingConstantError:
+            if self.clip is None:
+                raise
+            return None
+
+    # -- many passes: the step rule, or usual numbers -----------------------------------------------------------------
+
+    def _in_passes(self) -> _Chosen:
+        if self.clip is None:
+            raise MissingConstantError(
+                f"{self.theorem.by} needs a clip for many passes, which no theorem chooses:"
+                " clip=dp.Pilot(), or a number"
+            )
+        given = self.given
+        goal = self.goal
+        if self.follows_rule:
+            scale = self._scale()
+            draws = choose_design(scale, goal, given)
+            noise = choose_noise(goal, *draws, given)
+            return _Chosen(*draws, noise, pace=choose_pace(scale, draws, noise))
+        if given.batch_size is None and given.sampling in (None, *SAMPLING):
+            given = replace(given, batch_size=min(_DEFAULT_BATCH, given.n))
+        passes: int | None = None
+        if goal is not None or isinstance(self.clip, Pilot):
+            full = given.sampling == "full" or isinstance(given.sampling, Full)
+            passes = _FULL_STEPS if full else _DEFAULT_EPOCHS
+        draws = choose_design(None, goal, given, passes)
+        return _Chosen(*draws, choose_noise(goal, *draws, given))
+
+    # -- what both share ----------------------------------------------------------------------------------------------
+
+    def _scale(self) -> Scale:
+        clip = None if isinstance(self.clip, Pilot) else self.clip
+        return scale_of_clip(self.problem, clip, self.distance, self.dim, self.theorem.by)
+
+    def _lr(self, chosen: _Chosen) -> float:
+        """Returns the step size without the step rule."""
+        if self.lr is not None:
+            return self.lr
+        if chosen.theory is not None:
+            return chosen.theory.lr
+        if chosen.averaging is not None:
+            return chosen.averaging.lr[0]
+        return self.theorem.largest_lr(self.problem)
+
+    def _average(self, chosen: _Chosen) -> str | None:
+        if self.average is not None:
+            return self.average
+        if chosen.pace is not None:
+            return "weighted" if chosen.pace.momentum else "last"
+        return None if chosen.averaging is None else "weighted"
+
+    def _risk_bound(self, chosen: _Chosen) -> float | None:
+        """Returns the theorem's bound, where the run is the theorem's."""
+        theory = chosen.theory
+        if theory is None or self.lr is not None or self.average is not None:
+            return None
+        n = self.given.n
+        return theory.bound if chosen.design == Disjoint(n // theory.steps, n) else None
+
+    def _piloted(self, clip: Pilot, chosen: _Chosen, once: bool) -> tuple[PilotPlan, Parts, int]:
+        """Returns the pilot that chooses the clip, and the design and the steps of it and the others."""
+        n = self.n
+        left = self.given.n
+        budget = self.budget
+        steps = chosen.steps
+        if budget is None or steps is None or self.dim is None:
+            raise ValueError(
+                f"budget and dim must be given for a pilot, or a number as clip (got {budget} and"
+                f" {self.dim})"
+            )
+        adjacency = self.given.adjacency
+        noise = chosen.noise if chosen.secret and chosen.noise else release_noise(budget)
+        rho = zcdp_of(noise, adjacency)
+        factor = self.theorem.noise_factor(self.problem, steps) if once else None
+        if factor is None:
+            rate = exchange_rate_phase(left, self.dim, rho, adjacency)
+        else:
+            rate = factor * exchange_rate_mean(left // steps, self.dim, rho, adjacency)
+        pilot = clip.plan(n, budget, rate)
+        return pilot, after_pilot(pilot.size, chosen.design, steps, n, adjacency), steps + 1
+
+
+def _records_that_train(given: Given, clip: float | Pilot | None) -> int:
+    """Returns the number of records that a pilot leaves, all without one."""
+    if not isinstance(clip, Pilot):
+        return given.n
+    if isinstance(given.sampling, Design):
+        raise ValueError(
+            f"sampling must be a word, for the records that a pilot leaves (got {given.sampling})"
+        )
+    return check.positive_count(n=given.n - clip.records(given.n))
+
+
+def _is_secret(sampling: str | Design | None) -> bool:
+    """Returns whether each record draws its batch by itself, and that is charged as a whole pass."""
+    return sampling == "assigned" or (isinstance(sampling, Assigned) and sampling.amplification)
+
+
+def _one_pass(given: Given, n: int, steps: int, secret: bool) -> Design:
+    """Returns the design of one pass over n records, in batches of the given size or else in so many."""
+    if isinstance(given.sampling, Design):
+        return given.sampled()
+    size = n // steps if given.batch_size is None else given.batch_size
+    if given.sampling == "assigned":  # all records to these batches
+        parts = steps if given.batch_size is None else None
+        return Assigned(size, n, parts, amplification=secret)
+    return Disjoint(size, n)
 
 
 class _Averaged(Theorem):
@@ -69,18 +585,14 @@ class _Averaged(Theorem):
         diameter = math.inf if unbounded else scale_of(problem, distance, self.by)
         return strongly_convex_plan(data, diameter=diameter, **given)
 
-    def exchange_rate(
-        self, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str
-    ) -> float:
-        """Returns what a unit of clip costs in noise, in one pass."""
+    def noise_factor(self, problem: Problem, steps: int) -> float | None:
+        """Returns what a unit of clip costs in one pass, over `exchange_rate_mean`."""
         if problem.strong_convexity is None or problem.smoothness is None:
-            return exchange_rate_phase(n, dim, rho, adjacency)
+            return None
         weights = strongly_convex_coefficients(
             strong_convexity=problem.strong_convexity, smoothness=problem.smoothness, steps=steps
         )
-        return exchange_rate_strongly_convex(
-            n, dim, steps, rho, weights.bias, weights.noise, adjacency
-        )
+        return math.sqrt(weights.noise / weights.bias)
 
     def averaging(self, problem: Problem, steps: int) -> AveragingSchedule | None:
         """Returns step sizes and weights of an average."""
@@ -103,11 +615,9 @@ class _Accelerated(Theorem):
         """Returns what the theorem chooses."""
         return accelerated_plan(data, diameter=scale_of(problem, distance, self.by), **given)
 
-    def exchange_rate(
-        self, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str
-    ) -> float:
-        """Returns what a unit of clip costs in noise, in one pass."""
-        return exchange_rate_accelerated(n, dim, steps, rho, adjacency)
+    def noise_factor(self, problem: Problem, steps: int) -> float | None:
+        """Returns what a unit of clip costs in one pass, over `exchange_rate_mean`."""
+        return 2.0 * math.sqrt(2.0 / (3.0 * steps))
 
 
 class _Proximal(Theorem):
@@ -125,11 +635,9 @@ class _Proximal(Theorem):
         gap = data.moment * scale_of(problem, distance, self.by)
         return proximal_pl_plan(data, initial_gap=gap, **given)
 
-    def exchange_rate(
-        self, problem: Problem, n: int, dim: int, steps: int, rho: float, adjacency: str
-    ) -> float:
-        """Returns what a unit of clip costs in noise, in one pass."""
-        return exchange_rate_proximal_pl(n, dim, steps, rho, adjacency)
+    def noise_factor(self, problem: Problem, steps: int) -> float | None:
+        """Returns what a unit of clip costs in one pass, over `exchange_rate_mean`."""
+        return math.sqrt(2.0 / 3.0)
 
 
 class ClippedSGD(PlannedOptimizer):

@@ -14,37 +14,31 @@ last iterate may be the answer.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.budgets import Budget
-from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
-from torch_dpsco.accounting.designs import Design, Undeclared
+from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import Adjacency
+from torch_dpsco.algorithms.clips import (
+    NOISES,
+    HolderClipped,
+    shared_bound,
+)
 from torch_dpsco.algorithms.holder_numbers import (
     average_risk_bound,
     balanced_lr,
-)
-from torch_dpsco.algorithms.holder_oracle import (
-    NOISES,
-    HolderAbsolute,
-    HolderClipped,
-    require_share,
-    shared_bound,
 )
 from torch_dpsco.errors import MissingConstantError, outside, warn
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.rules import AVERAGES
-from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import (
-    SAMPLING,
     Draws,
     Given,
+    Pace,
     Scale,
     agreed,
     choose_clip,
@@ -52,11 +46,12 @@ from torch_dpsco.step.chooser import (
     choose_noise,
     choose_pace,
     dimension,
+    public_size,
+    require_target,
     scale_of_problem,
-    usual_adjacency,
+    warn_if_buried,
 )
-from torch_dpsco.step.pace import Pace
-from torch_dpsco.step.planned import PlannedOptimizer, StepPlan, noise_on_mean, otherwise
+from torch_dpsco.step.plan import PlannedOptimizer, StepPlan, expected, noise_on_mean
 
 _DEFAULT_BATCH = 512
 _DEFAULT_EPOCHS = 10
@@ -68,9 +63,8 @@ class HolderPlan(StepPlan):
 
     Args:
         problem: promised constants.
-        noise: "adaptive", "constant", "paper" or "absolute"; see `HolderSGD.plan`.
-        noise_multiplier: noise std on the sum of rows over the bound; None with "absolute".
-        noise_std: of the noise on the mean: with "absolute" as given; else at `grad_bound`.
+        noise: "adaptive" or "constant"; see `HolderSGD.plan`.
+        noise_multiplier: noise std on the sum of rows over the bound.
         grad_bound: clip at the radius, or at the start on an unbounded domain.
         clip: share of the promised bound past which rows are clipped; 1 where none is.
         risk_bound: on the expected excess risk of the average; None where no theorem applies.
@@ -78,27 +72,24 @@ class HolderPlan(StepPlan):
 
     problem: Problem
     noise: str
-    noise_multiplier: float | None
-    noise_std: float | tuple[float, ...]
+    noise_multiplier: float
     grad_bound: float
     clip: float = 1.0
     risk_bound: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if require_share(clip=self.clip) < 1 and (
-            self.noise == "paper" or self.noise_multiplier is None
-        ):
-            raise ValueError(f"clip must be 1 for noise={self.noise!r} (got {self.clip})")
+        check.between(0.0, 1.0, clip=check.positive(clip=self.clip))
 
-    def oracle(self, prox: Prox) -> HolderClipped | HolderAbsolute:
+    @property
+    def noise_std(self) -> float:
+        """Std of the noise on the mean, at `grad_bound`."""
+        return self.noise_multiplier * self.grad_bound / self.batch_size
+
+    def oracle(self, prox: Prox) -> HolderClipped:
         """Returns a new oracle with the plan's numbers."""
         if not prox.contains_zero:
             raise ValueError(f"prox must have a feasible set that contains 0 (got {prox})")
-        if self.noise_multiplier is None:
-            return HolderAbsolute(
-                self.problem, self.noise_std, self.batch_size, radius=prox.radius
-            )
         return HolderClipped(
             self.problem,
             self.noise_multiplier,
@@ -108,18 +99,10 @@ class HolderPlan(StepPlan):
             clip_share=self.clip,
         )
 
-    def otherwise(self) -> str:
-        """Returns what other batches would cost; see `step.planned.otherwise`."""
-        if self.noise_multiplier is None:
-            return ""
-        return otherwise(self.budget, self.design, self.steps, self.noise_multiplier)
-
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
         yield from super().lines()
-        if (
-            isinstance(self.noise_std, float) and self.grad_bound > 0
-        ):  # 0: promised gradients of 0 at the start
+        if self.grad_bound > 0:  # 0: promised gradients of 0 at the start
             where = (
                 " at the start" if math.isinf(self.radius) and self.noise == "adaptive" else ""
             )
@@ -139,11 +122,7 @@ class HolderPlan(StepPlan):
                 " clipping"
             ),
         )
-        if self.risk_bound is not None:
-            yield (
-                "expected",
-                f"excess risk of the answer at most {self.risk_bound:.3g}, if the promises hold",
-            )
+        yield from expected(self.risk_bound)
 
 
 class HolderSGD(PlannedOptimizer):
@@ -190,13 +169,12 @@ class HolderSGD(PlannedOptimizer):
         n: int | None = None,
         budget: Budget | None = None,
         noise_multiplier: float | None = None,
-        noise_std: float | Sequence[float] | None = None,
         steps: int | None = None,
         epochs: float | None = None,
         batch_size: int | None = None,
         lr: float | None = None,
         sampling: str | Design | None = None,
-        noise: str | None = None,
+        noise: str = "adaptive",
         average: str | None = None,
         adjacency: Adjacency | None = None,
         dim: Any = None,
@@ -212,31 +190,25 @@ class HolderSGD(PlannedOptimizer):
 
         Args:
             problem: promised constants (`losses.<Loss>().problem(...)`); needs what `Problem.grad_bound` needs.
-            n: public number of records (a reference under add_remove). Without it no sampling is claimed, under
-                replace_one only.
+            n: public number of records (a reference under add_remove); that of a design.
             budget: target; the noise is chosen for it unless it is given, and then the budget only limits the run.
             noise_multiplier: z >= 0, noise std on the sum of rows over the bound; 0 is not private.
-            noise_std: with noise="absolute" only: std of the noise on the mean, or one per step, fixed in advance.
             steps: number of steps, in place of epochs; a step past it raises. Without steps, epochs and a noise to
                 choose there is no limit but the budget.
             epochs: passes over the data on average; default 20, more for less than 50,000 records and "full" batches;
                 without the rule 10 where the noise is chosen; 1 for "assigned".
             batch_size: expected batch size, the public divisor; default such that 64 to 1024 steps make those passes;
-                without the rule 512 (at most n) for smooth losses, else a power of 2 that makes the noise per record
-                pair, noise_multiplier/2, closest to 2.
+                without the rule 512 (at most n).
             lr: step size, without momentum; default by the rule, or 1/smoothness, or
                 `algorithms.holder_numbers.balanced_lr`.
             sampling: "poisson" (default, but "assigned" for exactly one pass, "full" where a batch holds all records),
                 "fixed", "shuffled", "allocated" (each record once per pass, secretly:
                 `Assigned`, at the price of Poisson), "assigned" (one such pass) or "full"; or a design such as
                 dp.Full(n), which has batch_size and n.
-            noise: "adaptive" (default: bound at the iterate), "constant" (bound over the feasible set), "paper", or
-                "absolute": bound at the iterate, noise of the std `noise_std`. A step then costs what the iterate makes
-                it cost: the budget must be of an adaptive mode ("rdp", "rdp-mixture"; "gdp" and "zcdp" for full
-                batches), and the run stops where a step is refused; without a budget `get_epsilon` is an odometer.
+            noise: "adaptive" (bound at the iterate), or "constant" (bound over the feasible set).
             average: default "weighted"; without the rule "last" for smooth losses or where the noise is given, else
                 "uniform".
-            adjacency: default the budget's, or "zero_out" ("replace_one" without n).
+            adjacency: default the budget's, or "zero_out".
             dim: number of parameters, or the model: the step rule takes 64 for each score without it. Needed for the
                 risk bound, and without the rule to choose lr for a loss that is not smooth.
             distance: guess of |w_1 - w*|; default by the rule (50 first steps, at most 6 bound_y/bound_x and the
@@ -251,16 +223,11 @@ class HolderSGD(PlannedOptimizer):
             AdjacencyError: sampling and adjacency do not go together.
         """
         check.choice((*AVERAGES, None), average=average)
-        check.choice((*NOISES, "absolute", None), noise=noise)
+        check.choice(NOISES, noise=noise)
         dim = dimension(dim)
-        if sampling is None and noise == "absolute":  # a pass of such noise is not amplified
-            sampling = "poisson"
-        if isinstance(sampling, Design):
-            n = None if isinstance(sampling, Undeclared) else sampling.n
-            batch_size = sampling.batch_size
-        budget, adjacency = agreed(budget, adjacency, default=usual_adjacency(n))
+        budget, adjacency = agreed(budget, adjacency)
         given = Given(
-            n=n,
+            n=public_size(n, sampling),
             adjacency=adjacency,
             sampling=sampling,
             batch_size=batch_size,
@@ -272,8 +239,7 @@ class HolderSGD(PlannedOptimizer):
             problem=problem,
             budget=budget,
             given=given,
-            noise=noise or "adaptive",
-            noise_std=noise_std,
+            noise=noise,
             dim=dim,
             distance=distance,
             lr=lr,
@@ -292,7 +258,6 @@ class _Task:
     budget: Budget | None
     given: Given
     noise: str
-    noise_std: float | Sequence[float] | None
     dim: int | None
     distance: float | None
     lr: float | None
@@ -302,7 +267,7 @@ class _Task:
     @property
     def is_noise_given(self) -> bool:
         """Whether the budget only limits the run."""
-        return self.given.noise_multiplier is not None or self.noise == "absolute"
+        return self.given.noise_multiplier is not None
 
     @property
     def radius(self) -> float:
@@ -312,14 +277,7 @@ class _Task:
 
     def check(self) -> None:
         """Raises for what does not go together."""
-        multiplier = self.given.noise_multiplier
-        _require_noise(self.noise, multiplier, self.noise_std, self.budget)
-        if multiplier is not None:
-            check.nonnegative(noise_multiplier=multiplier)
-        if not self.is_noise_given and self.given.n is None:
-            raise ValueError(
-                "n must be given for the noise to be chosen: the public number of records"
-            )
+        require_target(self.budget, self.given.noise_multiplier)
         if self.distance is not None:
             check.positive(distance=self.distance)
 
@@ -327,19 +285,19 @@ class _Task:
         """Returns the plan, stage by stage."""
         clip, scale = self._promises()
         draws = self._design(scale)
-        multiplier = self._noise(draws)
+        multiplier = choose_noise(self.budget, *draws, self.given)
         bound = _bound(self.problem, self.noise, self.radius, clip)
-        batch_size = draws.design.batch_size
-        std = _stds(self.noise_std) if multiplier is None else multiplier * bound / batch_size
-        if scale is not None and multiplier is not None:
+        if scale is not None:
             pace = choose_pace(scale, draws, multiplier)
         else:
+            std = multiplier * bound / draws.design.batch_size
             pace = Pace(self._lr(draws.steps, bound, std))
         average = self._average(scale)
         risk: float | None = None
         if average == "uniform" and scale is None and clip == 1:
             risk = self._risk(draws, pace.lr, multiplier)
-        self._warn_if_buried(draws, multiplier)
+        goal = None if self.is_noise_given else self.budget
+        warn_if_buried(goal, draws, multiplier, self.given.n, self.dim)
         return HolderPlan(
             budget=self.budget,
             adjacency=self.given.adjacency,
@@ -353,7 +311,6 @@ class _Task:
             problem=self.problem,
             noise=self.noise,
             noise_multiplier=multiplier,
-            noise_std=std,
             grad_bound=bound,
             clip=clip,
             risk_bound=risk,
@@ -363,11 +320,11 @@ class _Task:
         """Returns the share of the bound at which rows are clipped, and what the step rule measures by, if it holds."""
         by_theorem = self.average == "uniform" and math.isfinite(self.problem.radius)
         by_hand = self.lr is not None or self.is_noise_given or by_theorem
-        # the paper's noise is for rows that are not clipped
-        clip = 1.0 if self.clip is None and self.noise == "paper" else self.clip
-        share = None if clip is None else require_share(clip=clip)
-        n = self.given.n
-        if not by_hand and n is not None and self.budget is not None:
+        share = self.clip
+        if share is not None:
+            check.between(0.0, 1.0, clip=check.positive(clip=share))
+        if not by_hand and self.budget is not None:
+            n = self.given.n
             clip = choose_clip(self.problem, n, self.budget, self.dim) if share is None else share
             scale = scale_of_problem(self.problem, clip, self.distance, self.dim)
             if scale is not None:
@@ -376,35 +333,19 @@ class _Task:
 
     def _design(self, scale: Scale | None) -> Draws:
         given = self.given
-        sized = given.batch_size is not None or given.n is None or given.sampling == "full"
+        designed = given.sampling == "full" or isinstance(given.sampling, Design)
+        sized = designed or given.batch_size is not None
         if scale is None and not sized:
-            given = replace(given, batch_size=self._batch_size())
+            given = replace(given, batch_size=min(_DEFAULT_BATCH, given.n))
         return choose_design(
             scale, self.budget, given, None if self.is_noise_given else _DEFAULT_EPOCHS
         )
 
-    def _batch_size(self) -> int:
-        """Returns the size of batches without the step rule."""
-        given = self.given
-        assert given.n is not None
-        usual = self.problem.smoothness is not None or self.is_noise_given
-        if usual or self.budget is None or given.sampling not in (None, "poisson", "fixed"):
-            return min(_DEFAULT_BATCH, given.n)
-        epochs = _DEFAULT_EPOCHS if given.epochs is None else given.epochs
-        return _balanced_batch(given.n, self.budget, given.word, epochs)
-
-    def _noise(self, draws: Draws) -> float | None:
-        """Returns the noise multiplier, None of "absolute" noise."""
-        if self.noise == "absolute" or (self.given.noise_multiplier is None and not draws.steps):
-            return None
-        return choose_noise(self.budget, *draws, self.given)
-
-    def _lr(self, steps: int | None, bound: float, std: float | tuple[float, ...]) -> float:
+    def _lr(self, steps: int | None, bound: float, std: float) -> float:
         """Returns the step size without the step rule."""
         smoothness = self.problem.smoothness
         if self.lr is None:
-            spread = std if isinstance(std, float) else max(std)
-            return 1.0 / smoothness if smoothness else self._balanced_lr(steps, bound, spread)
+            return 1.0 / smoothness if smoothness else self._balanced_lr(steps, bound, std)
         if smoothness and check.positive(lr=self.lr) > 2.0 / smoothness:
             message = (
                 f"lr={self.lr:g} is above 2/smoothness={2.0 / smoothness:g}: steps may diverge"
@@ -433,84 +374,24 @@ class _Task:
         smooth = self.problem.smoothness is not None
         return "last" if self.is_noise_given or smooth else "uniform"
 
-    def _risk(self, draws: Draws, lr: float, multiplier: float | None) -> float | None:
+    def _risk(self, draws: Draws, lr: float, multiplier: float) -> float | None:
         """Returns the bound on the excess risk of the average of all iterates; None where there is none."""
         radius = self.problem.radius
         if self.dim is None or math.isinf(radius) or not multiplier or not draws.steps:
             return None
         # |w_1 - w*| <= radius for a start at 0; the noise never exceeds that at the bound over the feasible set
-        paper = self.noise == "paper"
-        bound = self.problem.paper_grad_bound() if paper else self.problem.grad_bound()
+        bound = self.problem.grad_bound()
         size = draws.design.batch_size
         noise = multiplier * bound / size
         return average_risk_bound(radius, draws.steps, lr, bound, self.dim, noise, size)
 
-    def _warn_if_buried(self, draws: Draws, multiplier: float | None) -> None:
-        if self.is_noise_given or self.budget is None:
-            return
-        n = self.given.n
-        if multiplier and draws.steps and n and self.dim:
-            noise = multiplier / draws.design.batch_size / math.sqrt(draws.steps)
-            checks.warn_if_buried(noise, n=n, dim=self.dim, epsilon=self.budget.epsilon)
-
-
-def _require_noise(noise: str, multiplier: float | None, std: Any, budget: Budget | None) -> None:
-    if noise == "absolute":
-        if std is None or multiplier is not None:
-            raise ValueError(
-                f"noise_std must be given for noise='absolute', and noise_multiplier not (got {std}"
-                f" and {multiplier})"
-            )
-        return
-    if std is not None:
-        raise ValueError(
-            f"noise_std must not be given for noise={noise!r}: noise_multiplier, or a budget (got"
-            f" {std})"
-        )
-    if multiplier is None and budget is None:
-        raise ValueError(
-            "budget or noise_multiplier must be given: the target, or noise of your own"
-        )
-
 
 def _bound(problem: Problem, noise: str, radius: float, clip: float) -> float:
     """Returns the clip at the radius, or at the start on an unbounded domain."""
-    if noise == "paper":
-        return problem.paper_grad_bound()
-    if noise not in ("adaptive", "absolute") or math.isfinite(radius):
+    if noise == "constant" or math.isfinite(radius):
         return clip * problem.grad_bound(radius)
     try:
         largest = problem.grad_bound(problem.radius)
     except MissingConstantError:
         largest = math.inf
     return shared_bound(problem.grad_bound(0.0), largest, clip)
-
-
-def _stds(noise_std: float | Sequence[float] | None) -> float | tuple[float, ...]:
-    if isinstance(noise_std, Sequence):
-        return tuple(float(std) for std in noise_std)
-    return check.positive(noise_std=noise_std)
-
-
-def _balanced_batch(n: int, budget: Budget, sampling: Any, epochs: float) -> int:
-    """Returns the power of two whose noise per pair of records is nearest to 2, in the middle of [1, 3]."""
-
-    @cache
-    def log_noise(power: int) -> float:
-        design = SAMPLING[sampling](2**power, n)
-        noise = calibrate_noise(
-            budget.epsilon,
-            budget.delta,
-            design=design,
-            epochs=epochs,
-            adjacency=budget.adjacency,
-            rtol=1e-3,
-        )
-        return math.log(noise / 4.0)
-
-    powers = range(n.bit_length())
-    last = min(
-        bisect_left(powers, 0.0, key=log_noise), powers[-1]
-    )  # larger batches need more noise
-    best: int = min(range(max(0, last - 1), last + 1), key=lambda power: abs(log_noise(power)))
-    return 1 << best

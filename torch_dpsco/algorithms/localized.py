@@ -8,9 +8,8 @@ Multi-pass within a phase (all its records, or a minibatch of them, in each step
 one phase only, so that the run costs what the costliest phase costs. No smoothness is needed.
 
 Differs from the paper (Lowy and Razaviyayn 2023, Algorithms 3 and 4) in: 1. schedules with proved constants, without
-balls around the centers by default; 2. the number of steps is not tied to lambda; 3. several copies of a phase, of
-which the most central answer is taken (beyond the paper); 4. minibatches are accounted numerically, not by the hidden
-constants of the moments accountant; 5. the strongly convex reduction in its proved form.
+balls around the centers; 2. the number of steps is not tied to lambda; 3. minibatches are accounted numerically, not by
+the hidden constants of the moments accountant; 4. the strongly convex reduction in its proved form.
 """
 
 from __future__ import annotations
@@ -22,24 +21,32 @@ from typing import Any, ClassVar
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.budgets import Budget
-from torch_dpsco.accounting.designs import Assigned, Fixed, Full, Parts, Poisson
+from torch_dpsco.accounting.designs import Full, Parts, Poisson
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency
-from torch_dpsco.algorithms.heavy_plan import scale_of, zcdp_of
+from torch_dpsco.algorithms.clips import LEAST_PILOT, PilotClipped, QuantilePilot
+from torch_dpsco.algorithms.heavy_plan import (
+    Pilot,
+    PilotPlan,
+    scale_of,
+    zcdp_of,
+)
+from torch_dpsco.algorithms.heavy_tailed_numbers import exchange_rate_phase
 from torch_dpsco.algorithms.localized_numbers import (
     LocalizedPhase,
     LocalizedSchedule,
     PhaseTask,
-    boosted_localized_schedule,
     halved_sizes,
-    localized_schedule,
     localized_schedule_ballfree,
     localized_schedule_minibatch,
     minibatch_size,
     reduction_schedule,
 )
-from torch_dpsco.algorithms.pilot import Minibatches, Pilot, PilotPlan, minibatches
-from torch_dpsco.algorithms.pilot_oracle import PilotClipped, QuantilePilot
-from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError
+from torch_dpsco.errors import (
+    AdjacencyError,
+    ConditionError,
+    InfeasibleError,
+    MissingConstantError,
+)
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import Anchored, UpdateRule
@@ -49,9 +56,9 @@ from torch_dpsco.step.chooser import agreed, dimension, noise_for, release_noise
 from torch_dpsco.step.clipped import Clipped
 from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.phased import Phased
-from torch_dpsco.step.planned import LABELS, PlannedOptimizer, StepPlan, costs
+from torch_dpsco.step.plan import CLIPPED, LABELS, PlannedOptimizer, StepPlan, costs, expected
 
-METHODS = ("localized", "ball", "boosted", "reduction")
+METHODS = ("localized", "reduction")
 _UNPROMISED = 4.0  # moment order where clip and reg replace all promises: any will do
 
 
@@ -96,7 +103,7 @@ class LocalizedPlan(StepPlan):
             if pilot is not None:
                 newest = pilot.oracle()
                 oracles.append((newest, 1))
-            oracles += [(_clipped(phase, newest), phase.steps) for _ in range(phase.copies)]
+            oracles.append((_clipped(phase, newest), phase.steps))
         return Phased(oracles)
 
     def rule(self) -> UpdateRule:
@@ -108,12 +115,7 @@ class LocalizedPlan(StepPlan):
         phases: list[Phase] = []
         for phase, pilot in zip(self.localized.phases, self.pilots, strict=True):
             phases += [] if pilot is None else [Phase(1)]
-            phases += [
-                Phase(
-                    phase.steps, phase.lr, phase.reg, phase.radius, copy=copy, copies=phase.copies
-                )
-                for copy in range(phase.copies)
-            ]
+            phases.append(Phase(phase.steps, phase.lr, phase.reg, phase.radius))
         return Schedule(tuple(phases))
 
     def lines(self) -> Iterator[tuple[str, str]]:
@@ -129,54 +131,32 @@ class LocalizedPlan(StepPlan):
         for phase, pilot in zip(self.localized.phases, self.pilots, strict=True):
             if pilot is not None:
                 yield "pilot", str(pilot)
-            copies = (
-                ""
-                if phase.copies == 1
-                else f"{phase.copies} times, of which the most central answer is kept: "
-            )
             clip = f"the clip ({phase.clip:.3g})" if not any(self.pilots) else "the clip"
             yield (
                 f"phase {phase.index}",
                 (
-                    f"{copies}{phase.steps} steps on {phase.batch_size} of {phase.n} {self.unit}s,"
+                    f"{phase.steps} steps on {phase.batch_size} of {phase.n} {self.unit}s,"
                     f" lambda {phase.reg:.3g}, noise of std"
                     f" {phase.noise_multiplier / phase.batch_size:.2g} of {clip}"
                 ),
             )
         yield LABELS
         yield from costs(self.oracle(self.prox()), self.design, self.adjacency, self.secure)
-        yield (
-            "assumed",
-            "rows do not depend on other records; nothing about moments, since rows are clipped",
-        )
-        if self.risk_bound is not None:
-            yield (
-                "expected",
-                f"excess risk of the answer at most {self.risk_bound:.3g}, if the promises hold",
-            )
+        yield CLIPPED
+        yield from expected(self.risk_bound)
 
 
-def parts_of(
-    localized: LocalizedSchedule,
-    pilots: tuple[PilotPlan | None, ...],
-    n: int,
-    kind: type[Minibatches],
-) -> Parts:
-    """Returns the design of the phases, minibatches in them being of a kind."""
-    parts: list[tuple[Full | Minibatches, int]] = []
+def parts_of(localized: LocalizedSchedule, pilots: tuple[PilotPlan | None, ...], n: int) -> Parts:
+    """Returns the design of the phases."""
+    parts: list[tuple[Full | Poisson, int]] = []
     for phase, pilot in zip(localized.phases, pilots, strict=True):
         parts += [] if pilot is None else [(Full(pilot.size), 1)]
-        design: Full | Minibatches = Full(phase.n)
-        if phase.batch_size != phase.n:
-            design, steps = minibatches(kind, phase.batch_size, phase.n, phase.steps)
-            if steps != phase.steps or design.batch_size != phase.batch_size:
-                raise ValueError(
-                    f"steps of phase {phase.index} must be whole passes, of"
-                    f" {math.ceil(phase.n / phase.batch_size)} steps each, for sampling='allocated'"
-                    f" (got {phase.steps})"
-                )
-        parts += [(design, phase.steps)] * phase.copies
+        parts.append((_drawn(phase.batch_size, phase.n), phase.steps))
     return Parts(tuple(parts), n)
+
+
+def _drawn(batch_size: int, n: int) -> Full | Poisson:
+    return Full(n) if batch_size == n else Poisson(batch_size, n)
 
 
 def _clipped(phase: LocalizedPhase, pilot: QuantilePilot | None) -> Clipped | PilotClipped:
@@ -194,28 +174,18 @@ class _Task:
     budget: Budget | None
     clip: float | Pilot | None
     reg: float | None
-    method: str | None
-    copies: int
+    method: str
     max_steps: int | None
     min_phase: int
     sampling: str
     dim: int | None
     distance: float | None
-    allow_infinite_variance: bool
-
-    @property
-    def kind(self) -> type[Minibatches]:
-        """How minibatches are drawn."""
-        return _SAMPLING[check.choice(_SAMPLING, sampling=self.sampling)]
 
     def none_chosen(self, phases: LocalizedSchedule) -> tuple[None, ...]:
         """Returns no pilots for phases that are given; raises ValueError for what only a choice of them takes."""
-        unset = ("clip", "reg", "method", "dim", "distance")
-        names = [name for name in unset if getattr(self, name) is not None]
-        defaults = ("copies", 1), ("max_steps", _MAX_STEPS), ("min_phase", 1)
-        changed = any(getattr(self, name) != value for name, value in defaults)
-        if changed or self.allow_infinite_variance:
-            names.append("copies, max_steps, min_phase and allow_infinite_variance")
+        unset = dict.fromkeys(("clip", "reg", "dim", "distance"))
+        unset |= {"method": "localized", "max_steps": _MAX_STEPS, "min_phase": 1}
+        names = [name for name, value in unset.items() if getattr(self, name) != value]
         if names:
             raise ValueError(
                 f"{', '.join(names)} must not be given beside phases, which are chosen (got"
@@ -242,45 +212,36 @@ class _Task:
         best = "its best phase, in units of the clip,"
         checks.warn_if_buried(min(shares), n=self.n, dim=dim, epsilon=budget.epsilon, of=best)
         if isinstance(self.clip, Pilot):
-            return self.clip.split(phases, budget, dim, self.kind)
+            return split(self.clip, phases, budget, dim)
         return phases, (None,) * len(phases.phases)
 
     def _chosen(self, budget: Budget) -> LocalizedSchedule:
         check.positive_count(n=self.n)
         promised = self._promises()
-        order = promised["moment_order"]
-        method = self._method(order)
+        self._require(promised["moment_order"])
         moment = promised["moment"]
         task = PhaseTask(
             n=self.n,
             dim=self.dim or 1,
             rho=zcdp_of(release_noise(budget), budget.adjacency),
-            moment_order=order if method == "boosted" else order / 2.0,
+            moment_order=promised["moment_order"] / 2.0,
             second_moment=promised["second_moment"],
             diameter=promised["diameter"],
             max_steps=self.max_steps,
             reg=self.reg,
             adjacency=budget.adjacency,
-            allow_infinite_variance=self.allow_infinite_variance,
         )
-        if method == "boosted":
-            phases = boosted_localized_schedule(
-                task, moment=moment, copies=self.copies, ball=False
-            )
-        else:
-            phases = self._localized(method, task, moment)
-            if self.sampling != "full":
-                phases = self._in_minibatches(phases, task, moment, budget)
+        phases = self._localized(task, moment)
+        if self.sampling != "full":
+            phases = self._in_minibatches(phases, task, moment, budget)
         if self.clip is None:
             return phases
         # noise in units of the clip: privacy stays as it is
         return phases.clipped_at(1.0 if isinstance(self.clip, Pilot) else self.clip)
 
-    def _localized(self, method: str, task: PhaseTask, moment: float) -> LocalizedSchedule:
-        """Returns the phases of a method without groups."""
-        if method == "ball":
-            return localized_schedule(task, moment_2k=moment, min_phase=self.min_phase)
-        if method == "localized":
+    def _localized(self, task: PhaseTask, moment: float) -> LocalizedSchedule:
+        """Returns the phases of the method, on all their records in each step."""
+        if self.method == "localized":
             return localized_schedule_ballfree(task, moment_2k=moment, min_phase=self.min_phase)
         (curvature,) = self.problem.require(
             "strong_convexity", by="LocalizedSGD(method='reduction')"
@@ -292,49 +253,35 @@ class _Task:
     def _in_minibatches(
         self, full: LocalizedSchedule, task: PhaseTask, moment: float, budget: Budget
     ) -> LocalizedSchedule:
-        """Returns phases of as many steps, or as many whole passes, each on a minibatch of its records."""
-        drawn: list[tuple[Full | Minibatches, int]] = []
-        for size, phase in zip(halved_sizes(self.n, self.min_phase), full.phases, strict=True):
-            batch = minibatch_size(size, check.positive(rho=task.rho), phase.steps)
-            if self.kind is Assigned and batch == 1:
-                batch = size  # more than the rate asks for: passes would cost what all records do
-            if batch == size:
-                drawn.append((Full(size), phase.steps))
-            else:
-                drawn.append(minibatches(self.kind, batch, size, phase.steps))
-        phases = localized_schedule_minibatch(
+        """Returns phases of as many steps, each on a minibatch of its records."""
+        sizes = halved_sizes(self.n, self.min_phase)
+        steps = [phase.steps for phase in full.phases]
+        rho = check.positive(rho=task.rho)
+        batches = [minibatch_size(m, rho, T) for m, T in zip(sizes, steps, strict=True)]
+        drawn = zip(map(_drawn, batches, sizes), steps, strict=True)
+        return localized_schedule_minibatch(
             replace(task, rho=None, adjacency=REPLACE_ONE),
-            batch_sizes=[design.batch_size for design, _ in drawn],
-            steps=[steps for _, steps in drawn],
-            noise_multipliers=[noise_for(budget, design, steps) for design, steps in drawn],
+            batch_sizes=batches,
+            steps=steps,
+            noise_multipliers=[noise_for(budget, design, T) for design, T in drawn],
             moment_2k=moment,
             min_phase=self.min_phase,
         )
-        # the theorem is of batches that do not depend on those before
-        return phases.without_bound() if self.kind is Assigned else phases
 
-    def _method(self, order: float) -> str:
-        """Returns the method, that of the moments where none is given."""
-        copies = check.positive_count(copies=self.copies)
-        method = self.method
-        if method is None:
-            method = "boosted" if copies > 1 or order < 4 else "localized"
-        check.choice(METHODS, method=method)
+    def _require(self, order: float) -> None:
+        """Raises for what does not go together."""
+        check.choice(METHODS, method=self.method)
         check.positive_count(min_phase=self.min_phase)
-        if copies > 1 and method != "boosted":
+        if self.sampling != "full" and self.method != "localized":
             raise ValueError(
-                f"copies must be 1 for method {method!r} (got {copies}): only 'boosted' has several"
+                f"sampling must be 'full' for method {self.method!r} (got {self.sampling!r})"
             )
-        if self.sampling != "full" and method != "localized":
-            raise ValueError(
-                f"sampling must be 'full' for method {method!r} (got {self.sampling!r})"
-            )
-        if method != "boosted" and order < 4 and not self.allow_infinite_variance:
+        if order < 4:
             raise ConditionError(
-                f"moment_order must be >= 4 for method {method!r}, which needs twice the moments"
-                f" that its bound is about (got {order:g}): use method='boosted'"
+                "moment_order must be >= 4 for phases, which need twice the moments that their"
+                f" bound is about (got {order:g}): give clip= and reg=, chosen without looking at"
+                " the data"
             )
-        return method
 
     def _promises(self) -> dict[str, float]:
         """Returns what the theorems take as promised; anything where clip and reg replace it."""
@@ -355,12 +302,6 @@ class _Task:
         }
 
 
-_SAMPLING: dict[str, type[Minibatches]] = {
-    "full": Poisson,
-    "poisson": Poisson,
-    "fixed": Fixed,
-    "allocated": Assigned,
-}
 _MAX_STEPS = 2000
 
 
@@ -414,44 +355,35 @@ class LocalizedSGD(PlannedOptimizer):
         phases: LocalizedSchedule | None = None,
         clip: float | Pilot | None = None,
         reg: float | None = None,
-        method: str | None = None,
-        copies: int = 1,
+        method: str = "localized",
         max_steps: int | None = _MAX_STEPS,
         min_phase: int = 1,
         sampling: str = "full",
         adjacency: Adjacency | None = None,
         dim: Any = None,
         distance: float | None = None,
-        allow_infinite_variance: bool = False,
         secure: str | None = None,
     ) -> LocalizedPlan:
         """Returns the phases of a run, before anything is spent.
 
         Args:
-            problem: promises about the supremum over w of the gradient norm: moment of moment_order, second_moment.
-                Not needed where both clip and reg are given, or phases.
+            problem: promises about the supremum over w of the gradient norm: moment of moment_order >= 4,
+                second_moment. Not needed where both clip and reg are given, or phases.
             n: public number of records; at least those of all phases, which take them from one random permutation.
             budget: what the run may spend; replace_one or zero_out. The phases are chosen for it unless they are given.
-            phases: of your own, from `algorithms.localized_numbers`, with their noise: in place of what follows but
-                sampling.
+            phases: of your own, from `algorithms.localized_numbers`, with their noise: in place of what follows.
             clip: clip of all phases, chosen without looking at the data; default by theory. With a `Pilot` each phase
                 that is large enough gives a group of its records to choose the clip at its center; smaller ones keep
                 the last choice.
             reg: lambda of the first phase, chosen without looking at the data; default by theory, which is sized for
                 the worst case and moves little at moderate n. Without the default there is no risk bound.
-            method: "localized" (default if moment_order >= 4, or none is promised), "ball" (with balls around the
-                centers), "boosted" (default below 4; `copies` groups per phase), "reduction" (strongly convex losses:
-                localized runs around each other).
-            copies: groups per phase, method "boosted".
+            method: "localized", or "reduction" (strongly convex losses: localized runs around each other).
             max_steps: cap on the steps of a phase; the theorem wants up to n^2 rho / (2 dim). None for no cap.
             min_phase: phases of fewer records join the one before.
-            sampling: "full" (all records of the phase in each step); "poisson", "fixed" or "allocated" (minibatches,
-                method "localized" only). With "allocated" each record is in one secretly drawn batch of each pass over
-                its phase; there is no risk bound, and small phases take all records in each step.
+            sampling: "full" (all records of the phase in each step), or "poisson" (minibatches; method "localized").
             adjacency: default the budget's, or "zero_out".
             dim: number of parameters, or the model; needed where the phases are chosen.
             distance: bound on |w_0 - w*|; default the diameter of the problem's ball.
-            allow_infinite_variance: admits moment orders below 2.
             secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
 
         Raises:
@@ -460,6 +392,7 @@ class LocalizedSGD(PlannedOptimizer):
             ValueError: an argument is out of range.
         """
         problem = problem or Problem()
+        check.choice(("full", "poisson"), sampling=sampling)
         budget, adjacency = agreed(budget, adjacency)
         if adjacency == ADD_REMOVE:
             raise AdjacencyError(
@@ -473,20 +406,17 @@ class LocalizedSGD(PlannedOptimizer):
             clip=clip,
             reg=reg,
             method=method,
-            copies=copies,
             max_steps=max_steps,
             min_phase=min_phase,
             sampling=sampling,
             dim=dimension(dim),
             distance=distance,
-            allow_infinite_variance=allow_infinite_variance,
         )
-        kind = task.kind
         if phases is None:
             phases, pilots = task.phases()
         else:
             pilots = task.none_chosen(phases)
-        design = parts_of(phases, pilots, n, kind)
+        design = parts_of(phases, pilots, n)
         return LocalizedPlan(
             budget=budget,
             adjacency=adjacency,
@@ -498,3 +428,58 @@ class LocalizedSGD(PlannedOptimizer):
             localized=phases,
             pilots=pilots,
         )
+
+
+def split(
+    pilot: Pilot,
+    schedule: LocalizedSchedule,
+    budget: Budget,
+    dim: int,
+) -> tuple[LocalizedSchedule, tuple[PilotPlan | None, ...]]:
+    """Returns the schedule with a group taken out of each phase that is large enough, and their pilots.
+
+    Args:
+        pilot: of each phase.
+        schedule: of the run without pilots.
+        budget: of the run.
+        dim: number of parameters.
+
+    Raises:
+        AdjacencyError: add_remove, where phases that are cut by position have no bound.
+        InfeasibleError: not even the first phase is large enough.
+    """
+    if budget.adjacency == ADD_REMOVE:
+        raise AdjacencyError(
+            "adjacency must be replace_one or zero_out for pilots of phases, which are cut out"
+            " by position (got add_remove): give clip= a number"
+        )
+    phases: list[LocalizedPhase] = []
+    pilots: list[PilotPlan | None] = []
+    for phase in schedule.phases:
+        if pilots and phase.n < 2 * (
+            pilot.size or LEAST_PILOT
+        ):  # the choice of the phase before will do
+            phases.append(phase)
+            pilots.append(None)
+            continue
+        size = pilot.records(phase.n)
+        left = phase.n - size
+        if left < 1:
+            raise InfeasibleError(
+                f"Pilot(size={size}) must leave records in phase {phase.index}, which has"
+                f" {phase.n}: give a smaller size, or a larger min_phase"
+            )
+        rate = (
+            exchange_rate_phase(left, dim, schedule.rho, budget.adjacency)
+            if schedule.rho
+            else 0.0
+        )
+        pilots.append(pilot.plan(phase.n, budget, rate))
+        batch = max(1, phase.batch_size * left // phase.n)
+        noise = phase.noise_multiplier
+        if phase.batch_size < phase.n:
+            # PRIVACY: the sampling rate is another one (test_pilots_of_phases_keep_the_budget)
+            noise = noise_for(budget, Poisson(batch, left), phase.steps)
+        std = noise * phase.clip / batch
+        phases.append(replace(phase, n=left, batch_size=batch, noise_std=std))
+    return replace(schedule, phases=tuple(phases)), tuple(pilots)

@@ -16,36 +16,17 @@ sqrt(E|w_i - what_i|^2) <= A_i/lambda_i,
 
     E F - F* <= D sqrt(2 X) + rt_1 A_ell/lambda_ell,   X = sum_i (2 rt_2^2/n_i + 4 A_i^2) / 8^(i-1),
 
-at lambda_1 = sqrt(2 X)/D. Ball-free (`localized_schedule_ballfree`, the default of the optimizer), A_i is
-B(C_i) + a_i C_i with `ballfree_rate`. With balls (`localized_schedule`) there is a further tail for leaving one.
+at lambda_1 = sqrt(2 X)/D, where A_i is B(C_i) + a_i C_i with `ballfree_rate`: phases have no balls, since with balls
+the bound is larger, and grows with n where steps are capped.
 
 Moments are of sup_w |grad f(w,x)|. The bias of a whole phase needs the SECOND moment of an empirical k-th moment, hence
 rt_2k: with k' finite moments use k = k'/2.
 
 Differs from the paper in: 1. the clip takes the place of an unknown empirical Lipschitz constant, so that steps lose a
-factor of log n and balls one of 2; 2. the ball may be dropped; 3. any n, not only powers of 2; 4. explicit constants.
+factor of log n; 2. balls are dropped; 3. any n, not only powers of 2; 4. explicit constants.
 
 Proofs: docs/proofs/heavy_tailed.md#localized-schedule,
 docs/proofs/heavy_tailed.md#localized-schedule-with-balls. Source: Lowy and Razaviyayn, Algorithm 4 and Theorem 41.
-
-Localization with boosting: for non-smooth convex losses with k moments only (Algorithm 4 needs 2k).
-
-Phase i splits n_i fresh records into J groups of m_i; each group runs the phase from the same center, and the next
-center is an answer near more than half of the others. A group is good, |y_j - u_i| <= Q_i/lambda_i with u_i the
-regularized population minimizer, with probability at least 0.74 - 1/m_i, so that
-
-    F(w) - F* <= D sqrt(72 S) + 3 rt_1 Q_I/lambda_I,    S = sum_i Q_i^2/8^(i-1),   lambda_1 = sqrt(72 S)/D,
-
-with probability 1 - zeta for J with `boosted_failure` at most zeta. Groups are disjoint and the choice is
-post-processing: rho overall.
-
-Not in the paper; in the spirit of Asi, Liu, Tian (2024), constants and proof ours. They are large:
-conservative=False (default) replaces them by 1, without proof of the bound and with the same privacy.
-
-The default number of phases, floor(log2(n/(2J))), leaves groups of 2 or 3 records in the last phase, where the theorem
-(m_I >= 16) says nothing: `phases` cuts the list. Without balls, X = 3 a^2 C^2 by the ball-free form.
-
-Proof: docs/proofs/heavy_tailed.md#boosted-phases.
 
 Schedules built from ball-free phases: the strongly convex reduction (section G.3) and minibatches (Remark 13).
 
@@ -72,16 +53,14 @@ from typing import NamedTuple
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
-from torch_dpsco.algorithms.clip_numbers import (
+from torch_dpsco.algorithms.heavy_tailed_numbers import (
+    check_order,
     clip_bias,
     clip_threshold_linear,
-    clip_threshold_square,
     mean_noise_std,
 )
-from torch_dpsco.algorithms.heavy_tailed_numbers import check_order
-from torch_dpsco.errors import InfeasibleError, warn
 
-_GROWTH = 8.0
+_GROWTH = 8.0  # of lambda; it must exceed 4, by which A_i^2 may grow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,16 +69,14 @@ class LocalizedPhase:
 
     Args:
         index: 1, 2, ... in the run.
-        n: records of EACH copy; no other phase or copy uses them.
+        n: records; no other phase uses them.
         batch_size: (expected) rows of a step, the divisor; n for full passes.
         clip: C.
         steps: T >= 1.
         reg: lambda > 0 of (lambda/2)|w - c|^2, added after clipping and noise.
         radius: of the ball around c, in which the steps stay; inf for none.
         noise_std: sigma, std per coordinate of the noise on the mean over `batch_size`.
-        error: sqrt(E|w_T - what|^2) <= error/lambda (A; Q for copies, with constant probability); None where unknown.
-        uncapped_steps: T without `max_steps`.
-        copies: independent groups of n records each, of which one answer is chosen.
+        error: sqrt(E|w_T - what|^2) <= error/lambda (A); None where unknown.
         lr: constant step size (the paper's); None for the steps above.
     """
 
@@ -112,24 +89,12 @@ class LocalizedPhase:
     radius: float
     noise_std: float
     error: float | None
-    uncapped_steps: int
-    copies: int = 1
     lr: float | None = None
 
     @property
     def noise_multiplier(self) -> float:
         """Std of the noise on the sum of rows, over the clip."""
         return self.noise_std * self.batch_size / self.clip
-
-    @property
-    def records(self) -> int:
-        """Records of all copies."""
-        return self.n * self.copies
-
-    @property
-    def capped(self) -> bool:
-        """Whether `max_steps` cut the steps short."""
-        return self.steps < self.uncapped_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,16 +106,14 @@ class LocalizedSchedule:
         rho: zCDP of the run: that of each phase; None where an accountant calibrates the noise of phases.
         adjacency: of rho.
         bound: main term of the bound on the excess risk, D sqrt(...); None if lambda was chosen by hand.
-        tail: what the bound adds for the last phase and, with balls, for leaving them; None as above.
-        diameter: D of the bound.
-        proved: whether the theorem covers `bound` + `tail` (with boosting: with the probability of `boosted_failure`).
+        tail: what the bound adds for the last phase; None as above.
 
     Example:
         >>> phase = LocalizedPhase(index=1, n=50, batch_size=50, clip=1.0, steps=4, reg=0.5, radius=float("inf"),
-        ...                        noise_std=0.1, error=None, uncapped_steps=9)
+        ...                        noise_std=0.1, error=None)
         >>> schedule = LocalizedSchedule(phases=(phase,), rho=0.5)
-        >>> schedule.records, schedule.capped, phase.noise_multiplier
-        (50, True, 5.0)
+        >>> schedule.records, schedule.steps, phase.noise_multiplier
+        (50, 4, 5.0)
     """
 
     phases: tuple[LocalizedPhase, ...]
@@ -158,8 +121,6 @@ class LocalizedSchedule:
     adjacency: str = "replace_one"
     bound: float | None = None
     tail: float | None = None
-    diameter: float | None = None
-    proved: bool = False
 
     def __post_init__(self) -> None:
         if not self.phases:
@@ -171,11 +132,6 @@ class LocalizedSchedule:
         return self.phases[0].reg
 
     @property
-    def copies(self) -> int:
-        """Independent groups per phase."""
-        return self.phases[0].copies
-
-    @property
     def phases_count(self) -> int:
         """Number of phases."""
         return len(self.phases)
@@ -183,17 +139,12 @@ class LocalizedSchedule:
     @property
     def records(self) -> int:
         """Records that the run uses."""
-        return sum(phase.records for phase in self.phases)
+        return sum(phase.n for phase in self.phases)
 
     @property
     def steps(self) -> int:
-        """Steps of all phases and copies."""
-        return sum(phase.steps * phase.copies for phase in self.phases)
-
-    @property
-    def capped(self) -> bool:
-        """Whether `max_steps` cut a phase short."""
-        return any(phase.capped for phase in self.phases)
+        """Steps of all phases."""
+        return sum(phase.steps for phase in self.phases)
 
     @property
     def risk_bound(self) -> float | None:
@@ -203,50 +154,33 @@ class LocalizedSchedule:
     def clipped_at(self, clip: float) -> LocalizedSchedule:
         """Returns the phases with another clip and the same noise multipliers: at the same cost, without a bound."""
         check.positive(clip=clip)
-        phases = tuple(
-            replace(phase, clip=clip, noise_std=phase.noise_multiplier * clip / phase.batch_size)
-            for phase in self.phases
-        )
-        return replace(self, phases=phases).without_bound()
-
-    def without_bound(self) -> LocalizedSchedule:
-        """Returns the phases without what the theorem says of them."""
-        phases = tuple(replace(phase, error=None) for phase in self.phases)
-        return replace(self, phases=phases, bound=None, tail=None, proved=False)
+        phases = []
+        for phase in self.phases:
+            std = phase.noise_multiplier * clip / phase.batch_size
+            phases.append(replace(phase, clip=clip, noise_std=std, error=None))
+        return replace(self, phases=tuple(phases), bound=None, tail=None)
 
 
-def halved_sizes(n: int, min_phase: int = 1, phases: int | None = None) -> list[int]:
+def halved_sizes(n: int, min_phase: int = 1) -> list[int]:
     """Returns floor(n/2^i), i = 1, 2, ..., as long as that is at least `min_phase`.
 
-    Sizes below `min_phase` > 1 join the last phase. `phases` cuts the list instead, and drops the rest.
+    Sizes below `min_phase` > 1 join the last phase.
 
     Source:
         docs/proofs/heavy_tailed.md#localized-schedule.
 
     Example:
-        >>> halved_sizes(20), halved_sizes(20, min_phase=4), halved_sizes(20, phases=2)
-        ([10, 5, 2, 1], [10, 8], [10, 5])
+        >>> halved_sizes(20), halved_sizes(20, min_phase=4)
+        ([10, 5, 2, 1], [10, 8])
     """
     if check.positive_count(n=n) < 2:
         raise ValueError(f"n must be >= 2, for a phase of half of the records (got {n})")
     if check.positive_count(min_phase=min_phase) > n // 2:
         raise ValueError(f"min_phase must be <= n/2={n // 2} (got {min_phase})")
     sizes = [n >> i for i in range(1, n.bit_length())]
-    if phases is not None:
-        if check.positive_count(phases=phases) > len(sizes):
-            raise ValueError(
-                f"phases must be <= {len(sizes)}, the number of times that n can be halved (got"
-                f" {phases})"
-            )
-        return sizes[:phases]
     kept = [size for size in sizes if size >= min_phase]
     kept[-1] += sum(sizes[len(kept) :])
     return kept
-
-
-def scaled_regs(first: float, count: int) -> list[float]:
-    """Returns lambda_1, 8 lambda_1, 64 lambda_1, ...; the factor must exceed 4, by which A_i^2 may grow."""
-    return [first * _GROWTH**i for i in range(count)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,16 +193,15 @@ class PhaseTask:
         rho: > 0, zCDP of the run; None where an accountant calibrates the noise of phases.
         moment_order: k.
         second_moment: rt_2.
-        diameter: D > 0, bound on |w_0 - w*| (in the mean square, if w_0 is random); with balls, of the feasible set.
-        max_steps: cap on the steps of a phase; None for no cap. `capped` and `uncapped_steps` say where it acts.
+        diameter: D > 0, bound on |w_0 - w*| (in the mean square, if w_0 is random).
+        max_steps: cap on the steps of a phase; None for no cap.
         first_moment: rt_1, default rt_2; in the tail only.
         reg: a lambda_1 of your own, chosen without looking at the training records. Privacy does not depend on it;
             there is no bound then.
         adjacency: "replace_one", "zero_out" or "add_remove" (parts by a choice for each record by itself).
-        allow_infinite_variance: admits k < 2.
 
     Raises:
-        ConditionError: k < 2 without `allow_infinite_variance`.
+        ConditionError: k < 2.
         ValueError: a number is out of range.
 
     Guarantee:
@@ -287,10 +220,9 @@ class PhaseTask:
     first_moment: float | None = None
     reg: float | None = None
     adjacency: str = "replace_one"
-    allow_infinite_variance: bool = False
 
     def __post_init__(self) -> None:
-        check_order(self.moment_order, self.allow_infinite_variance)
+        check_order(self.moment_order)
         check.positive(second_moment=self.second_moment)
         for name in ("first_moment", "reg"):
             if getattr(self, name) is not None:
@@ -300,11 +232,6 @@ class PhaseTask:
     def first(self) -> float:
         """rt_1, or what bounds it."""
         return float(self.second_moment if self.first_moment is None else self.first_moment)
-
-    @property
-    def order(self) -> float:
-        """K as a float."""
-        return float(self.moment_order)
 
     def level(self, records: int) -> float:
         """Returns `noise_level` of a phase on so many records."""
@@ -316,13 +243,11 @@ class PhaseTask:
             return steps
         return min(steps, check.positive_count(max_steps=self.max_steps))
 
-    def full_passes(
-        self, n: int, clip: float, steps: int, error: float, uncapped: int, copies: int = 1
-    ) -> Tuned:
+    def full_passes(self, n: int, clip: float, steps: int, error: float) -> Tuned:
         """Returns a phase on n records whose steps cost rho together."""
         # PRIVACY: all records of the phase enter each of its steps (test_every_phase_costs_rho_and_no_more).
         noise_std = mean_noise_std(clip, n, check.positive(rho=self.rho), steps, self.adjacency)
-        return Tuned(n, n, clip, steps, noise_std, error, uncapped, copies)
+        return Tuned(n, n, clip, steps, noise_std, error)
 
 
 def localized_schedule_ballfree(
@@ -348,53 +273,11 @@ def localized_schedule_ballfree(
 
     def tuned(size: int) -> Tuned:
         level = task.level(size)
-        wanted = ballfree_steps(level)
-        steps = task.capped(wanted)
-        clip, error = clip_and_error(moment_2k, task.order, ballfree_rate(level, steps))
-        return task.full_passes(size, clip, steps, error, wanted)
+        steps = task.capped(ballfree_steps(level))
+        clip, error = clip_and_error(moment_2k, task.moment_order, ballfree_rate(level, steps))
+        return task.full_passes(size, clip, steps, error)
 
     return regularized([tuned(size) for size in halved_sizes(task.n, min_phase)], task)
-
-
-def localized_schedule(
-    task: PhaseTask, *, moment_2k: float, min_phase: int = 1
-) -> LocalizedSchedule:
-    """Returns the schedule with balls around the centers, of radius min(D, Lb/lambda_i).
-
-    Where steps are capped its bound GROWS with n, since C is tuned for all steps: prefer the ball-free one. It warns.
-
-    Args:
-        task: records, privacy and promises; the diameter is that of the feasible set.
-        moment_2k: rt_2k.
-        min_phase: phases of fewer records join the one before.
-
-    Source:
-        docs/proofs/heavy_tailed.md#localized-schedule-with-balls.
-
-    Example:
-        >>> task = PhaseTask(n=10**6, dim=50, rho=0.5, moment_order=2.0, second_moment=1.0, diameter=2.0,
-        ...                  max_steps=None)
-        >>> round(localized_schedule(task, moment_2k=1.5).bound, 4)
-        0.0642
-    """
-    k = task.order
-    sizes = halved_sizes(task.n, min_phase)
-    diameter = check.positive(diameter=task.diameter)
-    # P(mean of sup-norms > Lb) <= 1/(ell sqrt n) for each phase, by Markov for the power 2k
-    root = (len(sizes) * math.sqrt(task.n)) ** (1.0 / (2.0 * k))
-    lipschitz = check.positive(moment_2k=moment_2k) * root
-
-    def tuned(size: int) -> Tuned:
-        level = task.level(size)
-        clip = clip_threshold_square(moment_2k, k, 1.0, 4.0 * level)
-        steps, wanted, square = steps_in_ball(level, clip, lipschitz, task)
-        error = math.sqrt(clip_bias(moment_2k, k, clip) ** 2 + square)
-        return task.full_passes(size, clip, steps, error, wanted)
-
-    leaving = (len(sizes) + 1) * diameter / math.sqrt(task.n)
-    schedule = regularized([tuned(size) for size in sizes], task, lipschitz, leaving)
-    warn_if_capped(schedule.phases)
-    return schedule
 
 
 def noise_level(n: int, dim: int, rho: float, adjacency: str = "replace_one") -> float:
@@ -429,19 +312,6 @@ def ballfree_rate(level: float, steps: int) -> float:
     return math.sqrt(level * (1.0 + (1.0 + math.log(T)) / T) + (4.0 + 8.0 * root) / T)
 
 
-def steps_in_ball(
-    level: float, clip: float, lipschitz: float, task: PhaseTask
-) -> tuple[int, int, float]:
-    """Returns (steps, those without a cap, the square of what noise and start leave) of a phase in a ball of Lb/lambda.
-
-    Source:
-        docs/proofs/heavy_tailed.md#phase-in-a-ball.
-    """
-    wanted = max(1, math.ceil((1.0 + lipschitz / clip) ** 2 / level))
-    T = task.capped(wanted)
-    return T, wanted, (4.0 * level * clip**2 * T + 4.0 * (clip + lipschitz) ** 2) / (T + 1.0)
-
-
 def clip_and_error(moment_2k: float, moment_order: float, rate: float) -> tuple[float, float]:
     """Returns the clip of a phase without a ball and its error over lambda, at a rate of `ballfree_rate`."""
     clip = clip_threshold_linear(moment_2k, moment_order, min(rate, 1.0))
@@ -457,220 +327,25 @@ class Tuned(NamedTuple):
     steps: int
     noise_std: float
     error: float
-    uncapped_steps: int
-    copies: int = 1
 
 
-def phases_of(
-    tuned: Sequence[Tuned], regs: Sequence[float], radii: Sequence[float]
-) -> tuple[LocalizedPhase, ...]:
-    """Returns the phases, in their order."""
-    return tuple(
-        LocalizedPhase(index=index, reg=reg, radius=radius, **one._asdict())
-        for index, (one, reg, radius) in enumerate(zip(tuned, regs, radii, strict=True), start=1)
-    )
-
-
-def regularized(
-    tuned: Sequence[Tuned],
-    task: PhaseTask,
-    lipschitz: float | None = None,
-    leaving: float = 0.0,
-) -> LocalizedSchedule:
-    """Returns phases with the lambda_1, lambda_2, ... of the least bound, or of a given lambda_1, without a bound.
-
-    Args:
-        tuned: the phases.
-        task: what they are tuned for.
-        lipschitz: Lb of balls of radius min(D, Lb/lambda_i); None for no balls.
-        leaving: added to the tail over rt_1 for leaving them.
-    """
+def regularized(tuned: Sequence[Tuned], task: PhaseTask) -> LocalizedSchedule:
+    """Returns phases with the lambda_1, lambda_2, ... of the least bound, or of a given lambda_1, without a bound."""
     D = check.positive(diameter=task.diameter)
     second = float(task.second_moment)
     total = math.fsum(
         (2.0 * second**2 / one.n + 4.0 * one.error**2) / 8.0**i for i, one in enumerate(tuned)
     )
     root = math.sqrt(2.0 * total)
-    regs = scaled_regs(root / D if task.reg is None else task.reg, len(tuned))
-    radii = [math.inf if lipschitz is None else min(D, lipschitz / lam) for lam in regs]
-    error = tuned[-1].error
-    last = regs[-1]
-    first = task.first
-    tail = first * error / last if lipschitz is None else first * (error / last + leaving)
-    return LocalizedSchedule(
-        phases=phases_of(tuned, regs, radii),
-        rho=task.rho,
-        adjacency=task.adjacency,
-        bound=D * root if task.reg is None else None,
-        tail=tail if task.reg is None else None,
-        diameter=D,
-        proved=task.reg is None,
+    first = root / D if task.reg is None else task.reg
+    phases = tuple(
+        LocalizedPhase(index=i + 1, reg=first * _GROWTH**i, radius=math.inf, **one._asdict())
+        for i, one in enumerate(tuned)
     )
-
-
-def warn_if_capped(phases: Sequence[LocalizedPhase]) -> None:
-    """Warns that a cap weakens a bound whose threshold is tuned for all steps."""
-    cut = [phase for phase in phases if phase.capped]
-    if cut:
-        warn(
-            f"max_steps={cut[0].steps} cuts phase {cut[0].index} short of its"
-            f" {cut[0].uncapped_steps} steps ({len(cut)} phases in all): the bound is weak; use the"
-            " ball-free schedule, more steps, or reg=",
-            stacklevel=3,
-        )
-
-
-_SMALLEST_GROUP = 16
-
-
-@dataclass(frozen=True)
-class _Constants:
-    """Q^2 parts: generalization, optimization X, bias B^2; factor of S; distance to u_i in units of Q."""
-
-    generalization: float
-    optimization: float
-    bias: float
-    telescoping: float
-    reach: float
-
-
-_PROVED = _Constants(48.0, 12.0, 144.0, 72.0, 3.0)
-_PLAIN = _Constants(4.0, 1.0, 1.0, 8.0, 1.0)
-
-
-def boosted_localized_schedule(
-    task: PhaseTask,
-    *,
-    moment: float,
-    copies: int = 1,
-    conservative: bool = False,
-    ball: bool = True,
-    phases: int | None = None,
-) -> LocalizedSchedule:
-    """Returns the schedule; `error` of its phases is Q.
-
-    Args:
-        task: records (>= 2 copies), privacy and promises (rt_2 also for k < 2).
-        moment: rt_k.
-        copies: J >= 1 groups per phase; more than 1 buys probability, not accuracy.
-        conservative: constants of the proof, or 1.
-        ball: steps stay within min(D, 2 rt_2/lambda_i) of the center; False drops the ball.
-        phases: public number I of phases; default max(1, floor(log2(n/(2J)))).
-
-    Returns:
-        A schedule; `proved` only if conservative, T >= 2, m_I >= 16 and the failure probability is below 1.
-
-    Guarantee:
-        As `PhaseTask`; the choice reads the private answers of disjoint groups only.
-
-    Source:
-        docs/proofs/heavy_tailed.md#boosted-phases.
-
-    Example:
-        >>> task = PhaseTask(n=640, dim=3, rho=0.2, moment_order=2.0, second_moment=1.0, diameter=2.0,
-        ...                  max_steps=None)
-        >>> schedule = boosted_localized_schedule(task, moment=1.3, copies=3, conservative=True)
-        >>> schedule.phases_count, round(schedule.bound, 3), [phase.n for phase in schedule.phases]
-        (6, 58.9, [106, 53, 26, 13, 6, 3])
-    """
-    moment = check.positive(moment=moment)
-    k = task.order
-    second = float(task.second_moment)
-    diameter = check.positive(diameter=task.diameter)
-    c = _PROVED if conservative else _PLAIN
-    # exceeded by the mean of sup-norms with probability <= 1/m (Chebyshev)
-    lipschitz = 2.0 * second
-
-    def tuned(m: int) -> Tuned:
-        level = task.level(m)
-        if ball:
-            clip = clip_threshold_square(moment, k, c.bias, 4.0 * c.optimization * level)
-            steps, wanted, square = steps_in_ball(level, clip, lipschitz, task)
-        else:
-            wanted = ballfree_steps(level)
-            steps = task.capped(wanted)
-            unit = 3.0 * ballfree_rate(level, steps) ** 2
-            clip = clip_threshold_square(moment, k, c.bias, c.optimization * unit)
-            square = unit * clip**2
-        spread = math.sqrt(c.optimization * square + c.bias * clip_bias(moment, k, clip) ** 2)
-        error = math.sqrt(c.generalization / m) * second + spread
-        return task.full_passes(m, clip, steps, error, wanted, copies)
-
-    made = [tuned(m) for m in _groups(task.n, copies, phases)]
-    root = math.sqrt(
-        c.telescoping * math.fsum(one.error**2 / 8.0**i for i, one in enumerate(made))
-    )
-    regs = scaled_regs(root / diameter if task.reg is None else task.reg, len(made))
-    radii = [min(diameter, lipschitz / lam) if ball else math.inf for lam in regs]
-    parts = phases_of(made, regs, radii)
-    if ball:
-        warn_if_capped(parts)
-    return LocalizedSchedule(
-        phases=parts,
-        rho=task.rho,
-        adjacency=task.adjacency,
-        bound=diameter * root if task.reg is None else None,
-        tail=c.reach * task.first * made[-1].error / regs[-1] if task.reg is None else None,
-        diameter=diameter,
-        proved=conservative and task.reg is None and _is_proved(made),
-    )
-
-
-def _is_proved(made: Sequence[Tuned]) -> bool:
-    """Returns whether groups are large, steps enough, and the bound fails with a probability below 1."""
-    if made[-1].n < _SMALLEST_GROUP or any(one.steps < 2 for one in made):
-        return False
-    return boosted_failure(made[0].copies, len(made), made[-1].n) < 1.0
-
-
-def boosted_failure(copies: int, phases: int, smallest_group: int) -> float:
-    """Returns I exp(-2 J (0.24 - 1/m)^2), at most which the bound fails; J odd, m >= 16.
-
-    Raises:
-        InfeasibleError: groups of fewer than 16 records.
-
-    Source:
-        docs/proofs/heavy_tailed.md#boosted-phases (Hoeffding over groups, union over phases).
-
-    Example:
-        >>> round(boosted_failure(copies=51, phases=4, smallest_group=100), 4)
-        0.0181
-    """
-    gap = _gap(smallest_group)
-    return check.positive_count(phases=phases) * math.exp(
-        -2.0 * check.positive_count(copies=copies) * gap**2
-    )
-
-
-def _groups(n: int, copies: int, phases: int | None) -> list[int]:
-    """Records of one group in each phase."""
-    J = check.positive_count(copies=copies)
-    if check.positive_count(n=n) < 2 * J:
-        raise ValueError(
-            f"n must be >= {2 * J}, one record for each of copies={J} groups of the first phase"
-            f" (got {n})"
-        )
-    most = (n // J).bit_length() - 1  # largest i with floor(n/2^i) >= J
-    count = (
-        max(1, (n // (2 * J)).bit_length() - 1)
-        if phases is None
-        else check.positive_count(phases=phases)
-    )
-    if count > most:
-        raise ValueError(
-            f"phases must be <= {most}, for groups of at least one record (got {count})"
-        )
-    return [(n >> i) // J for i in range(1, count + 1)]
-
-
-def _gap(smallest_group: int) -> float:
-    m = check.positive_count(smallest_group=smallest_group)
-    if m < _SMALLEST_GROUP:
-        raise InfeasibleError(
-            f"smallest_group must be >= {_SMALLEST_GROUP} for a guarantee (got {m}): use fewer"
-            " phases or copies"
-        )
-    return 0.24 - 1.0 / m
+    schedule = LocalizedSchedule(phases=phases, rho=task.rho, adjacency=task.adjacency)
+    if task.reg is not None:
+        return schedule
+    return replace(schedule, bound=D * root, tail=task.first * tuned[-1].error / phases[-1].reg)
 
 
 _SKIP_BELOW = 16
@@ -698,7 +373,6 @@ def reduction_schedule(
     *,
     strong_convexity: float,
     moment_2k: float,
-    sizes: Sequence[int] | None = None,
     min_phase: int = 1,
 ) -> LocalizedSchedule:
     """Returns the phases of all parts as one schedule, for strongly convex losses that need not be smooth.
@@ -709,11 +383,10 @@ def reduction_schedule(
             doubles with each part.
         strong_convexity: mu > 0, of the population risk.
         moment_2k: rt_2k.
-        sizes: of the parts, their sum at most n; default `sc_reduction_sizes_full(n)`.
         min_phase: phases of fewer records join the one before.
 
     Returns:
-        The schedule, `bound` and `tail` those of the last part, at its D_M (`diameter`).
+        The schedule, `bound` and `tail` those of the last part, at its D_M.
 
     Source:
         docs/proofs/heavy_tailed.md#reduction-for-strong-convexity.
@@ -729,7 +402,8 @@ def reduction_schedule(
     first = task.first
     D = distance = min(check.positive(diameter=task.diameter, allow_inf=True), first / mu)
     phases: list[LocalizedPhase] = []
-    parts = _checked_parts(task.n, sizes)
+    n = check.positive_count(n=task.n)
+    parts = [n] if n < _SKIP_BELOW else sc_reduction_sizes_full(n)
     for t, size in enumerate(parts):
         own = replace(
             task,
@@ -807,8 +481,10 @@ def localized_schedule_minibatch(
         )
     tuned = []
     for m, (b, T, z) in zip(sizes, given, strict=True):
-        clip, error = clip_and_error(moment_2k, task.order, _minibatch_rate(m, task.dim, b, T, z))
-        tuned.append(Tuned(m, b, clip, T, z * clip / b, error, T))
+        clip, error = clip_and_error(
+            moment_2k, task.moment_order, _minibatch_rate(m, task.dim, b, T, z)
+        )
+        tuned.append(Tuned(m, b, clip, T, z * clip / b, error))
     return regularized(tuned, task)
 
 
@@ -832,12 +508,3 @@ def _parts(n: int) -> int:
     if check.positive_count(n=n) < 2:
         raise ValueError(f"n must be >= 2 (got {n})")
     return max(1, math.ceil(math.log2(math.log2(n)) - 1e-12))
-
-
-def _checked_parts(n: int, sizes: Sequence[int] | None) -> list[int]:
-    if sizes is None:
-        return [check.positive_count(n=n)] if n < _SKIP_BELOW else sc_reduction_sizes_full(n)
-    parts = [check.positive_count(sizes=size) for size in sizes]
-    if not parts or sum(parts) > check.positive_count(n=n):
-        raise ValueError(f"sizes must hold parts of at most n={n} records together (got {parts})")
-    return parts

@@ -745,8 +745,7 @@ def vector_parameters(
 
 
 def coordinate_parameters(
-    batch_size: int,
-    groups: int,
+    n: int,
     dim: int,
     epsilon: float,
     delta: float,
@@ -755,34 +754,19 @@ def coordinate_parameters(
     noise_probability: float = 0.5,
     honest_fraction: float = 1.0,
 ) -> ShuffleParameters:
-    """Returns sizes with which one median of m shuffled sums is (epsilon, delta)-DP (Algorithm 13).
+    """Returns sizes with which one median of shuffled sums, of n users each, is (epsilon, delta)-DP (Algorithm 13).
 
-    Args:
-        batch_size: s, public number of users.
-        groups: m in 1..s; each group has floor(s / m) users.
-        dim: d >= 1.
-        epsilon: > 0.
-        delta: in (0, 1).
-        grid: g; default max(sqrt(5 (s / m) rho / d), 4), where rounding adds at most 10 % to the variance.
-        noise_probability: p in (0, 1).
-        honest_fraction: of the users of each group whose noise is as the protocol says, in (0, 1].
-
-    Raises:
-        InfeasibleError: no number of bits is enough for the numeric accountant, which tells 10^9 bits from less.
-
-    Guarantee: checked by the numeric accountant, see `coordinate_cost`.
+    Arguments, errors and guarantee are those of `vector_parameters`; grid is max(sqrt(5 n rho/d), 4) by default.
 
     Source: docs/proofs/heavy_tailed.md#sizes-of-shuffled-sums.
 
     Example:
-        >>> coordinate_parameters(batch_size=1000, groups=1, dim=10, epsilon=1.0, delta=1e-5, grid=64)
+        >>> coordinate_parameters(n=1000, dim=10, epsilon=1.0, delta=1e-5, grid=64)
         ShuffleParameters(grid=64, noise_bits=2815, noise_probability=0.5)
     """
-    size = check.positive_count(batch_size=batch_size) // check.positive_count(groups=groups)
+    size = check.positive_count(n=n)
     dim = check.positive_count(dim=dim)
     target = _target(epsilon, delta)
-    if not size:
-        raise ValueError(f"groups must be <= batch_size={batch_size} (got {groups})")
     if grid is None:
         grid = math.ceil(max(math.sqrt(5 * size * target.rho / dim), 4))
     norm = check.positive_count(grid=grid) * math.sqrt(dim)

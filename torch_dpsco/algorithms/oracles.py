@@ -83,35 +83,42 @@ Every row is scaled, so that the bias does not vanish however large R is, and no
 baseline for deep nets. R and the learning rate are one number.
 
 Proof: docs/proofs/heavy_tailed.md#normalized-rows. Source: Bu, Wang, Zha and Karypis 2023 (AUTO-S).
+
+Means of clipped rows with correlated noise: later releases subtract part of the earlier noise.
+
+    mean_t = ( sum_i g_i min(1, C / |g_i|) + w_t ) / batch_size,    w_t = z_t - c_1 w_{t-1} - .. - c_{b-1} w_{t-b+1}
+
+Where the batches of one partition come in order, two steps of a record are at least a pass apart, and each is charged
+as one Gaussian release. Wherever that is not known (another partition, a batch that does not follow, a copy, a
+checkpoint, a lost step) the past noise is forgotten, which is private too, and costs accuracy only.
+
+Proof: docs/proofs/correlated.md.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.rounding import exact_grid, with_grid
 from torch_dpsco.accounting.analysis.shuffle import ShuffleCost
-from torch_dpsco.accounting.designs import Design, Draw
+from torch_dpsco.accounting.designs import Cyclic, Design, Disjoint, Draw, Shuffled
 from torch_dpsco.accounting.events import (
-    CLIP_UNITS,
     REPLACE_ONE,
     ZERO_OUT,
     Adjacency,
     ApproxZCDP,
     Gaussian,
     NonPrivate,
-    clipped_gaussian,
 )
-from torch_dpsco.algorithms.choose_clip import adaptive_clip_update
+from torch_dpsco.algorithms.correlated_numbers import Banded
 from torch_dpsco.algorithms.mechanisms import (
     FAILURE,
     BinomialNoise,
@@ -127,12 +134,15 @@ from torch_dpsco.algorithms.mechanisms import (
     vector_cost,
     vector_parameters,
 )
-from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UtilityWarning
-from torch_dpsco.noise import normal, normal_
+from torch_dpsco.errors import (
+    AdjacencyError,
+    ConditionError,
+    SequenceError,
+)
+from torch_dpsco.noise import normal_
 from torch_dpsco.rng import Source
 from torch_dpsco.rows import GradBatch
-from torch_dpsco.step.clipped import ClippedMean
-from torch_dpsco.step.exact_noise import release_on_grid
+from torch_dpsco.step.clipped import Clipped
 from torch_dpsco.step.oracle import (
     Charge,
     MeanOracle,
@@ -168,6 +178,13 @@ def clipped_rows(rows: Sequence[Tensor], clip: float) -> Tensor:
     return torch.where(finite, flat, 0.0).clamp_(-clip, clip)
 
 
+def group_size(batch_size: int, groups: int) -> int:
+    """Returns the rows of each of so many groups of a batch."""
+    if check.positive_count(groups=groups) > check.positive_count(batch_size=batch_size):
+        raise ValueError(f"groups must be <= batch_size={batch_size} (got {groups})")
+    return batch_size // groups
+
+
 class GroupedMean(MeanOracle):
     """Medians over groups of consecutive rows of batches of a fixed size.
 
@@ -181,12 +198,8 @@ class GroupedMean(MeanOracle):
         super().__init__(check.positive_count(batch_size=batch_size))
         # PRIVACY: rounding errors are relative within this range (test_clips_that_would_overflow_are_refused)
         self.clip = check.between(1e-200, 1e200, clip=check.positive(clip=clip))
-        self.groups = check.positive_count(groups=groups)
-        if self.groups > self.batch_size:
-            raise ValueError(
-                f"groups must be <= batch_size={self.batch_size} (got {self.groups})"
-            )
-        self.group_size = self.batch_size // self.groups
+        self.groups = groups
+        self.group_size = group_size(batch_size, groups)
         self._shapes: list[torch.Size] = []
 
     def open(self, query: Sequence[Tensor], step: int = 0) -> None:
@@ -352,6 +365,7 @@ class _Shuffled(GroupedMean):
     """Medians over groups of means from counts of shuffled bits; subclasses clip, and say what a group costs."""
 
     _cost_of: Callable[..., ShuffleCost]  # of the shuffled sum of a group
+    _parameters_of: Callable[..., ShuffleParameters]  # of one that is to cost so much
 
     def __init__(
         self,
@@ -359,7 +373,7 @@ class _Shuffled(GroupedMean):
         parameters: ShuffleParameters,
         batch_size: int,
         dim: int,
-        groups: int,
+        groups: int = 1,
         *,
         failure: float = FAILURE,
         honest_fraction: float = 1.0,
@@ -376,6 +390,25 @@ class _Shuffled(GroupedMean):
         )
         self._noise: BinomialNoise | None = None
         self._places: list[Tensor] = []
+
+    @classmethod
+    def calibrated(
+        cls,
+        clip: float,
+        batch_size: int,
+        dim: int,
+        groups: int = 1,
+        *,
+        epsilon: float,
+        delta: float,
+        grid: int | None = None,
+        honest_fraction: float = 1.0,
+    ) -> Self:
+        """Returns the oracle whose releases are (epsilon, delta)-DP each, of a grid if one is given."""
+        size = group_size(batch_size, groups)
+        share = {"honest_fraction": honest_fraction}
+        sizes = cls._parameters_of(size, dim, epsilon, delta, grid=grid, **share)
+        return cls(clip, sizes, batch_size, dim, groups, failure=failure_of(delta), **share)
 
     @property
     def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -494,6 +527,8 @@ class _Shuffled(GroupedMean):
 class ShuffledClipped(_Shuffled):
     """Mean of rows clipped in L2 norm, by shuffled sums of their coordinates (Algorithm 10). A central simulation.
 
+    With several groups it is the median of their means.
+
     Args:
         clip: C > 0.
         parameters: g, b, p, e.g. of `algorithms.mechanisms.vector_parameters`; noise_bits=0 gives no privacy.
@@ -520,46 +555,7 @@ class ShuffledClipped(_Shuffled):
     """
 
     _cost_of = vector_cost
-
-    def __init__(
-        self,
-        clip: float,
-        parameters: ShuffleParameters,
-        batch_size: int,
-        dim: int,
-        *,
-        failure: float = FAILURE,
-        honest_fraction: float = 1.0,
-    ) -> None:
-        super().__init__(
-            clip, parameters, batch_size, dim, 1, failure=failure, honest_fraction=honest_fraction
-        )
-
-    @classmethod
-    def calibrated(
-        cls,
-        clip: float,
-        batch_size: int,
-        dim: int,
-        *,
-        epsilon: float,
-        delta: float,
-        grid: int | None = None,
-        honest_fraction: float = 1.0,
-    ) -> ShuffledClipped:
-        """Returns the oracle whose releases are (epsilon, delta)-DP each; see `vector_parameters`."""
-        check.positive_count(batch_size=batch_size)
-        sizes = vector_parameters(
-            batch_size, dim, epsilon, delta, grid=grid, honest_fraction=honest_fraction
-        )
-        return cls(
-            clip,
-            sizes,
-            batch_size,
-            dim,
-            failure=failure_of(delta),
-            honest_fraction=honest_fraction,
-        )
+    _parameters_of = vector_parameters
 
     def _clipped(self, rows: GradBatch, dense: Sequence[Tensor]) -> Tensor:
         # room for the rounding of the product, the shift by C and the scaling to the grid: 6 u C per coordinate
@@ -605,34 +601,7 @@ class ShuffledMedian(_Shuffled):
     """
 
     _cost_of = coordinate_cost
-
-    @classmethod
-    def calibrated(
-        cls,
-        clip: float,
-        batch_size: int,
-        dim: int,
-        groups: int,
-        *,
-        epsilon: float,
-        delta: float,
-        grid: int | None = None,
-        honest_fraction: float = 1.0,
-    ) -> ShuffledMedian:
-        """Returns the oracle whose releases are (epsilon, delta)-DP each; see `coordinate_parameters`."""
-        check.positive_count(batch_size=batch_size)
-        sizes = coordinate_parameters(
-            batch_size, groups, dim, epsilon, delta, grid=grid, honest_fraction=honest_fraction
-        )
-        return cls(
-            clip,
-            sizes,
-            batch_size,
-            dim,
-            groups,
-            failure=failure_of(delta),
-            honest_fraction=honest_fraction,
-        )
+    _parameters_of = coordinate_parameters
 
     def _clipped(self, rows: GradBatch, dense: Sequence[Tensor]) -> Tensor:
         return clipped_rows(dense, self.clip)
@@ -642,267 +611,133 @@ class ShuffledMedian(_Shuffled):
         return self._moves(adjacency, math.sqrt(self.dim))
 
 
-_RAMP = 0.25  # width of the ramp around the clip, in units of the clip
-_NULL = (
-    2.0**-44
-)  # largest norm of a null row, over sqrt(dim); a zero row's certified bound is 2^-63
-_MOST_NOISE = 2.0**256  # of the count: far from where its sum is no number
-_LEAST, _LARGEST = 2.0**-30, 2.0**39  # of clips; float32 sums are proved between 2^-40 and 2^40
+class _Past(deque[Tensor]):
+    """Noise of earlier releases, newest first. SECRET: answer minus noise is the exact mean."""
+
+    def __repr__(self) -> str:
+        return "_Past(SECRET)"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # PRIVACY: a copy would take the same noise back (test_copies_and_checkpoints_hold_no_past_noise)
+        return _Past, ((), self.maxlen)
+
+    def __copy__(self) -> _Past:
+        return _Past((), self.maxlen)
 
 
-def votes(norms: Tensor, clip: float, target: float, null: float) -> Tensor:
-    """Returns how much each row speaks for a smaller clip: (B,) float64 in [-target, 1 - target].
-
-    Args:
-        norms: (B,) float64 upper bounds of the rows' norms; NaN and inf count as above the clip.
-        clip: threshold > 0.
-        target: q in (0, 1).
-        null: norm up to which a row counts as null, > 0; its vote is 0.
-    """
-    # PRIVACY: NaN would pass both clamps (test_a_row_without_a_norm_votes_as_a_long_one)
-    lengths = norms.nan_to_num(nan=math.inf, posinf=math.inf)
-    below = ((1.0 + _RAMP / 2 - lengths / clip) / _RAMP).clamp_(0.0, 1.0)
-    # PRIVACY: 0 for null rows, else zero_out would cost more (test_a_null_row_has_no_vote)
-    return (below - target).mul_((lengths / null - 1.0).clamp_(0.0, 1.0))
-
-
-class AdaptiveClipped(ClippedMean):
-    """Clips at a threshold that moves towards the `target`-quantile of the norms of rows that are not null.
+class CorrelatedClipped(Clipped):
+    """Clips at a fixed public bound, and adds noise that later releases partly subtract again.
 
     Args:
-        clip0: first threshold, public, in [2^-30, 2^39].
-        noise_multiplier: z >= 0 of the mean, noise std on the sum over the clip; None if the total is given.
-        batch_size: public divisor, expected batch size.
-        target: q in (0, 1); 1/2 for deep nets.
-        lr: > 0, of the logarithm of the threshold.
-        first: >= 0; in step t = 0, 1, ... lr is at least first/(t + 1), for a start that may be far off.
-        count_noise: s_b in [0, 2^256], noise std of the votes; 0 gives no privacy. Default batch_size / 20.
-        total_noise_multiplier: z_eff >= 0 of a whole step, mean and votes together; `noise_multiplier` follows.
-
-    Raises:
-        InfeasibleError: the votes alone cost (almost) more than the total; names the least count_noise.
-        ValueError: an argument is out of range, or both or none of the noise multipliers are given.
+        clip: C, > 0.
+        noise_multiplier: z >= 0, noise std over C of the ordinary noise that costs as much. What is added to the sum of
+            a step is larger by |c|, and what sums of steps keep of it is smaller.
+        batch_size: public divisor.
+        strategy: coefficients c, public.
+        steps: T, after which past noise is forgotten.
 
     Guarantee:
-        Unit: one row per record. Event per step: Gaussian in clip units with multiplier z_eff (see the module). Assumes
-        that a record's row does not depend on other records, except for the rounding of a mean loss.
+        zero_out and replace_one; batches of Disjoint, Cyclic (with at least as many batches as bands) or Shuffled
+        designs, each charged as `Clipped` with this z. Unit: one row per record. Assumes that rows do not depend on
+        other records, and that equal rows give equal sums.
 
     Example:
-        >>> from torch_dpsco.rows import DenseBlock
-        >>> oracle = AdaptiveClipped(1.0, 1.0, batch_size=100, target=0.5)
-        >>> round(oracle.event().sigma, 4)
-        0.995
-        >>> oracle.open([torch.zeros(1)])
-        >>> oracle.observe(GradBatch([DenseBlock(torch.full((100, 1), 5.0))]))
-        >>> _ = oracle.release(torch.Generator().manual_seed(0))
-        >>> oracle.clip, oracle.state()["clip"] > 1.0
-        (1.0, True)
+        >>> from torch_dpsco.algorithms.correlated_numbers import square_root
+        >>> oracle = CorrelatedClipped(1.0, 2.0, 10, square_root(4), steps=100)
+        >>> oracle.open([torch.zeros(3)])
+        >>> round(oracle.noise_std, 4)
+        0.2441
     """
 
     def __init__(
-        self,
-        clip0: float,
-        noise_multiplier: float | None,
-        batch_size: int,
-        target: float = 0.5,
-        *,
-        lr: float = 0.2,
-        first: float = 0.0,
-        count_noise: float | None = None,
-        total_noise_multiplier: float | None = None,
+        self, clip: float, noise_multiplier: float, batch_size: int, strategy: Banded, steps: int
     ) -> None:
-        if (noise_multiplier is None) == (total_noise_multiplier is None):
-            raise ValueError(
-                "noise_multiplier or total_noise_multiplier must be given, and not both (got"
-                f" {noise_multiplier} and {total_noise_multiplier})"
-            )
-        self.target = check.open_interval(0.0, 1.0, target=target)
-        self.clip0 = check.between(_LEAST, _LARGEST, clip0=clip0)
-        self.lr = check.positive(lr=lr)
-        self.first = check.nonnegative(first=first)
-        self._step = 0
-        size = check.positive_count(batch_size=batch_size)
-        self.count_noise = check.between(
-            0.0, _MOST_NOISE, count_noise=size / 20 if count_noise is None else count_noise
+        super().__init__(clip, noise_multiplier, batch_size)
+        self.strategy = strategy
+        self.steps = check.positive_count(steps=steps)
+        self._past = _Past((), strategy.bands - 1)
+        self._charged: tuple[str, int, int] | None = None  # partition, batch, number of batches
+        self._released: tuple[str, int, int] | None = None
+        self._since = 0  # releases since noise was forgotten
+
+    def use_exact_noise(self) -> NoReturn:
+        """Raises ConditionError: a sum of integers times coefficients lies on no grid."""
+        raise ConditionError(
+            "secure must be None for correlated noise, which is proved in floating point only"
         )
-        self._unit = max(self.target, 1.0 - self.target)
-        z, total = self._multipliers(noise_multiplier, total_noise_multiplier)
-        super().__init__(z, size)
-        self._event = clipped_gaussian(total)
-        if z > self.count_noise / self._unit > 0:
-            warnings.warn(
-                f"the votes take more of the budget than the mean (count_noise {self.count_noise:g}"
-                f" for a noise multiplier of {z:.3g}): give a larger count_noise or batch_size",
-                UtilityWarning,
-                stacklevel=2,
+
+    def charge(self, design: Design, draw: Draw) -> Charge:
+        """Returns what a step is charged: an ordinary Gaussian on its batch."""
+        if not isinstance(design, (Disjoint, Cyclic, Shuffled)):
+            # PRIVACY: a record may come again too soon (test_designs_that_keep_no_distance_are_refused)
+            raise AdjacencyError(
+                "design must be Disjoint, Cyclic or Shuffled for correlated noise, where a"
+                f" record's steps are known to be apart (got {design})"
             )
-        # 4.5 = slope of the votes in log(norm), 4 u = rounding of 1/B, in at most 2 batch_size + 1024 rows (see
-        # `plan_summation`, also for the largest batch); then the roundings of the sum itself
-        self._count_error = (
-            4.5 * 4 * 2.0**-24 * (2 * size + 1024) + 4 * (2 * size + 65536) ** 2 * 2.0**-53
-        )
-        self._current = self.clip0
-        self._sum = 0.0
-        self._pending = 0.0
-        self._null = 0.0
-        self._unscaled = 1.0
-
-    def _multipliers(self, z: float | None, total: float | None) -> tuple[float, float]:
-        """Returns the noise multipliers of the mean and of the joint release, rounded towards privacy."""
-        if total is None:
-            z = check.nonnegative(noise_multiplier=z)
-            if 0.0 in (z, self.count_noise):
-                return z, 0.0
-            # PRIVACY: both releases in one number, rounded down (test_the_event_is_that_of_mean_and_votes_together)
-            return z, (1.0 - 2.0**-50) / math.hypot(1.0 / z, self._unit / self.count_noise)
-        total = check.nonnegative(total_noise_multiplier=total)
-        if total == 0:
-            return 0.0, 0.0
-        if total * self._unit > 0.99 * self.count_noise:
-            raise InfeasibleError(
-                f"count_noise must be >= {total * self._unit / 0.99:.4g} for a"
-                f" total_noise_multiplier of {total:g} (got {self.count_noise:g})"
+        batches = design.batches if isinstance(design, Cyclic) else design.steps_per_epoch
+        if isinstance(design, Cyclic) and batches < self.strategy.bands:
+            # PRIVACY: rows of one record would add up (test_fewer_batches_than_bands_are_refused)
+            raise ConditionError(
+                f"bands must be <= {batches}, the batches of a pass (got {self.strategy.bands}):"
+                " fewer bands, or smaller batches"
             )
-        share = total * self._unit / self.count_noise
-        # 2^-40 exceeds the rounding, of relative size below 2^-45 as the share is at most 0.99
-        return total / math.sqrt((1.0 - share) * (1.0 + share)) * (1.0 + 2.0**-40), total
+        self.__dict__["_charged"] = (draw.partition, int(draw.part), batches)
+        return super().charge(design, draw)
 
-    def bound(self, query: Sequence[Tensor]) -> float:
-        """Returns the threshold that releases so far have led to."""
-        return self._current
-
-    def count_sensitivity(self, adjacency: Adjacency) -> float:
-        """Returns how far the sum of votes can move: u per row, and rounding."""
-        return CLIP_UNITS[adjacency] * with_grid(self._unit + self._count_error, self._exact)
-
-    def use_exact_noise(self) -> None:
-        """Draws the noise of means and votes in integers; see `MeanOracle.use_exact_noise`."""
-        super().use_exact_noise()
-        exact_grid(self.count_noise / self._unit, 1.0, 1)  # raises before anything is charged
-
-    def open(self, query: Sequence[Tensor], step: int = 0) -> None:
-        """Fixes the threshold of the batch and forgets an unfinished one."""
-        super().open(query, step)
-        self._step = step
-        self._null = _NULL * math.sqrt(max(1, sum(shape.numel() for shape in self._shapes)))
-
-    def weights(self, norms: Tensor, clip: float) -> Tensor:
-        """Returns the clip's factors, and keeps the votes of the same rows for `observe`."""
-        self._pending = float(votes(norms, clip, self.target, self._null * self._unscaled).sum())
-        return clip_weights(norms, clip)
-
-    def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
-        """Clips rows and adds them to the mean, and their votes to the count."""
-        self._unscaled = max(
-            1.0, rows._scale
-        )  # of gradient scaling, which multiplies the bound of a zero row
-        super().observe(rows, users)
-        # PRIVACY: after it, so that rows that were refused have no vote (test_refused_rows_have_no_vote)
-        self._sum += self._pending
-
-    def discard(self) -> None:
-        """Forgets the rows and votes since open."""
-        super().discard()
-        self._sum = 0.0
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the fresh noise of a release of the mean."""
+        ordinary = super().noise_std
+        c = self.strategy
+        most = max(self.steps, self.strategy.bands)
+        room = self.noise_multiplier * c.rounding(self.steps, most, self._dim)
+        if room >= 0.5:
+            raise ConditionError(
+                f"noise_multiplier must be smaller for {self.steps} steps (got"
+                f" {self.noise_multiplier:g}): rounding"
+            )
+        # PRIVACY: with room for the rounding of what is taken back (test_fresh_noise_is_larger_by_the_norm)
+        return ordinary * c.norm * (1.0 + 2.0**-48) / (1.0 - room)
 
     def release(self, generator: Source) -> Release:
-        """Releases the mean, and moves the threshold of the next batch by a noisy count."""
-        total = self._sum
-        answer = super().release(generator)  # ends the batch
-        # PRIVACY: scaled to the sensitivity, rounding included (test_the_votes_have_their_noise)
-        std = self.count_noise / self._unit * self.count_sensitivity("zero_out")
-        if self._exact:
-            votes_grid = exact_grid(std, self.count_sensitivity("zero_out"), 1)
-            total = float(
-                release_on_grid(torch.tensor([total], dtype=torch.float64), votes_grid, generator)
-            )
-        else:
-            total += normal(std, generator)
-        fraction = self.target + total / self.batch_size
-        rate = max(self.lr, self.first / (self._step + 1))
-        moved = adaptive_clip_update(self.clip, fraction, self.target, rate)
-        self._current = min(max(moved, _LEAST), _LARGEST)
-        return answer
-
-    def state(self) -> dict[str, float]:
-        """Returns the threshold of the next batch: public."""
-        return {"clip": self._current}
-
-    def restore(self, state: Mapping[str, float]) -> None:
-        """Goes on from a saved threshold; drops an open batch."""
+        """Adds fresh noise, subtracts part of the past noise, and ends the batch."""
+        fresh = torch.zeros(self._dim, dtype=torch.float64, device=self._form[0][2])
+        self._draw(fresh, self.noise_std, generator)
+        if not self._follows():
+            self.forget()
+        noise = self.strategy.correlated(fresh, self._past)
+        answer = noise.clone()
+        self._add_to(answer, self.views(answer))
         self.discard()
-        self._current = check.between(_LEAST, _LARGEST, clip=state["clip"])
+        self._past.appendleft(noise)
+        self.__dict__.update(_released=self._charged, _charged=None, _since=self._since + 1)
+        return Release(self.views(self._memory(self._dim).copy_(answer)))
+
+    def _follows(self) -> bool:
+        """Whether this batch comes right after the one before, in the same partition."""
+        if self._charged is None or self._released is None or self._since >= self.steps:
+            return False
+        partition, batch, batches = self._released
+        return self._charged == (partition, (batch + 1) % batches, batches)
+
+    def forget(self) -> None:
+        """Forgets the past noise: nothing of it is taken back any more."""
+        self._past.clear()
+        self.__dict__.update(_released=None, _since=0)
+
+    def lose(self, step: int, *, halted: bool) -> bool:
+        """Forgets the past noise, of which a part is not known."""
+        self.forget()
+        return halted
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Forgets the past noise, which no checkpoint holds."""
+        self.discard()
+        self.forget()
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
-        first = {"first": self.first} if self.first else {}
-        return self._named(
-            "clip0", "noise_multiplier", "target", "count_noise", clip_lr=self.lr, **first
-        )
-
-
-def auto_weights(norms: Tensor, bound: float, offset: float) -> Tensor:
-    """Returns bound / (norm + offset), a little below it, and 0 for rows that must not count.
-
-    Args:
-        norms: (B,) float64 upper bounds of the rows' norms; NaN and inf mark rows to drop.
-        bound: R > 0, which no row's contribution reaches.
-        offset: gamma > 0.
-
-    Returns:
-        (B,) float64 >= 0; weight * norm < bound also after rounding.
-    """
-    # 8 eps covers the roundings here and in the product with the row, as in `clip_weights`
-    scaled = (bound * (1.0 - 8 * torch.finfo(torch.float64).eps)) / (norms + offset)
-    # PRIVACY: R / inf = 0 and NaN becomes 0 (test_auto_weights_drop_what_has_no_norm)
-    return scaled.nan_to_num_(nan=0.0)
-
-
-class AutoClip(ClippedMean):
-    """Scales every row by R / (norm + gamma).
-
-    Args:
-        bound: R > 0, what a row's contribution stays below.
-        noise_multiplier: z >= 0, noise std on the sum over R.
-        batch_size: public divisor.
-        offset: gamma, at least R / 2^40: rows much shorter than it stay short.
-
-    Raises:
-        ValueError: an argument is out of range.
-
-    Guarantee: that of `ClippedMean` with clip R.
-
-    Example:
-        >>> from torch_dpsco.rows import DenseBlock, GradBatch
-        >>> oracle = AutoClip(bound=1.0, noise_multiplier=0.0, batch_size=1, offset=5.0)
-        >>> oracle.open([torch.zeros(2)])
-        >>> oracle.observe(GradBatch([DenseBlock(torch.tensor([[3.0, 4.0]]))]))
-        >>> [round(v, 3) for v in oracle.release(torch.Generator()).mean[0].tolist()]
-        [0.3, 0.4]
-    """
-
-    def __init__(
-        self, bound: float, noise_multiplier: float, batch_size: int, offset: float = 0.01
-    ) -> None:
-        super().__init__(noise_multiplier, batch_size)
-        self.fixed_clip = check.positive(bound=bound)
-        self.offset = check.positive(offset=offset)
-        if self.fixed_clip > self.offset * 2.0**40:
-            # PRIVACY: weights above 2^40 would lift float32's underflow (test_a_tiny_offset_is_refused)
-            raise ValueError(
-                f"offset must be >= bound / 2^40 (got {self.offset:g} for bound"
-                f" {self.fixed_clip:g})"
-            )
-
-    def bound(self, query: Sequence[Tensor]) -> float:
-        """Returns R."""
-        return self.fixed_clip
-
-    def weights(self, norms: Tensor, clip: float) -> Tensor:
-        """Returns the factor of each row: (B,)."""
-        # PRIVACY: every row is scaled below R (test_no_row_moves_the_mean_further_than_declared)
-        return auto_weights(norms, clip, self.offset)
-
-    def settings(self) -> dict[str, Any]:
-        """Returns the fixed numbers."""
-        return self._named("offset", "noise_multiplier", clip=self.fixed_clip)
+        return super().settings() | {
+            "coefficients": list(self.strategy.coefficients),
+            "steps": self.steps,
+        }

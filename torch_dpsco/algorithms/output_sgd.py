@@ -24,7 +24,7 @@ The iterates are plain SGD with plain gradients: no per-sample gradients, no cli
 noise, or at delta = 0 that of the K-norm mechanism, is added once, in proportion to how far one record can have moved
 the answer. HolderOutputSGD is its relative for losses that are not smooth, without regularizer and pure budgets.
 
-Differs from the paper in: see `algorithms.bolt_on_numbers`.
+Differs from the paper in: see `algorithms.output_sgd_numbers`.
 
 Source: docs/proofs/output.md#bolt-on-runs
 """
@@ -50,13 +50,13 @@ from torch_dpsco.accounting.events import (
     NonPrivate,
     SimpleEvent,
 )
-from torch_dpsco.algorithms.bolt_on_numbers import bolt_on_sensitivity, plan_bolt_on
-from torch_dpsco.algorithms.holder_numbers import RunPath, path_sensitivity
-from torch_dpsco.algorithms.mixture_numbers import weighted_law
+from torch_dpsco.algorithms.holder_numbers import RunPath, path_sensitivity, weighted_law
 from torch_dpsco.algorithms.output_sgd_numbers import (
     HIT_CONSTANTS,
+    BoltOnTask,
+    OutputTask,
+    bolt_on_sensitivity,
     output_path,
-    plan_output,
 )
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.algorithms.row_free_plan import (
@@ -64,12 +64,11 @@ from torch_dpsco.algorithms.row_free_plan import (
     loss_promises,
     numbers_of,
     target_of,
-    whole_epochs,
+    warned_of_noise,
 )
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Identity, Prox
-from torch_dpsco.step import checks
-from torch_dpsco.step.chooser import Given, agreed, dimension
+from torch_dpsco.step.chooser import Given, agreed, dimension, public_size
 
 _SAMPLING: dict[str, type[Shuffled] | type[Fixed]] = {"shuffled": Shuffled, "fixed": Fixed}
 
@@ -164,7 +163,6 @@ class HolderOutputSGD(RowFreeOptimizer):
         n: int | None = None,
         budget: Budget | None = None,
         noise_multiplier: float | None = None,
-        steps: int | None = None,
         epochs: int | None = None,
         batch_size: int | None = None,
         lr: float | Sequence[float] | None = None,
@@ -182,9 +180,8 @@ class HolderOutputSGD(RowFreeOptimizer):
             n: public number of records.
             budget: target; the noise is chosen for it unless it is given, and then the budget only limits the run.
             noise_multiplier: noise std over the sensitivity of the answer, >= 0 (sampling "shuffled").
-            steps: number of steps, in place of epochs: a multiple of those of one pass.
             epochs: passes over the data; default 1 for exponents >= 1/2, else more (see
-                `algorithms.output_sgd_numbers.plan_output`).
+                `algorithms.output_sgd_numbers.OutputTask`).
             batch_size: nominal batch size, and divisor; default 1.
             lr: step size, or one per step, fixed in advance; default the balanced one.
             sampling: "shuffled" (default) or "fixed" (the paper's); or dp.Shuffled(b, n), dp.Fixed(b, n).
@@ -208,38 +205,35 @@ class HolderOutputSGD(RowFreeOptimizer):
         """
         budget, adjacency = agreed(budget, adjacency)
         dim = check.positive_count(dim=dimension(dim))
+        n = public_size(n, sampling)
         if isinstance(sampling, Design):
             given_design = Given(
                 n=n, adjacency=adjacency, sampling=sampling, batch_size=batch_size
             )
             given_design.sampled()  # raises for other numbers
-            n = sampling.n
             batch_size = sampling.batch_size
             sampling = type(sampling).__name__.lower()
         sampling = check.choice(_SAMPLING, sampling=sampling or "shuffled")
-        if n is None:
-            raise ValueError("n must be given: the public number of records")
         batch_size = 1 if batch_size is None else batch_size
-        given: dict[str, Any] = {"dim": dim, "adjacency": adjacency, "distance": distance}
-        given |= {"secure": secure}
-        run = plan_output(
-            loss_promises(problem, by="HolderOutputSGD", gradient_error=gradient_error),
+        task = OutputTask(
+            promises=loss_promises(problem, by="HolderOutputSGD", gradient_error=gradient_error),
             n=n,
             batch_size=batch_size,
+            dim=dim,
             noise_multiplier=noise_multiplier,
-            sampling=sampling,
-            epochs=whole_epochs(n, batch_size, steps, epochs),
+            adjacency=adjacency,
+            epochs=epochs,
             lr=lr,
-            **given | target_of(budget, noise_multiplier),
+            distance=distance,
+            secure=secure,
+            sampling=sampling,
+            **target_of(budget, noise_multiplier),
         )
-        given |= numbers_of(run) | {"gradient_error": gradient_error}
         design = _SAMPLING[sampling](batch_size, n)
-        plan = HolderOutputPlan(**given, budget=budget, problem=problem, design=design)
-        if budget is not None:
-            checks.warn_if_buried(
-                plan.noise_std, plan.reach, n=n, dim=dim, epsilon=budget.epsilon, of="the answer"
-            )
-        return plan
+        own = numbers_of(task)
+        return warned_of_noise(
+            HolderOutputPlan(problem=problem, budget=budget, design=design, **own)
+        )
 
 
 _NOISES = ("gaussian", "knorm")
@@ -357,13 +351,11 @@ class BoltOnPSGD(RowFreeOptimizer):
         dim: Any,
         budget: Budget | None = None,
         noise_multiplier: float | None = None,
-        steps: int | None = None,
-        epochs: int | None = None,
+        epochs: int = 1,
         batch_size: int = 1,
         lr: float | Sequence[float] | None = None,
         reg: float = 0.0,
         average: str | None = None,
-        noise: str | None = None,
         adjacency: Adjacency | None = None,
         distance: float | None = None,
         gradient_error: float | None = None,
@@ -375,16 +367,15 @@ class BoltOnPSGD(RowFreeOptimizer):
             problem: of a smooth loss (holder_exponent 1), with a gradient bound within its radius.
             n: public number of records.
             dim: number of parameters, or the model.
-            budget: target; the noise is chosen for it unless it is given, and then the budget only limits the run.
-            noise_multiplier: noise scale over the sensitivity of the answer, >= 0; 1/epsilon for K-norm noise.
-            steps: number of steps, in place of epochs: a multiple of those of one pass.
+            budget: target; the noise is chosen for it unless it is given, and then the budget only limits the run. With
+                delta = 0 the noise is that of the K-norm mechanism.
+            noise_multiplier: noise scale over the sensitivity of the answer, >= 0.
             epochs: passes over the data, default 1; with reg > 0 and the default step sizes they cost nothing.
             batch_size: of all (shuffled) batches but a shorter last one, and divisor.
             lr: (proximal) step size, at most 2/smoothness, or one per step, fixed in advance; default the schedule
                 min(1/smoothness, 1/(reg (t - 1))) if reg > 0, else the constant one of the least risk bound.
             reg: gamma >= 0 of the regularizer (gamma/2)|w|^2, all parameters included.
             average: "last" (default if reg > 0), "uniform" (default else) or "weighted" (by t).
-            noise: "gaussian", or "knorm" (that of a budget with delta = 0, its default).
             adjacency: "replace_one" or "zero_out"; default the budget's, or "zero_out".
             distance: guess of |w*|, for the default step size at reg = 0; default the radius of the problem.
             gradient_error: for losses that are no function of one scalar score: certified bound on the error of the
@@ -406,32 +397,25 @@ class BoltOnPSGD(RowFreeOptimizer):
         """
         budget, adjacency = agreed(budget, adjacency)
         dim = check.positive_count(dim=dimension(dim))
-        pure = budget is not None and budget.delta == 0
-        noise = check.choice(_NOISES, noise=noise or ("knorm" if pure else "gaussian"))
-        if pure and noise != "knorm":
-            raise ValueError(f"noise must be 'knorm' for a budget with delta = 0 (got {noise!r})")
-        passes = whole_epochs(n, batch_size, steps, epochs)
-        given: dict[str, Any] = {"dim": dim, "adjacency": adjacency, "distance": distance}
-        given |= {"secure": secure, "reg": float(reg)}
-        run = plan_bolt_on(
-            loss_promises(problem, by="BoltOnPSGD", gradient_error=gradient_error),
+        noise = "knorm" if budget is not None and budget.delta == 0 else "gaussian"
+        task = BoltOnTask(
+            promises=loss_promises(problem, by="BoltOnPSGD", gradient_error=gradient_error),
             n=n,
             batch_size=batch_size,
+            dim=dim,
             noise_multiplier=noise_multiplier,
-            epochs=1 if passes is None else passes,
+            adjacency=adjacency,
+            epochs=epochs,
             lr=lr,
+            distance=distance,
+            secure=secure,
+            reg=float(reg),
             average=average,
-            **given
-            | target_of(budget, noise_multiplier)
-            | ({"delta": 0.0} if noise == "knorm" else {}),
+            **target_of(budget, noise_multiplier),
         )
-        given |= numbers_of(run) | {"gradient_error": gradient_error, "noise": noise}
-        plan = BoltOnPlan(**given, budget=budget, problem=problem, design=Shuffled(batch_size, n))
-        if budget is not None:
-            checks.warn_if_buried(
-                plan.noise_std, plan.reach, n=n, dim=dim, epsilon=budget.epsilon, of="the answer"
-            )
-        return plan
+        design = Shuffled(batch_size, n)
+        own: dict[str, Any] = {"noise": noise, "reg": float(reg), **numbers_of(task)}
+        return warned_of_noise(BoltOnPlan(problem=problem, budget=budget, design=design, **own))
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,11 @@ What code can check of it is checked here: batches come from the optimizer's own
 bounds, in the order that was planned, each used by exactly one backward pass of the whole batch; step sizes and the
 number of steps are those of the plan; arithmetic is double precision.
 
-Checkpoints hold secret iterates, as their type says.
+Nothing is saved before the release: an interrupted run starts again, at no cost.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -50,13 +49,6 @@ from torch_dpsco.sampling import (
 )
 from torch_dpsco.sampling.datasets import source_of
 from torch_dpsco.step import checks
-from torch_dpsco.step.checkpoint import (
-    add_private_state,
-    restore_averages,
-    split_private_state,
-    tell_of_lost_answer,
-    unpacked,
-)
 from torch_dpsco.step.common import (
     CommonOptimizer,
     Uncopied,
@@ -64,8 +56,7 @@ from torch_dpsco.step.common import (
     require_one_process,
 )
 from torch_dpsco.step.exact_noise import exact_release, gaussian_vector, knorm_vector
-from torch_dpsco.step.payments import new_run
-from torch_dpsco.step.planned import FromPlan
+from torch_dpsco.step.plan import FromPlan
 from torch_dpsco.step.turn import in_turn
 
 _GIVEN_UP = "the run has ended without an answer: its loss broke a promise; make a new optimizer"
@@ -85,8 +76,8 @@ def _require_plain(name: str, moved: Mapping[str, Any]) -> None:
 class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
     """Rests on promises: nothing is clipped. Base of optimizers that release an iterate, or an average, with noise.
 
-    Until the last planned step, which releases the answer, parameters, losses, averages and checkpoints are secret, and
-    so is everything computed from them.
+    Until the last planned step, which releases the answer, parameters, losses and averages are secret, and so is
+    everything computed from them.
 
     Args:
         params: weight (and bias) of one Linear layer in double precision; others need `certify_convex`. They are set to
@@ -121,7 +112,6 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
             "bounds",
         }
     ) | {"average", "plan"}
-    _answered: ClassVar[set[str]] = set()  # runs whose answer was released in this process
 
     def __init__(
         self,
@@ -180,7 +170,6 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
         self._finalized = False
         self._given_up = False
         self._epoch = ""
-        self._name = new_run()
         self._log: DrawLog | None = None
 
     # -- batches ------------------------------------------------------------------------------------------------------
@@ -340,7 +329,7 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
                 raise SequenceError(
                     f"step {self._steps} must use batch {place} of a permutation that is used to"
                     f" its end (got batch {chunk.draw.part}): do not break a loop off within an"
-                    " epoch; save checkpoints between epochs"
+                    " epoch"
                 )
         return chunk
 
@@ -385,8 +374,7 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
         """Charges the release, and installs the noised answer, unless the last planned step has done so.
 
         Raises:
-            SequenceError: planned steps are missing, or the answer was released from the same checkpoint under another
-                accountant of this process.
+            SequenceError: planned steps are missing.
             BudgetExceeded: the release does not fit the budget any more; nothing is released.
         """
         if self._finalized:
@@ -399,18 +387,8 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
                 " released yet"
             )
         self._kept.require_same()
-        if self._name in self._answered and not self.accountant.marked(self._name):
-            # PRIVACY: two answers, each under a ledger that knows one
-            # (test_a_checkpoint_has_one_answer_for_all_accountants_of_a_process)
-            raise SequenceError(
-                "the answer of this run was released by another optimizer from the same checkpoint,"
-                " and charged to another accountant: give both the same accountant, or each process"
-                " the ledger file of the run"
-            )
-        # PRIVACY: marked with its charge (test_an_answer_lost_to_a_crash_is_charged_again_or_refused)
-        self.accountant.authorize(self.event, releases={self._name: 1})
-        self._answered.add(self._name)
         # PRIVACY: charged before the noise is drawn (test_the_release_is_charged_before_its_noise)
+        self.accountant.authorize(self.event)
         flat = torch.cat([averaged(p, self.state).flatten() for p in self._params])
         draw = knorm_vector if isinstance(self.event, KNorm) else gaussian_vector
         if is_exact(self.event):
@@ -434,113 +412,6 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
         if not self._finalized:
             raise SequenceError("nothing is released before finalize(): all iterates are secret")
         yield
-
-    # -- its state -----------------------------------------------------------------------------------------------------
-
-    def settings(self) -> dict[str, Any]:
-        """Returns the public constants that fix the mechanism; checkpoints of other ones are refused."""
-        return {
-            "design": repr(self.design),
-            "steps": self.planned_steps,
-            "lrs": [lr.hex() for lr in self.lrs],
-            "event": repr(self.event),
-            "noise_std": self.noise_std.hex() if math.isfinite(self.noise_std) else "inf",
-            "prox": repr(self.prox),
-            "bounds": repr(self.bounds),
-            "average": self.average,
-            "adjacency": self.adjacency,
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns tensors and primitives. Until `finalize()` a `SecretState`: it holds secret iterates."""
-        private = {
-            "t": self._steps,
-            "run": self._name,
-            "finalized": self._finalized,
-            "epoch": self._epoch,
-            "ledger": self.accountant.state_dict(),
-            "confidential": not self._finalized,
-            "given_up": self._given_up,
-        }
-        if not self._finalized:
-            private["iterates"] = [value.clone() for value in self._kept.iterates]
-        return add_private_state(super().state_dict(), self.settings(), private)
-
-    @in_turn
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores a state, ledger included. Load the model's state too: it holds the iterate.
-
-        The run has one charge. Answers to two loads of one state are charged twice only where their accountants know
-        of each other: in several processes by the ledger file of the run, see `resume`.
-
-        Raises:
-            ValueError: the state is of another plan or version; says which settings differ.
-            PrivacyError: the state's ledger would forget events charged here.
-            SequenceError: a run with independent batches is not over.
-        """
-        public, private = split_private_state(state_dict, self.settings())
-        if (
-            not isinstance(self.design, Shuffled)
-            and private["t"] > 0
-            and not private["finalized"]
-        ):
-            # PRIVACY: two continuations would share who was drawn before, which composition does not allow for
-            # (test_a_run_with_independent_batches_cannot_be_resumed)
-            raise SequenceError(
-                "a run with independent batches must be made in one go: its continuations would"
-                " share who was drawn; use sampling='shuffled', which can be continued between"
-                " epochs"
-            )
-        self.accountant.load_state_dict(private["ledger"])
-        if not private["t"]:  # nothing was drawn: a run of its own
-            private = private | {"run": self._name}
-        self._restore(public, private)
-
-    def _restore(self, public: dict[str, Any], private: dict[str, Any]) -> None:
-        super().load_state_dict(public)
-        restore_averages(self.state, public, self._params)
-        self._steps = private["t"]
-        self._finalized = private["finalized"]
-        self._epoch = private["epoch"]
-        self._given_up = private["given_up"]
-        self._kept.note(private.get("iterates"))
-        self._name = private["run"]
-        self._log = None
-        self.zero_grad()
-
-    @in_turn
-    def resume(self, state_dict: dict[str, Any]) -> int:
-        """Goes on with an interrupted run, on a new optimizer whose accountant has the run's ledger file.
-
-        Nothing was released before `finalize()`, so that no step is lost: those after the checkpoint are made again;
-        with independent batches, or within a permutation, all are (then the parameters are set to 0). Warns if the
-        answer was charged, and is lost: another one is charged again.
-
-        Args:
-            state_dict: of the run's last checkpoint; load the model's state before.
-
-        Returns:
-            0: the number of steps that were lost.
-
-        Raises:
-            ValueError: the state is of another plan or version; says which settings differ.
-            SequenceError: the optimizer has made steps.
-            PrivacyError: the ledger file is missing, of another ledger, or older than the checkpoint.
-        """
-        public, private, marked = unpacked(self, self.settings(), state_dict)
-        whole = (
-            isinstance(self.design, Shuffled) and private["t"] % self.design.steps_per_epoch == 0
-        )
-        if whole or private["finalized"] or not private["t"]:
-            self._restore(public, private)
-        else:
-            for p in self._params:
-                p.detach().zero_()
-            self._kept.note()
-        if private["run"] in marked and not self._finalized:
-            self._name = new_run()
-            tell_of_lost_answer(type(self).__name__)
-        return 0
 
     # -- what is public -----------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,13 +28,13 @@ from torch_dpsco import compat
 from torch_dpsco.accounting.analysis.rounding import asks_exact
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.events import REPLACE_ONE, ZERO_OUT, Gaussian, SimpleEvent
-from torch_dpsco.algorithms.output_sgd_numbers import LossPromises, OutputRun
+from torch_dpsco.algorithms.output_sgd_numbers import AnswerTask, LossPromises
 from torch_dpsco.errors import MissingConstantError, NotCertifiedError, SequenceError
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Identity, Prox
+from torch_dpsco.step import checks
 from torch_dpsco.step.checks import listed
-from torch_dpsco.step.plan import exact_cost, passes
-from torch_dpsco.step.planned import ANSWERS, LABELS, BatchPlan, drawing
+from torch_dpsco.step.plan import ANSWERS, LABELS, BatchPlan, drawing, exact_cost, passes
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,6 @@ class RowFreePlan(BatchPlan):
         lr: step size, or one per step.
         noise_scale: std of Gaussian noise on each coordinate of the answer, or scale of K-norm noise.
         risk_bound: on the expected excess risk over models within `distance`; None where it is not proved.
-        rounding_share: share of what a record moves that is due to floating-point rounding.
         distance: guess of |w*|; None for the radius of the problem.
         gradient_error: certified error of the computed mean gradient, for losses of several scores.
     """
@@ -168,7 +167,6 @@ class RowFreePlan(BatchPlan):
     lr: float | tuple[float, ...]
     noise_scale: float
     risk_bound: float | None
-    rounding_share: float
     distance: float | None = None
     gradient_error: float | None = None
 
@@ -266,9 +264,25 @@ class RowFreePlan(BatchPlan):
         return f"{noise}; one {self.unit} moves it by at most {self.sensitivity:.3g}"
 
 
-def numbers_of(run: OutputRun) -> dict[str, Any]:
+def numbers_of(task: AnswerTask) -> dict[str, Any]:
     """Returns what a plan takes over of what theory chose: all but the sensitivity, which it computes itself."""
-    return {name: value for name, value in vars(run).items() if name != "sensitivity"}
+    run = task.plan()
+    own = {name: value for name, value in vars(run).items() if name != "sensitivity"}
+    given = {name: getattr(task, name) for name in ("dim", "adjacency", "distance", "secure")}
+    return own | given | {"gradient_error": task.promises.gradient_error}
+
+
+_Made = TypeVar("_Made", bound=RowFreePlan)
+
+
+def warned_of_noise(plan: _Made) -> _Made:
+    """Returns the plan; warns where the noise of a budget is longer than the answer."""
+    if plan.budget is not None:
+        epsilon = plan.budget.epsilon
+        checks.warn_if_buried(
+            plan.noise_std, plan.reach, n=plan.n, dim=plan.dim, epsilon=epsilon, of="the answer"
+        )
+    return plan
 
 
 def target_of(budget: Budget | None, noise_multiplier: float | None) -> dict[str, float]:
@@ -280,18 +294,6 @@ def target_of(budget: Budget | None, noise_multiplier: float | None) -> dict[str
             "budget or noise_multiplier must be given: the target, or noise of your own"
         )
     return {}
-
-
-def whole_epochs(n: int, batch_size: int, steps: int | None, epochs: int | None) -> int | None:
-    """Returns the number of passes: as given, or those of so many steps; None where neither is given."""
-    if steps is None:
-        return epochs
-    if epochs is not None:
-        raise ValueError(f"steps and epochs must not be given both (got {steps} and {epochs})")
-    one = -(-check.positive_count(n=n) // check.positive_count(batch_size=batch_size))
-    if check.positive_count(steps=steps) % one:
-        raise ValueError(f"steps must be a multiple of {one}, the steps of a pass (got {steps})")
-    return steps // one
 
 
 _SLACK = (
@@ -414,18 +416,12 @@ class Kept:
         self._backwards = backwards
         self.note()
 
-    @property
-    def iterates(self) -> list[Tensor]:
-        """The copies of the iterates."""
-        return [value for value, _ in self._copies]
-
-    def note(self, iterates: Sequence[Tensor] | None = None) -> None:
-        """Takes copies of what is there now; `iterates`: of these, which the parameters should hold."""
-        values = [p.detach() for p in self._params] if iterates is None else iterates
+    def note(self) -> None:
+        """Takes copies of what is there now."""
         averages = [self._average(p) for p in self._params]
         self._copies = [
-            (value.to(p.device, copy=True), None if average is None else average.clone())
-            for p, value, average in zip(self._params, values, averages, strict=True)
+            (p.detach().clone(), None if average is None else average.clone())
+            for p, average in zip(self._params, averages, strict=True)
         ]
 
     def _average(self, p: Tensor) -> Tensor | None:
@@ -448,8 +444,7 @@ class Kept:
             raise SequenceError(
                 "parameters and averages must be what the last step left there, and parameters must"
                 " be 0, the planned start, before the first one (got edited ones, which were put"
-                " back; gradients were cleared): do not initialize or change them; after loading a"
-                " checkpoint load the model's state of the same one too"
+                " back; gradients were cleared): do not initialize or change them"
             )
 
 

@@ -17,7 +17,7 @@ from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Design, Full
 from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency
-from torch_dpsco.algorithms.oracles import AdaptiveClipped
+from torch_dpsco.algorithms.clips import AdaptiveClipped
 from torch_dpsco.algorithms.user_oracles import UserClipped
 from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.prox import Prox
@@ -26,6 +26,7 @@ from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import (
     Draws,
     Given,
+    Pace,
     UserScale,
     agreed,
     choose_design,
@@ -36,8 +37,7 @@ from torch_dpsco.step.chooser import (
 )
 from torch_dpsco.step.clipped import Clipped, ClippedMean
 from torch_dpsco.step.oracle import Release
-from torch_dpsco.step.pace import Pace
-from torch_dpsco.step.planned import PlannedOptimizer, StepPlan, noise_on_mean, otherwise
+from torch_dpsco.step.plan import PlannedOptimizer, StepPlan, noise_on_mean
 
 _FULL_STEPS = 30
 _EPOCHS = 10
@@ -137,10 +137,6 @@ class UserClippedPlan(UserPlan):
     def noise_shares(self) -> Iterator[tuple[str, float, int | None]]:
         """Yields the noise on the mean of users; see `Plan.noise_shares`."""
         yield "each step", self.noise_multiplier / self.batch_size, None
-
-    def otherwise(self) -> str:
-        """Returns what other batches would cost; see `step.planned.otherwise`."""
-        return otherwise(self.budget, self.design, self.steps, self.noise_multiplier)
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""

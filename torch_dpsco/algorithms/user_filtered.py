@@ -54,7 +54,7 @@ from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import agreed, dimension
 from torch_dpsco.step.oracle import Release
 from torch_dpsco.step.phased import Phased
-from torch_dpsco.step.planned import PlannedOptimizer
+from torch_dpsco.step.plan import PlannedOptimizer
 
 _HOPELESS = 0.5  # of a run to halt
 

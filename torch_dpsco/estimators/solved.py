@@ -1,11 +1,11 @@
 """Optimizers that solve a linear model to a certified accuracy, in secret, and release one answer.
 
     optimizer = dp.ObjectivePerturbation(model.parameters(), dp.ObjectivePerturbation.plan(model=model, ...))
-    optimizer.solve(dataset)     # or a training loop of your own with step(), and certify(dataset) after it
+    optimizer.solve(dataset)     # or a loop of yours over the parameters, and certify(dataset) after it
     optimizer.finalize()         # charges, draws the noise, writes the answer into the parameters
 
-Nothing but the answer may be shown: until `finalize()` what `step` leaves in the parameters, losses and scores are
-secret. The point that was certified is held aside and never enters the parameters, a state or a message.
+Nothing but the answer may be shown: until `finalize()` what a loop leaves in the parameters, its losses and its state
+are secret. The point that was certified is held aside and never enters the parameters, a state or a message.
 
 Linear models as torch optimizers, of one release each; `output`, `objective` and `gradient_descent` say what is proved.
 
@@ -17,16 +17,14 @@ Linear models as torch optimizers, of one release each; `output`, `objective` an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from torch_dpsco import _validate as check
-from torch_dpsco._validate import shown
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget, warn_of_delta
 from torch_dpsco.accounting.designs import Full
@@ -48,13 +46,11 @@ from torch_dpsco.step.chooser import agreed
 from torch_dpsco.step.common import (
     CommonOptimizer,
     Uncopied,
-    check_call,
     require_one_process,
 )
-from torch_dpsco.step.planned import FromPlan
+from torch_dpsco.step.plan import FromPlan
 from torch_dpsco.step.turn import in_turn
 
-Inner = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 _Planned = TypeVar("_Planned", bound=LinearPlan)
 
 
@@ -146,7 +142,6 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
     Args:
         params: of one `torch.nn.Linear`, of any dtype; the answer is cast to it.
         plan: from the class's own `plan`.
-        inner: makes the torch optimizer that `step` delegates to; None if there is no loop.
         accountant: ledger (and budget) to charge; default a new one with the plan's budget.
         generator: noise generator of your own; repeatable, so for tests only (warns).
 
@@ -165,7 +160,6 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
         params: Any,
         plan: Any = None,
         *,
-        inner: Inner | None = None,
         accountant: Accountant | None = None,
         generator: torch.Generator | None = None,
         **moved: Any,
@@ -179,21 +173,11 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
             raise ValueError(
                 f"params must have (scores, features, bias) = {wanted} (got {shape})"
             )
-        if inner is not None and not self._loops:
-            raise ValueError(
-                f"inner must not be given: {type(self).__name__} solves by itself (got"
-                f" {shown(inner)})"
-            )
         super().__init__(given, {})
         require_one_process()
         self._plan: LinearPlan = plan
         self.__dict__["plan"] = plan  # over the class method: optimizer.plan is what it has made
         self._params: tuple[nn.Parameter, ...] = tuple(self.param_groups[0]["params"])
-        self._inner = None if inner is None else inner(self._params)
-        if not isinstance(self._inner, (torch.optim.Optimizer, type(None))):
-            raise ValueError(
-                f"inner must return a torch optimizer (got {type(self._inner).__name__})"
-            )
         self._noise = noise_generator(checks.one_device(self._params), generator)
         self._seeded = generator is not None
         self._steps = 0
@@ -207,21 +191,12 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
 
     # -- solving ------------------------------------------------------------------------------------------------------
 
-    @in_turn
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Makes a step of the inner optimizer: not private, and nothing of it may be shown.
-
-        Raises:
-            SequenceError: there is no inner optimizer, or the answer is released.
-        """
-        check_call(closure)
+    def step(self, closure: Any = None) -> NoReturn:
+        """Raises SequenceError: there are no private steps."""
         self._require_open()
-        if self._inner is None:
-            raise SequenceError(
-                "step() needs inner=, which makes the optimizer of a loop; or call solve(dataset)"
-            )
-        self._steps += 1
-        return self._inner.step(closure)
+        raise SequenceError(
+            f"{type(self).__name__} makes no steps: call solve(dataset), then finalize()"
+        )
 
     @in_turn
     def solve(self, dataset: Dataset[Any]) -> None:
@@ -301,10 +276,8 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
         self._params[0].copy_(answer[:, : task.dim])
         if len(self._params) == 2:
             self._params[1].copy_(answer[:, -1] * task.preparation.intercept)
-        # PRIVACY: its momenta are sums of raw gradients
-        # (test_the_state_and_the_gradients_of_a_loop_are_dropped_at_the_release)
-        self._inner = None
         self._finalized = True
+        # PRIVACY: a loop has left raw gradients (test_the_gradients_of_a_loop_are_dropped_at_the_release)
         self.zero_grad()
 
     # -- what is public -----------------------------------------------------------------------------------------------
@@ -320,15 +293,6 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
             self._finalized,
         )
         return self._statement(run, delta, run.ahead())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns torch's state once the answer is released; raises SequenceError before, when it is secret."""
-        if not self._finalized:
-            # PRIVACY: the state of the inner optimizer tells the noiseless point (test_no_state_before_the_release)
-            raise SequenceError(
-                "nothing may be saved before finalize(): what was solved is secret"
-            )
-        return super().state_dict()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._plan.event()}, finalized={self._finalized})"
@@ -405,7 +369,6 @@ class NoisyGD(SolvedOptimizer):
         residual_clip: float | None = None,
         steps: int | None = None,
         n_max: int | None = None,
-        secure: str | None = None,
     ) -> NoisyGDPlan:
         """Returns regularizer, steps, noise and epsilon of a run, before anything is spent.
 
@@ -424,7 +387,6 @@ class NoisyGD(SolvedOptimizer):
             residual_clip: see `ObjectivePerturbation.plan`.
             steps: None for those after which it has converged, at most 500.
             n_max: public cap on the number of records; default 2 n.
-            secure: None; "exact" is refused, see docs/proofs/exact_gaussian.md.
 
         Raises:
             ConditionError: the loss is not smooth and Lipschitz, or delta is 0.
@@ -443,7 +405,7 @@ class NoisyGD(SolvedOptimizer):
             n_max,
             residual_clip,
         )
-        return warned_of_noise(plan_noisy_gd(task, steps, secure))
+        return warned_of_noise(plan_noisy_gd(task, steps))
 
 
 class ObjectivePerturbation(SolvedOptimizer):
@@ -494,8 +456,6 @@ class ObjectivePerturbation(SolvedOptimizer):
         residual_clip: float | None = None,
         n_max: int | None = None,
         charge: str = "approx",
-        secure: str | None = None,
-        solver: str = "auto",
     ) -> ObjectivePlan:
         """Returns regularizer, noise and epsilon of a release, before anything is spent.
 
@@ -516,8 +476,6 @@ class ObjectivePerturbation(SolvedOptimizer):
             n_max: public cap on the number of records; default 2 n.
             charge: "approx", or "curve" for a ledger that holds much else, see `estimators.objective.plan_objective`. A
                 curve alone costs more than epsilon, so that such a plan has no budget: give an accountant with room.
-            secure: None; "exact" is refused, see docs/proofs/exact_gaussian.md.
-            solver: see `estimators.solvers.solve`; never trusted.
 
         Raises:
             ConditionError: the loss is not smooth and Lipschitz, or pure and softmax.
@@ -537,7 +495,7 @@ class ObjectivePerturbation(SolvedOptimizer):
             n_max,
             residual_clip,
         )
-        return warned_of_noise(plan_objective(task, charge, secure, solver))
+        return warned_of_noise(plan_objective(task, charge))
 
 
 class OutputPerturbation(SolvedOptimizer):
@@ -546,7 +504,6 @@ class OutputPerturbation(SolvedOptimizer):
     Args:
         params: of one `torch.nn.Linear`, of any dtype; the answer is cast to it.
         plan: from `OutputPerturbation.plan`.
-        inner: makes a torch optimizer of the parameters for a loop of your own; None to call `solve` only.
         accountant: ledger to charge; default a new one with the plan's budget.
         generator: noise generator of your own (warns).
 

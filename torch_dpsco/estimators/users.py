@@ -42,7 +42,7 @@ from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.task import LinearTask
 from torch_dpsco.losses import Logistic
 from torch_dpsco.rng import Source
-from torch_dpsco.step.pace import smooth_pace
+from torch_dpsco.step.chooser import smooth_pace
 
 MOST_ROWS = 2**26  # for which roundings of a user's sums are bounded
 _STEPS = 600

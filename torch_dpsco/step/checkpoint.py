@@ -159,15 +159,6 @@ def tell_of_lost(steps: int, made: int) -> None:
         )
 
 
-def tell_of_lost_answer(name: str) -> None:
-    """Warns of an only answer that was charged, and may have been released, before the crash."""
-    warn(
-        f"the answer of this {name} run was charged before the crash and is lost: it may have been"
-        " released, so that another one is charged again, if the budget has room for it",
-        stacklevel=4,
-    )
-
-
 def private_state(
     run: Run, progress: Progress, batch: LogicalBatch, noise: Source
 ) -> dict[str, Any]:

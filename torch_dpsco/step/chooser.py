@@ -9,7 +9,18 @@ Each is a function of promises about one record, of n, the budget and what is `G
 promises as the step rule takes them; without one the defaults of a plan's class hold. Privacy does not rest on the
 rule: noise is calibrated afterwards, for the design and the number of steps that come out.
 
-Source: `step.pace`, docs/proofs/steps.md.
+How far, in how many steps and how fast noisy gradient descent is to go, from its noise and from nothing private.
+
+    H = D / s             the horizon: step sizes add up to it (h T = H); s is the norm of the noise of all steps' mean
+    h <= T / (5 L)        where the loss is L-smooth, so that momentum carries such steps, and T^2 >= 5 L H
+    m = (L h - 1)/(L h + 1),  lr = h (1 - m) = 2 h/(L h + 1) <= 2/L
+
+T steps of equal total budget have noise of variance T s^2 each, hence s^2 for their mean, whatever T is: more steps
+cost time alone. The average of the iterates has excess risk of at most D^2/(2 H) + H s^2/2 + terms that vanish with T,
+which H = D/s minimizes.
+
+Proof: docs/proofs/steps.md#horizon, docs/proofs/steps.md#momentum. Three numbers are choices, not theory: the distance
+D (`usual_distance`), the clip (`clip_share`) and the number of passes, see docs/proofs/steps.md#choices.
 """
 
 from __future__ import annotations
@@ -33,8 +44,6 @@ from torch_dpsco.accounting.designs import (
     Shuffled,
 )
 from torch_dpsco.accounting.events import (
-    ADD_REMOVE,
-    REPLACE_ONE,
     ZERO_OUT,
     Adjacency,
     check_adjacency,
@@ -43,8 +52,6 @@ from torch_dpsco.errors import AdjacencyError, UnitError
 from torch_dpsco.losses.base import TableGradBound
 from torch_dpsco.problem import Problem
 from torch_dpsco.step import checks
-from torch_dpsco.step import pace as theory
-from torch_dpsco.step.pace import Pace
 
 _FEW_ROWS = 1e6  # gradients of rows in a run, at least
 _MOST_ROWS = 2e7
@@ -57,7 +64,7 @@ class Given:
     """What a caller gives of a run; None for what is to be chosen.
 
     Args:
-        n: public number of records or users; None where no sampling is claimed.
+        n: public number of records or users.
         adjacency: of the guarantee.
         sampling: "poisson", "fixed", "shuffled", "assigned" (one pass), "allocated" (passes that are fixed before the
             first) or "full"; or a design, which has its numbers.
@@ -67,7 +74,7 @@ class Given:
         noise_multiplier: noise std on the sum over the clip.
     """
 
-    n: int | None
+    n: int
     adjacency: Adjacency
     sampling: str | Design | None = None
     batch_size: int | None = None
@@ -76,17 +83,11 @@ class Given:
     noise_multiplier: float | None = None
 
     def __post_init__(self) -> None:
-        if self.n is not None:
-            check.positive_count(n=self.n)
-
-    @property
-    def word(self) -> str | Design:
-        """How batches are drawn: Poisson ones where nothing is said."""
-        return self.sampling or "poisson"
+        check.positive_count(n=self.n)
 
     def sampled(self) -> Design:
-        """Returns the design of a word and its numbers; without n none is claimed."""
-        word = self.word
+        """Returns the design of a word and its numbers, of Poisson batches where nothing is said."""
+        word = self.sampling or "poisson"
         if isinstance(word, Design):
             if self.batch_size not in (None, word.batch_size):
                 raise ValueError(
@@ -94,8 +95,6 @@ class Given:
                 )
             return checks.declared(word, self.n, word.batch_size)
         check.choice((*SAMPLING, "full"), sampling=word)
-        if self.n is None:
-            return self._undeclared()
         if word == "full":
             if self.batch_size not in (None, self.n):
                 raise ValueError(
@@ -103,15 +102,6 @@ class Given:
                 )
             return Full(self.n)
         return SAMPLING[word](self.n if self.batch_size is None else self.batch_size, self.n)
-
-    def _undeclared(self) -> Design:
-        if self.adjacency == ADD_REMOVE:
-            raise AdjacencyError(
-                "n must be given under add_remove: a public number, for reference"
-            )
-        if self.batch_size is None:
-            raise ValueError("batch_size must be given where n is not")
-        return checks.declared(None, None, self.batch_size)
 
     def in_passes(self, design: Design, default: float | None = None) -> Design:
         """Returns an "allocated" design with as many passes as the steps, or epochs, need; others as they are."""
@@ -162,6 +152,15 @@ class Given:
             )
 
 
+def public_size(n: int | None, sampling: str | Design | None) -> int:
+    """Returns the public number of records: that of a design where none is given."""
+    if n is None and isinstance(sampling, Design):
+        n = sampling.n
+    if n is None:
+        raise ValueError("n must be given: the public number of records")
+    return check.positive_count(n=n)
+
+
 class Draws(NamedTuple):
     """How batches are drawn, and how often; None for no limit but the budget."""
 
@@ -210,13 +209,21 @@ def choose_noise(
     budget: Budget | None, design: Design, steps: int | None, given: Given | None = None
 ) -> float:
     """Returns the noise multiplier that is given, or else the least one of the budget."""
-    if given is not None and given.noise_multiplier is not None:
-        return check.nonnegative(noise_multiplier=given.noise_multiplier)
-    if budget is None:
+    noise = None if given is None else given.noise_multiplier
+    require_target(budget, noise)
+    if noise is not None or budget is None:
+        return check.nonnegative(noise_multiplier=noise)
+    return noise_for(budget, design, steps)
+
+
+def require_target(budget: Budget | None, noise_multiplier: float | None) -> None:
+    """Raises ValueError where there is neither noise of the caller's nor a budget to choose it for."""
+    if noise_multiplier is not None:
+        check.nonnegative(noise_multiplier=noise_multiplier)
+    elif budget is None:
         raise ValueError(
             "budget or noise_multiplier must be given: the target, or noise of your own"
         )
-    return noise_for(budget, design, steps)
 
 
 def choose_pace(promises: Promises, draws: Draws, noise: float) -> Pace:
@@ -230,7 +237,7 @@ def choose_clip(problem: Problem, n: int, budget: Budget, dim: int | None) -> fl
 
     Their clipped gradients are those of a loss.
     """
-    return theory.clip_share(loudness(n, budget, dim)) if problem.is_glm else 1.0
+    return clip_share(loudness(n, budget, dim)) if problem.is_glm else 1.0
 
 
 # -- what the stages share --------------------------------------------------------------------------------------------
@@ -238,7 +245,7 @@ def choose_clip(problem: Problem, n: int, budget: Budget, dim: int | None) -> fl
 
 def with_batches(promises: Promises, budget: Budget, given: Given) -> Given:
     """Returns what is given, with the batch size of the step rule where there is none."""
-    if given.n is None or given.batch_size is not None or isinstance(given.sampling, Design):
+    if given.batch_size is not None or isinstance(given.sampling, Design):
         return given
     wanted = given.steps or promises.steps(given.n, budget)
     return replace(given, batch_size=promises.batch_size(given, given.n, budget, wanted))
@@ -246,7 +253,7 @@ def with_batches(promises: Promises, budget: Budget, given: Given) -> Given:
 
 def with_steps(promises: Promises, budget: Budget, given: Given) -> Given:
     """Returns what is given, with the number of steps of the step rule where passes do not say it."""
-    if given.n is None or given.steps is not None or given.epochs is not None:
+    if given.steps is not None or given.epochs is not None:
         return given
     design = given.sampled()
     if given.sampling != "allocated" and design.one_pass:
@@ -275,13 +282,13 @@ class Scale:
 
     def horizon(self, n: int, budget: Budget) -> float:
         """Returns the sum of the step sizes of a run on all records."""
-        return self.distance / theory.noise_of_mean(
+        return self.distance / noise_of_mean(
             release_noise(budget), self.bound, n, 1, self.dim, sampled=False
         )
 
     def steps(self, n: int, budget: Budget) -> int:
         """Returns the number of steps by the horizon."""
-        return theory.steps_to(self.horizon(n, budget), self.smoothness)
+        return steps_to(self.horizon(n, budget), self.smoothness)
 
     def least_steps(self, design: Design) -> int:
         """Returns those of the usual passes; none of all records at once."""
@@ -304,16 +311,16 @@ class Scale:
     def pace(self, design: Design, steps: int, noise: float) -> Pace:
         """Returns step size and momentum for the noise of the mean of all steps, sampling included."""
         sampled = design.batch_size < design.n
-        level = theory.noise_of_mean(
+        level = noise_of_mean(
             noise, self.bound, design.batch_size, steps, self.dim, sampled=sampled
         )
         if self.smoothness is None:
-            return theory.rough_pace(self.distance, level, steps, self.bound)
-        return theory.smooth_pace(self.distance / level, steps, self.smoothness)
+            return rough_pace(self.distance, level, steps, self.bound)
+        return smooth_pace(self.distance / level, steps, self.smoothness)
 
 
 def _passes(n: int) -> float:
-    return min(theory.PASSES, max(1.0, _MOST_ROWS / n))
+    return min(PASSES, max(1.0, _MOST_ROWS / n))
 
 
 @dataclass(frozen=True)
@@ -332,7 +339,7 @@ class UserScale:
 
     def steps(self, n: int, budget: Budget) -> int:
         """Returns the number of steps by the noise."""
-        return theory.relative_steps(loudness(n, budget, self.dim))
+        return relative_steps(loudness(n, budget, self.dim))
 
     def least_steps(self, design: Design) -> int:
         """Returns 0: batches ask for none."""
@@ -342,15 +349,13 @@ class UserScale:
         """Returns the size such that the steps make 20 passes, of 1024 users at least; None for all of them."""
         if given.sampling not in (None, "poisson", "fixed"):
             return None
-        share = (theory.PASSES if given.epochs is None else given.epochs) / wanted
+        share = (PASSES if given.epochs is None else given.epochs) / wanted
         return min(n, max(_LEAST_USERS, math.ceil(share * n)))
 
     def pace(self, design: Design, steps: int, noise: float) -> Pace:
         """Returns step size and momentum for the noise of the mean of all steps."""
-        level = theory.noise_of_mean(
-            noise, 1.0, design.batch_size, steps, self.dim, sampled=False
-        )
-        pace = theory.relative_pace(level, steps, self.distance)
+        level = noise_of_mean(noise, 1.0, design.batch_size, steps, self.dim, sampled=False)
+        pace = relative_pace(level, steps, self.distance)
         return Pace(pace.lr / self.clip, pace.momentum)
 
 
@@ -373,10 +378,10 @@ def scale_of_problem(
     real = False
     if isinstance(table, TableGradBound):
         real = table.loss.target_kind == "real"
-        dim = dim or theory.USUAL_DIM * table.loss.num_scores
+        dim = dim or USUAL_DIM * table.loss.num_scores
     smooth = problem.smoothness is not None
     if distance is None:
-        distance = theory.usual_distance(at_zero, rows, problem.bound_y if real else None, smooth)
+        distance = usual_distance(at_zero, rows, problem.bound_y if real else None, smooth)
         distance = min(distance, problem.radius)
     bound = problem.lipschitz or problem.grad_bound(
         distance
@@ -402,12 +407,12 @@ def scale_of_clip(
     if math.isfinite(known):
         return Scale(1.0, _SHORT / smoothness if clip is None else known / clip, smoothness, dim)
     rows = problem.bound_x or math.sqrt(smoothness)
-    return Scale(1.0, theory.usual_distance(1.0, rows, None, smooth=True), smoothness, dim)
+    return Scale(1.0, usual_distance(1.0, rows, None, smooth=True), smoothness, dim)
 
 
 def loudness(n: int, budget: Budget, dim: int | None) -> float:
     """Returns the norm of the noise of the mean of all steps over the clip."""
-    return theory.noise_of_mean(release_noise(budget), 1.0, n, 1, dim, sampled=False)
+    return noise_of_mean(release_noise(budget), 1.0, n, 1, dim, sampled=False)
 
 
 def one_pass(scale: Scale, n: int, budget: Budget, momentum: bool, secret: bool = False) -> int:
@@ -422,23 +427,23 @@ def one_pass(scale: Scale, n: int, budget: Budget, momentum: bool, secret: bool 
     """
     smoothness = scale.smoothness or 1.0
     if not secret:
-        return min(n, theory.one_pass_steps(scale.horizon(n, budget), smoothness, momentum))
+        return min(n, one_pass_steps(scale.horizon(n, budget), smoothness, momentum))
     if scale.smoothness is None:
         return max(numbers_of_steps(n))
 
-    def risk(steps: int) -> float:
+    def cost(steps: int) -> float:
         noise = noise_of_pass(budget, steps)
-        level = theory.noise_of_mean(
+        level = noise_of_mean(
             noise, scale.bound, max(1, n // steps), steps, scale.dim, sampled=steps > 1
         )
-        return theory.risk(scale.distance, level, steps, smoothness, momentum)
+        return risk(scale.distance, level, steps, smoothness, momentum)
 
-    return min(numbers_of_steps(n), key=risk)
+    return min(numbers_of_steps(n), key=cost)
 
 
 def numbers_of_steps(n: int) -> list[int]:
     """Returns the numbers of batches that a secret pass over n records may have: powers of 2 up to 1024."""
-    return [2**k for k in range(theory.MOST.bit_length()) if 2**k <= n]
+    return [2**k for k in range(MOST.bit_length()) if 2**k <= n]
 
 
 def noise_of_pass(budget: Budget, steps: int) -> float:
@@ -462,11 +467,6 @@ SAMPLING: dict[str, type[Poisson] | type[Fixed] | type[Shuffled] | type[Assigned
     "assigned": Assigned,
     "allocated": Assigned,
 }
-
-
-def usual_adjacency(n: int | None) -> Adjacency:
-    """Returns the adjacency where none is said; without n, where nothing is known of batches, replaced records."""
-    return REPLACE_ONE if n is None else ZERO_OUT
 
 
 def agreed(
@@ -531,6 +531,15 @@ def release_noise(budget: Budget) -> float:
     return noise_for(budget, Full(1), 1)
 
 
+def warn_if_buried(
+    budget: Budget | None, draws: Draws, noise: float, n: int, dim: int | None
+) -> None:
+    """Warns where the noise that was chosen for a budget buries the mean of all steps."""
+    if budget is not None and dim is not None and draws.steps:
+        std = noise / draws.design.batch_size / math.sqrt(draws.steps)
+        checks.warn_if_buried(std, n=n, dim=dim, epsilon=budget.epsilon)
+
+
 def dimension(dim: Any) -> int | None:
     """Returns the number of parameters: a number, or a model or parameters that are counted; None for None."""
     if dim is None:
@@ -545,3 +554,230 @@ def dimension(dim: Any) -> int | None:
         ) from error
     tensors = [p for g in items for p in (g["params"] if isinstance(g, dict) else [g])]
     return max(1, sum(int((p[1] if isinstance(p, tuple) else p).numel()) for p in tensors))
+
+
+LEAST = 64  # steps
+MOST = 1024
+MOST_OF_USERS = 256
+PASSES = 20  # over the data, in batches of 1/PASSES of them times the steps at most
+SETTLED = (
+    5.0  # T (1 - m) is about twice that at least: fast directions have e^-5 of their start left
+)
+USUAL_DIM = 64  # where nobody says
+_FIRST_STEPS = 50.0  # D in units of a first step of size 1/B^2
+_TARGETS = 3.0  # and of the targets' bound over B
+_ALONG = (
+    20.0  # gradients of the mean loss along the way are about that much shorter than the bound
+)
+_SAMPLED = 4.0  # and deviations of single rows from them
+_LOUD = 0.008  # noise from which rows are clipped
+_CLIPPED = 0.5  # at half of the bound
+_FEW = 5  # steps of one pass
+_RELATIVE = 6.0  # of steps in units of a clip
+_OSCILLATION = 4.0
+_ROUNDS = 200.0
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Step size and momentum.
+
+    Args:
+        lr: of a step.
+        momentum: in [0, 1); the steps of `rules.Momentum` have size lr/(1 - momentum).
+    """
+
+    lr: float
+    momentum: float = 0.0
+
+
+def usual_distance(
+    grad_at_zero: float, bound_x: float, bound_y: float | None, smooth: bool
+) -> float:
+    """Returns the guess of |w_1 - w*| where there is none: 50 first steps, at most six times the targets' bound.
+
+    Args:
+        grad_at_zero: bound on gradients at 0, > 0.
+        bound_x: B > 0, of rows.
+        bound_y: Y > 0, of real targets; None for labels.
+        smooth: whether first steps of size 1/B^2 have a meaning; else it is three times the targets' bound, if any.
+
+    Example:
+        >>> usual_distance(0.5, 1.0, None, smooth=True)
+        25.0
+    """
+    steps = (
+        _FIRST_STEPS
+        * check.positive(grad_at_zero=grad_at_zero)
+        / check.positive(bound_x=bound_x) ** 2
+    )
+    if bound_y is None:
+        return steps
+    targets = _TARGETS * check.positive(bound_y=bound_y) / bound_x
+    return min(steps, 2.0 * targets) if smooth else targets
+
+
+def clip_share(noise: float) -> float:
+    """Returns the share of the gradient bound at which the rows of a linear model are clipped.
+
+    1 up to 0.0005, 1/2 from 0.008 on, and proportional to noise^(-1/4) between them.
+
+    Args:
+        noise: norm of the noise of all steps' mean over the bound, >= 0.
+
+    Example:
+        >>> clip_share(0.0001), clip_share(0.03)
+        (1.0, 0.5)
+    """
+    ratio = check.nonnegative(noise=noise) / _LOUD
+    return 1.0 if ratio <= _CLIPPED**4 else max(_CLIPPED, _CLIPPED * ratio**-0.25)
+
+
+def noise_of_mean(
+    noise_multiplier: float,
+    clip: float,
+    batch_size: int,
+    steps: int,
+    dim: int | None,
+    sampled: bool,
+) -> float:
+    """Returns s, the norm of the noise of the mean of all steps, that of sampling included.
+
+    Args:
+        noise_multiplier: z > 0, std on the sum over the clip.
+        clip: C > 0.
+        batch_size: b.
+        steps: T.
+        dim: d; None for a usual one.
+        sampled: whether batches are not all rows.
+    """
+    added = noise_multiplier * math.sqrt(dim or USUAL_DIM) / batch_size
+    return (
+        clip / math.sqrt(steps) * math.hypot(added, sampled / (_SAMPLED * math.sqrt(batch_size)))
+    )
+
+
+def steps_to(horizon: float, smoothness: float | None) -> int:
+    """Returns T with T^2 >= 5 L H, between 64 and 1024; without smoothness the most.
+
+    Args:
+        horizon: H > 0.
+        smoothness: L > 0; None for a loss with kinks.
+    """
+    if smoothness is None:
+        return MOST
+    return min(
+        MOST,
+        max(LEAST, math.ceil(math.sqrt(SETTLED * smoothness * check.positive(horizon=horizon)))),
+    )
+
+
+def smooth_pace(horizon: float, steps: int, smoothness: float) -> Pace:
+    """Returns step size and momentum for an L-smooth loss.
+
+    Args:
+        horizon: H > 0.
+        steps: T.
+        smoothness: L > 0.
+
+    Example:
+        >>> smooth_pace(horizon=50.0, steps=100, smoothness=1.0)
+        Pace(lr=0.5, momentum=0.0)
+    """
+    step = min(
+        check.positive(horizon=horizon) / check.positive_count(steps=steps),
+        steps / (SETTLED * smoothness),
+    )
+    reach = check.positive(smoothness=smoothness) * max(step, 1.0 / smoothness)
+    momentum = max(0.0, (reach - 1.0) / (reach + 1.0))
+    return Pace(step * (1.0 - momentum), momentum)
+
+
+def rough_pace(distance: float, noise: float, steps: int, grad_bound: float) -> Pace:
+    """Returns step size and momentum for a loss with kinks: h = D/sqrt(T^2 s^2 + T g^2), g = grad_bound/20.
+
+    Args:
+        distance: D > 0.
+        noise: s > 0.
+        steps: T.
+        grad_bound: > 0, of rows.
+
+    Example:
+        >>> pace = rough_pace(distance=1.0, noise=1e-9, steps=400, grad_bound=20.0)
+        >>> round(pace.lr, 9), pace.momentum
+        (0.00125, 0.975)
+    """
+    check.positive_count(steps=steps)
+    moved = math.hypot(
+        steps * check.positive(noise=noise), math.sqrt(steps) * grad_bound / _ALONG
+    )
+    momentum = max(0.0, 1.0 - 2.0 * SETTLED / steps)
+    return Pace(check.positive(distance=distance) / moved * (1.0 - momentum), momentum)
+
+
+def one_pass_steps(horizon: float, smoothness: float, momentum: bool) -> int:
+    """Returns the number of batches of one pass, whose noise grows with it: H(T) = H/sqrt(T).
+
+    Args:
+        horizon: H of one step on all records.
+        smoothness: L > 0.
+        momentum: whether steps may be T/(5 L), or 1/(2 L) at most.
+    """
+    reach = check.positive(horizon=horizon) * check.positive(smoothness=smoothness)
+    steps = math.pow(SETTLED * reach, 2.0 / 5.0) if momentum else math.pow(2.0 * reach, 2.0 / 3.0)
+    return min(MOST, max(_FEW, math.ceil(steps)))
+
+
+def risk(distance: float, noise: float, steps: int, smoothness: float, momentum: bool) -> float:
+    """Returns D^2/(2 H) + H s^2/2 at the best horizon H that so many steps reach, by which numbers of steps compare.
+
+    Args:
+        distance: D > 0.
+        noise: s > 0, of the mean of all steps.
+        steps: T.
+        smoothness: L > 0.
+        momentum: as in `one_pass_steps`.
+
+    Example:
+        >>> risk(1.0, 0.1, 100, 1.0, momentum=True), risk(1.0, 0.1, 4, 1.0, momentum=True) > 0.1
+        (0.1, True)
+    """
+    largest = check.positive_count(steps=steps) / SETTLED if momentum else 0.5
+    horizon = min(
+        check.positive(distance=distance) / noise,
+        steps * largest / check.positive(smoothness=smoothness),
+    )
+    return distance**2 / (2.0 * horizon) + horizon * noise**2 / 2.0
+
+
+def relative_steps(noise: float) -> int:
+    """Returns T, between 64 and 256, for means in units of a clip, where no smoothness is known: sqrt(200/noise).
+
+    Args:
+        noise: norm of the noise of the mean of all steps, in units of the clip, > 0.
+    """
+    return min(
+        MOST_OF_USERS, max(LEAST, math.ceil(math.sqrt(_ROUNDS / check.positive(noise=noise))))
+    )
+
+
+def relative_pace(noise: float, steps: int, distance: float | None = None) -> Pace:
+    """Returns step size and momentum for means in units of a clip: h = D min(1/(T s), T/40).
+
+    The second bound keeps a step lr = h (1 - m) below D/4.
+
+    Args:
+        noise: s > 0, in units of the clip.
+        steps: T.
+        distance: D > 0; default 6, for rows of norms of about 1 to 3.
+
+    Example:
+        >>> pace = relative_pace(noise=0.1, steps=100)
+        >>> round(pace.lr, 9), pace.momentum
+        (0.06, 0.9)
+    """
+    steps = check.positive_count(steps=steps)
+    reach = check.positive(distance=distance or _RELATIVE)
+    slow = min(1.0, 2.0 * SETTLED / steps)
+    step = min(1.0 / (steps * check.positive(noise=noise)), 1.0 / (_OSCILLATION * slow))
+    return Pace(reach * step * slow, 1.0 - slow)

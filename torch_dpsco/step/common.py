@@ -130,6 +130,19 @@ class CommonOptimizer(Optimizer):
 class Uncopied:
     """Mixin of optimizers whose one answer is made of secret iterates."""
 
+    _finalized: bool
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns torch's state, which is empty, once the answer is released; raises SequenceError before."""
+        if not self._finalized:
+            # PRIVACY: averages are of secret iterates (test_nothing_is_saved_before_the_answer)
+            raise SequenceError(
+                "nothing may be saved before finalize(): all is secret. An interrupted run starts"
+                " again, since nothing was released or charged"
+            )
+        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        return state
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # PRIVACY: two answers of one secret run would be two releases
         # (test_a_run_cannot_be_copied, test_a_solved_run_cannot_be_copied)

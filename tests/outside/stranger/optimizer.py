@@ -8,8 +8,7 @@ from torch import nn
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.calibrate import noise_multiplier
-from torch_dpsco.step.plan import Plan
-from torch_dpsco.step.planned import PlannedOptimizer, StepPlan
+from torch_dpsco.step.plan import Plan, PlannedOptimizer, StepPlan
 
 
 @dataclass(frozen=True, kw_only=True)

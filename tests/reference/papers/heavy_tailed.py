@@ -12,26 +12,28 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from tests.reference.papers import localized
+from tests.reference.papers.localized import _gap
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
 from torch_dpsco.algorithms import localized_numbers
-from torch_dpsco.algorithms.clip_numbers import (
-    _log_bias_constant,
-    _rounded_up,
-    clip_threshold_square,
-    exchange_rate_accelerated,
-    mean_noise_std,
-    safe_exp,
-)
 from torch_dpsco.algorithms.heavy_tailed_numbers import (
     OnePass,
+    _batch,
+    _log_bias_constant,
+    _rounded_up,
     accelerated_plan,
+    clip_bias,
+    clip_threshold_square,
+    exchange_rate_accelerated,
+    exchange_rate_mean,
+    mean_noise_std,
+    safe_exp,
     strongly_convex_coefficients,
 )
 from torch_dpsco.algorithms.localized_numbers import (
     LocalizedPhase,
     PhaseTask,
-    _gap,
     _parts,
     halved_sizes,
 )
@@ -209,7 +211,6 @@ def strongly_convex_clip(
         moment=moment,
         moment_order=moment_order,
         adjacency=adjacency,
-        allow_infinite_variance=True,
     )
     weight = u.noise * data.noise_variance(data.batch_size(steps), 1.0)
     return clip_threshold_square(moment, moment_order, u.bias, weight)
@@ -274,7 +275,6 @@ def proximal_pl_clip(
         moment=moment,
         moment_order=moment_order,
         adjacency=adjacency,
-        allow_infinite_variance=True,
     )
     return clip_threshold_square(
         moment, moment_order, 3.0, 2.0 * data.noise_variance(data.batch_size(steps), 1.0)
@@ -570,7 +570,6 @@ def localized_schedule_paper(
                 radius=reach * eta_i * weight,
                 noise_std=mean_noise_std(C, size, eps**2 / 2.0, T),
                 error=None,
-                uncapped_steps=T,
                 lr=eta_i,
             )
         )
@@ -729,8 +728,72 @@ def accelerated_numbers(**task: Any) -> dict[str, float]:
     }
 
 
-localized_schedule = flat(localized_numbers.localized_schedule, PhaseTask)
+localized_schedule = flat(localized.localized_schedule, PhaseTask)
 localized_schedule_ballfree = flat(localized_numbers.localized_schedule_ballfree, PhaseTask)
 localized_schedule_minibatch = flat(localized_numbers.localized_schedule_minibatch, PhaseTask)
-boosted_localized_schedule = flat(localized_numbers.boosted_localized_schedule, PhaseTask)
+boosted_localized_schedule = flat(localized.boosted_localized_schedule, PhaseTask)
 reduction_schedule = flat(localized_numbers.reduction_schedule, PhaseTask)
+
+
+def clip_bias_bound(
+    moment: float, moment_order: float, clip: float, mode: str = "tight"
+) -> float:
+    """Returns the bound on the bias of a clipped mean, of mode "tight" or with the published constant 1/(k-1).
+
+    Example:
+        >>> round(clip_bias_bound(1.0, 2.0, 0.5, mode="paper"), 12)
+        2.0
+    """
+    check.choice(("tight", "paper"), mode=mode)
+    bound = clip_bias(moment, moment_order, clip)
+    return (
+        bound
+        if mode == "tight"
+        else bound / (moment_order - 1) / clip_bias_constant(moment_order)
+    )
+
+
+def exchange_rate_strongly_convex(
+    n: int,
+    dim: int,
+    steps: int,
+    rho: float,
+    bias: float,
+    noise: float,
+    adjacency: str = "replace_one",
+) -> float:
+    """Returns a = sqrt(2 u_S d / (u_B rho)) T / n of averaged ClippedSGD.
+
+    Args:
+        n: records.
+        dim: d.
+        steps: T.
+        rho: > 0.
+        bias: u_B of `strongly_convex_coefficients`.
+        noise: u_S of the same.
+        adjacency: zero_out and add_remove halve a.
+
+    Source:
+        docs/proofs/heavy_tailed.md#exchange-rates.
+
+    Example:
+        >>> round(exchange_rate_strongly_convex(n=100, dim=2, steps=1, rho=1.0, bias=1.0, noise=1.0), 12)
+        0.02
+    """
+    ratio = check.positive(noise=noise) / check.positive(bias=bias)
+    return math.sqrt(ratio) * exchange_rate_mean(_batch(n, steps), dim, rho, adjacency)
+
+
+def exchange_rate_proximal_pl(
+    n: int, dim: int, steps: int, rho: float, adjacency: str = "replace_one"
+) -> float:
+    """Returns a = sqrt(4 d / (3 rho)) T / n of ProximalSGD.
+
+    Source:
+        docs/proofs/heavy_tailed.md#exchange-rates.
+
+    Example:
+        >>> round(exchange_rate_proximal_pl(n=100, dim=3, steps=1, rho=1.0), 12)
+        0.02
+    """
+    return math.sqrt(2.0 / 3.0) * exchange_rate_mean(_batch(n, steps), dim, rho, adjacency)

@@ -55,27 +55,26 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta
 from torch_dpsco.accounting.analysis.rounding import scaled_up
 from torch_dpsco.algorithms.holder_numbers import (
+    _TAIL,
     BoolArray,
     FloatArray,
     RunPath,
+    SensitivityLaw,
+    _binomial,
     _growth,
+    _law,
+    _log_binomial,
+    _rate,
+    _sigma,
     expansions,
     iterate_bounds,
     log_expansion,
     path_sensitivity,
     run_path,
-)
-from torch_dpsco.algorithms.mixture_numbers import (
-    _TAIL,
-    SensitivityLaw,
-    _binomial,
-    _law,
-    _log_binomial,
-    _rate,
-    _sigma,
     weighted_law,
 )
-from torch_dpsco.errors import ConditionError, InfeasibleError
+from torch_dpsco.errors import ConditionError, InfeasibleError, MissingConstantError
+from torch_dpsco.problem import Problem, round_up
 
 
 def uniform_delta(sigma: float, path: RunPath, sample_rate: float, epsilon: float) -> float:
@@ -940,3 +939,31 @@ def _checked(
         check.positive(epsilon=epsilon),
         log_inverse,
     )
+
+
+def paper_grad_bound(problem: Problem, radius: float | None = None) -> float:
+    """The paper's bound M + L radius^a (with 0^0 = 1), rounded up: never less than G.
+
+    Args:
+        radius: r in [0, inf]; None means `problem.radius`.
+
+    Raises:
+        MissingConstantError: if M, L or a is missing, or the bound is infinite.
+
+    Source:
+        docs/proofs/holder.md#gradient-bound.
+
+    Example:
+        >>> round(paper_grad_bound(Problem(holder_exponent=0, holder_constant=2, grad_at_zero=1)), 9)
+        3.0
+    """
+    reach = problem.radius if radius is None else check.nonnegative(allow_inf=True, radius=radius)
+    exponent, constant, at_zero = problem.require(
+        "holder_exponent", "holder_constant", "grad_at_zero", by="the paper's gradient bound"
+    )
+    bound = round_up(at_zero + constant * math.pow(reach, exponent))
+    if math.isinf(bound):
+        raise MissingConstantError(
+            f"the paper's gradient bound needs a finite radius (got {reach:g})"
+        )
+    return bound

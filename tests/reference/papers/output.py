@@ -32,7 +32,7 @@ from torch_dpsco._margin import up
 from torch_dpsco._validate import positive
 from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta, zhao_constant
 from torch_dpsco.accounting.analysis.rounding import DOUBLE, safe, scaled_up
-from torch_dpsco.algorithms.clip_numbers import safe_exp
+from torch_dpsco.algorithms.heavy_tailed_numbers import safe_exp
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.certificates import _count, gap_certificate, primal_point, sum_terms
 from torch_dpsco.estimators.least_squares import (
@@ -424,7 +424,7 @@ def psgd_sensitivity_strongly_convex(lipschitz: float, strong_convexity: float, 
     """Returns 2 L / (mu n), for the LAST iterate of steps min(1/beta, 1/(mu t)): that of the exact minimizer.
 
     It holds for any number of passes and any batches, and not for an average of iterates:
-    early iterates move by more, their uniform average by about log(n) times as much (`algorithms.bolt_on_numbers`
+    early iterates move by more, their uniform average by about log(n) times as much (`algorithms.output_sgd_numbers`
     computes it).
 
     Args:
