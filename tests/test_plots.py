@@ -10,16 +10,7 @@ import pytest
 import torch
 
 import torch_dpsco as dp
-from torch_dpsco.accounting.events import (
-    GDP,
-    Gaussian,
-    PoissonGaussian,
-    Repeat,
-    Sequential,
-    scaled_noise,
-)
 from torch_dpsco.doctor import Diagnosis, Finding
-from torch_dpsco.errors import ConditionError
 from torch_dpsco.show import plots
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -62,20 +53,11 @@ def test_the_curve_ends_at_the_epsilon_of_the_plan(make):
     plan = make()
     drawn = lines_of(plan.plot())
     assert tuple(drawn["this plan"][-1]) == (plan.steps, plan.epsilon())
-    assert drawn["with noise x 0.8"][-1, 1] > plan.epsilon() > drawn["with noise x 1.25"][-1, 1]
     assert drawn["budget: 2"][0][1] == BUDGET.epsilon
 
 
-def test_the_mark_of_one_release_is_the_epsilon_of_the_plan():
+def test_one_release_says_what_it_costs():
     plan = output()
-    assert tuple(lines_of(plan.plot())["this plan"][0]) == (1.0, plan.epsilon())
-
-
-@pytest.mark.slow
-def test_a_release_whose_noise_its_event_does_not_know_says_what_it_costs():
-    plan = dp.ObjectivePerturbation.plan(
-        model=torch.nn.Linear(3, 1), loss=LOSS, n=N, bound_x=1.0, budget=BUDGET
-    )
     assert plan.plot().axes[1].texts[0].get_text() == "one release:\nepsilon 2 at delta 0.0001"
 
 
@@ -96,22 +78,6 @@ def test_what_is_not_known_beforehand_is_said():
         .get_text()
         .startswith("not known beforehand:\nthe run has no last step")
     )
-
-
-def test_noise_is_scaled_in_every_event_that_has_some():
-    event = Sequential(
-        (Repeat(PoissonGaussian(2.0, 0.1), 3), Gaussian(1.0, {"replace_one": 1.0}))
-    )
-    scaled = scaled_noise(event, 2.0)
-    assert (scaled.events[0].event.noise_multiplier, scaled.events[1].sigma) == (4.0, 2.0)
-    with pytest.raises(
-        ConditionError, match=r"noise must be known to the event to be scaled \(got GDP\)"
-    ):
-        scaled_noise(GDP(1.0), 2.0)
-    with pytest.raises(ConditionError, match="Gaussian"):
-        scaled_noise(
-            Gaussian(1.0, {"replace_one": 1.0}, 1e-6), 2.0
-        )  # its failure may depend on the noise
 
 
 def test_no_setting_is_changed_and_no_style_is_taken_over():

@@ -34,7 +34,7 @@ def test_who_comes_first_decides():
 def test_a_request_that_charges_nothing_decides_nothing():
     accountant = Accountant()
     accountant.authorize(STEP, 0)
-    with pytest.raises(ValueError, match="sample_rate must be in"):
+    with pytest.raises(ValueError, match="q must be in"):
         accountant.step(noise_multiplier=1.0, sample_rate=1.5)
     with pytest.raises(ValueError, match="event must be a value"):
         accountant.record("step")

@@ -122,4 +122,6 @@ def test_a_run_begun_under_opacus_own_accountant_goes_on_under_ours(tmp_path):
     script.accountant.history = torch.load(tmp_path / "state")["history"]
     script.steps(3)
     assert script.accountant.history == [(1.0, 0.25, 10)]
-    assert "sampling of 10 steps asserted, not verified" in str(script.accountant.report(DELTA))
+    assert "sampling of 10 steps as Opacus says, not verified" in str(
+        script.accountant.report(DELTA)
+    )

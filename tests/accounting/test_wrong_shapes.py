@@ -59,7 +59,7 @@ def test_two_sensitivities_of_one_adjacency_are_refused():
         (lambda: Gaussian(1.0, {REPLACE_ONE}), "sens must map adjacencies"),
         (lambda: Sequential(5), "events must hold lists of events"),
         (lambda: Sequential(ONE), "events must hold lists of events"),
-        (lambda: Parallel(5, "p"), "parts must map names to events"),
+        (lambda: Parallel(5, "p"), "parts must map names to their events"),
         (lambda: Parallel({"0": ONE}, "p"), "parts must hold lists of events"),
         (lambda: Parallel({"0": []}, 5), r"partition must be a non-empty name \(got 5\)"),
         (
@@ -75,11 +75,11 @@ def test_two_sensitivities_of_one_adjacency_are_refused():
         (lambda: event_from_json({"type": []}), "event type must be one of"),
         (
             lambda: event_from_json({"type": "Gaussian", "sigma": 1.0, "sens": 5}),
-            "sens of Gaussian must be a JSON object",
+            "event Gaussian must have its fields as they were written",
         ),
         (
             lambda: event_from_json({"type": "Parallel", "parts": 5, "partition": "p"}),
-            "parts of Parallel must be",
+            "event Parallel must have its fields as they were written",
         ),
     ],
 )

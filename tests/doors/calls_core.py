@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 import torch_dpsco as dp
 from tests.doors.shared import (
@@ -18,7 +17,6 @@ from tests.doors.shared import (
     budget,
     model,
     problem,
-    records,
     simple,
     step_event,
 )
@@ -42,7 +40,6 @@ for _name, _more in {
     "get_epsilon": {"delta": 1e-4},
     "get_mu": {},
     "report": {},
-    "bind": {"loader": lambda: DataLoader(records(), batch_size=10)},
     "require_unit": {"unit": "example", "adjacency": "zero_out"},
     "settle": {"adjacency": "zero_out"},
     "step": {"noise_multiplier": 2.0, "sample_rate": 0.01},

@@ -75,7 +75,6 @@ EXEMPT = {
             "Poisson",
             "Fixed",
             "Shuffled",
-            "Disjoint",
             "Assigned",
             "Cyclic",
             "Full",

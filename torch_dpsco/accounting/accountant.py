@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias
 
@@ -29,7 +30,6 @@ from torch_dpsco.accounting.book import (
 )
 from torch_dpsco.accounting.budgets import NO_BUDGET_DELTA, Budget, adaptive_epsilon, make_filter
 from torch_dpsco.accounting.calibrate import rounded_up
-from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     ZERO_OUT,
@@ -41,7 +41,6 @@ from torch_dpsco.accounting.events import (
     Sequential,
     clipped_gaussian,
 )
-from torch_dpsco.accounting.identify import opacus_step, recognize
 from torch_dpsco.accounting.ledger import LOCK, Ledger, locked
 from torch_dpsco.accounting.ledger_file import open_journal
 from torch_dpsco.accounting.planning import Limit
@@ -82,8 +81,8 @@ class Accountant:
     Guarantee:
         The epsilon reported at delta bounds the composition of all authorized events under the adjacency asked for,
         if their parameters were fixed in advance (under a planned budget that is enforced, see `planning`), or the
-        budget's mode is adaptive (see `filters`). Steps of Opacus optimizers count as sampled the way that Opacus says
-        until `bind` has seen the loader. Source: docs/proofs/accounting.md#composition.
+        budget's mode is adaptive (see `filters`). Steps of Opacus optimizers count as sampled the way that
+        Opacus says. Source: docs/proofs/accounting.md#composition.
 
     Example:
         >>> from torch_dpsco.accounting.events import PoissonGaussian
@@ -113,7 +112,6 @@ class Accountant:
         self._journal = open_journal(adjacency, unit, ledger_path, must_exist)
         self._limit = Limit(self._journal, budget)
         self._opened: ContextVar[Phase | None] = ContextVar("opened", default=None)
-        self._bound: Design | None = None  # of the loader of Opacus
         self._answers: dict[_Question, float] = {}
         self._answered = 0  # number of events that they are of
 
@@ -434,18 +432,6 @@ class Accountant:
         """Returns the accountant's name in Opacus' registry."""
         return MECHANISM
 
-    def bind(self, loader: Any) -> Design:
-        """Returns the design of a loader, by which the steps of Opacus optimizers are charged from now on.
-
-        Poisson samplers (Opacus' and ours) give their own rate. Batches that are shuffled or cut in order claim no
-        amplification: each step is charged as an unsampled one, under zero_out and replace_one only.
-
-        Raises:
-            UnknownSamplerError: the law of its batches is not known; names the ways out.
-        """
-        self._bound = recognize(loader)
-        return self._bound
-
     @locked
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Charges one step that an Opacus optimizer has made.
@@ -454,13 +440,8 @@ class Accountant:
             noise_multiplier: noise std on the sum over the clip norm, >= 0.
             sample_rate: Poisson rate in [0, 1].
         """
-        event = opacus_step(self._bound, noise_multiplier, sample_rate)
-        self._charge(self._placed(event), 1, *self._of_opacus(event))
-
-    def _of_opacus(self, event: Event) -> tuple[tuple[str, ...], Mapping[str, int], Adjacency]:
-        """Returns the facts noted with a step, no marks, and the default adjacency of a ledger that begins with it."""
-        marks = ("stepped",) if self._bound else ("stepped", "asserted")
-        return marks, _NONE, ADD_REMOVE if isinstance(event, PoissonGaussian) else ZERO_OUT
+        event = _poisson(noise_multiplier, sample_rate)
+        self._charge(self._placed(event), 1, ("stepped",), adjacency=ADD_REMOVE)
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:
         """Returns a hook that charges a step of Opacus' optimizer before it moves the parameters.
@@ -475,16 +456,18 @@ class Accountant:
 
         def hook(optimizer: Any) -> None:
             try:
-                event = opacus_step(
-                    self._bound,
-                    optimizer.noise_multiplier,
-                    sample_rate,
-                    optimizer.accumulated_iterations,
-                )
+                batches = optimizer.accumulated_iterations
+                if check.positive_count(accumulated_iterations=batches) > 1:
+                    # PRIVACY: Opacus multiplies the rate, but a record may be in several of them
+                    # (test_accumulated_batches_are_refused)
+                    raise SequenceError(
+                        f"accumulated batches must be 1 (got {batches}): a record could be in two of them; split one"
+                        " large batch by BatchMemoryManager"
+                    )
+                step = _poisson(optimizer.noise_multiplier, sample_rate)
                 with LOCK:
-                    marks, none, adjacency = self._of_opacus(event)
-                    event = self._placed(event)
-                    self._authorize(event, 1, marks, none, adjacency=adjacency)
+                    event = self._placed(step)
+                    self._authorize(event, 1, ("stepped",), adjacency=ADD_REMOVE)
             except BaseException:
                 # PRIVACY: a later step must not release what was refused (test_a_refused_step_leaves_no_gradient)
                 for parameter in optimizer.params:
@@ -670,9 +653,9 @@ class Accountant:
                 for adjacency in report.epsilons
             }
             report = of_adaptive_run(report, epsilons)
-        trusted = self._config.get("asserted", 0)
+        trusted = self._config.get("stepped", 0)
         if trusted:
-            doubt = f"sampling of {trusted} steps asserted, not verified: accountant.bind(loader) was not called"
+            doubt = f"sampling of {trusted} steps as Opacus says, not verified"
             report = replace(report, assumptions=(*report.assumptions, doubt))
         return replace(report, ledger_id=self.ledger_id)
 
@@ -823,6 +806,16 @@ def _require_no_generator() -> None:
             " between two of its values would be charged to the part; open it around what is"
             " charged, or return accountant.phase(...)"
         )
+
+
+def _poisson(noise: float, rate: float) -> PoissonGaussian:
+    """Returns the event of a step of Opacus; the same plain numbers are checked once."""
+    # a tensor could change its value
+    plain = type(noise) is float and type(rate) is float
+    return (_known_poisson if plain else PoissonGaussian)(noise, rate)
+
+
+_known_poisson = lru_cache(maxsize=64)(PoissonGaussian)
 
 
 def know_opacus() -> None:

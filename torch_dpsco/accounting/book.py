@@ -28,9 +28,9 @@ MECHANISM = "dpsco"
 # How far a book has come: the last run that charged, the events so far, and the releases that were marked.
 Place = tuple[str, int, int]
 
-# Facts about charges, kept as numbers of events: made by an Opacus optimizer; their sampling taken on trust; their
-# parameters chosen from what was released before.
-MARKS = ("stepped", "asserted", "adaptive")
+# Facts about charges, kept as numbers of events: made by an Opacus optimizer, whose sampling is taken on trust;
+# their parameters chosen from what was released before.
+MARKS = ("stepped", "adaptive")
 
 # ends of names in `Book.releases`: a run has begun a pass that is charged as a whole; it makes no step any more
 OPEN = "/pass"
@@ -76,9 +76,12 @@ class Book:
             runs = [(str(token), check.count(start=start)) for token, start in runs]
             known = {str(run): check.count(releases=made) for run, made in releases.items()}
             ledger = Ledger.from_json(row.get("ledger", ()))
-            return cls(ledger, runs, dict(config), _id_of(row), known)
+            name = row["id"]
+            if not isinstance(name, str) or not name:
+                raise TypeError(f"id must be a name, got {name!r}")
+            return cls(ledger, runs, dict(config), name, known)
         # the last one: nested without end
-        except (TypeError, ValueError, AttributeError, RecursionError) as error:
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"state must hold ledger, runs and config as they were written ({error})"
             ) from error
@@ -197,13 +200,13 @@ def foreign_book(
     if len(book.ledger):
         book.runs.append((run, 0))
         book.config["adjacency"] = adjacency or ADD_REMOVE
-        book.mark(("stepped", "asserted"), len(book.ledger))
+        book.mark(("stepped",), len(book.ledger))
     return book
 
 
 def write_state(book: Book) -> Row:
     """Returns the state dict of a book: primitives only, no part shared with it."""
-    facts: Row = {"mechanism": MECHANISM, "version": _VERSION, "history": history_of(book.ledger)}
+    facts: Row = {"mechanism": MECHANISM, "version": _VERSION}
     return facts | book.to_row() | {"digest": book.digest()}
 
 
@@ -231,11 +234,3 @@ def read_state(state: Mapping[str, Any] | None) -> Book:
     if state.get("digest") != book.digest():
         raise ValueError("digest must match the ledger: the state was altered or is damaged")
     return book
-
-
-def _id_of(row: Mapping[str, Any]) -> str:
-    """Returns the id of a ledger in a row of primitives; raises TypeError where there is none."""
-    name = row.get("id")
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"id must be a name (got {name!r})")
-    return name

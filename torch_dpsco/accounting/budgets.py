@@ -531,7 +531,11 @@ def make_filter(budget: Budget) -> Filter:
     """
     if budget.delta == 0:
         return PureFilter(budget)
-    modes = {"planned": PlannedFilter, "gdp": GDPFilter, "rdp": RDPFilter}
+    modes: dict[str, type[Filter]] = {
+        "planned": PlannedFilter,
+        "gdp": GDPFilter,
+        "rdp": RDPFilter,
+    }
     return modes[budget.mode](budget)
 
 

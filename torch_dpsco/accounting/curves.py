@@ -12,8 +12,8 @@ there. A Gaussian event (GDP) would have to cover the point c + e of that pair, 
 Source: docs/proofs/accounting.md#composition, docs/proofs/accounting.md#figures-of-a-report,
 docs/proofs/objective.md#what-is-charged.
 
-Which privacy loss law an event has, for the path of `analysis.pld`: not every event has one, for `ZCDP`, `ApproxZCDP`
-and `RDPCurve` only Renyi divergences are known. Failures are not part of a law; they are taken out of delta first.
+Which privacy loss law an event has, for the path of `analysis.pld`: not every event has one, for `ZCDP` and
+`RDPCurve` only Renyi divergences are known. Failures are not part of a law; they are taken out of delta first.
 
 Source: docs/proofs/accounting.md#dominating-laws, docs/proofs/accounting.md#losses-on-a-grid.
 """
@@ -88,8 +88,10 @@ def orders_at(level: int) -> FloatArray:
     Opacus, so that our figure is never larger than its; ratios of 1.02 above 64 leave 5e-5. Most runs are decided at
     small orders, and those above 2^8 take two thirds of the time.
     """
-    dense = [np.arange(11, 110) / 10.0, np.round(np.geomspace(64.0, 2.0**14, 281)), [2.0**8]]
-    grid = np.union1d(default_orders(), np.concatenate(dense))
+    dense = np.concatenate(
+        [np.arange(11, 110) / 10.0, np.round(np.geomspace(64.0, 2.0**14, 281))]
+    )
+    grid = np.union1d(default_orders(), np.append(dense, 2.0**8))
     grid = grid[grid <= (2.0**8, 2.0**14)[level]]
     grid.setflags(write=False)
     return grid

@@ -20,7 +20,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeAlias, TypeGuard, cast
+from typing import Any, ClassVar, TypeAlias, TypeGuard, cast
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
@@ -44,7 +44,7 @@ from torch_dpsco.accounting.events import (
     Stated,
     WORGaussian,
 )
-from torch_dpsco.errors import AdjacencyError
+from torch_dpsco.errors import AdjacencyError, UnknownSamplerError
 
 # of a query on one given batch; sampling amplifies `Gaussian` alone
 BaseEvent: TypeAlias = SimpleEvent | Sequential | Repeat
@@ -134,10 +134,6 @@ class Design(ABC):
             )
         return self.event(bases[0], stop - start)
 
-    def draws_left(self, draw: int) -> int:
-        """Returns how many draws of one part are left at draw 0, 1, ..., this one included."""
-        return 1
-
     def charges_left(self, draw: Draw, left: int, *, of_passes: bool) -> int:
         """Returns how many charges like that of a draw are ahead, this one included.
 
@@ -146,7 +142,7 @@ class Design(ABC):
             left: draws that a run has left, this one included.
             of_passes: whether a charge is of a whole pass of secret draws.
         """
-        return self.draws_left(draw.index) if draw.partition else left
+        return 1 if draw.partition else left
 
     @abstractmethod
     def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
@@ -397,7 +393,7 @@ class Assigned(SizedDesign):
 
     def charges_left(self, draw: Draw, left: int, *, of_passes: bool) -> int:
         """Returns how many charges like that of a draw are ahead: one for each pass, or for this batch alone."""
-        return math.ceil(left / self.batches) if of_passes else self.draws_left(draw.index)
+        return math.ceil(left / self.batches) if of_passes else 1
 
     def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws: a pass that is begun counts as a whole one."""
@@ -551,10 +547,10 @@ class Parts(Design):
         """Returns the part of draw 0, 1, ..."""
         return self._locate(draw)[0]
 
-    def draws_left(self, draw: int) -> int:
-        """Returns how many draws of one part are left at draw 0, 1, ..., this one included."""
-        part, left = self._locate(draw)
-        return 1 if self.parts[part][0].one_pass else left
+    def charges_left(self, draw: Draw, left: int, *, of_passes: bool) -> int:
+        """Returns how many charges like that of a draw are ahead: those of its part."""
+        part, here = self._locate(draw.index)
+        return 1 if self.parts[part][0].one_pass else here
 
     def _locate(self, draw: int) -> tuple[int, int]:
         k = draw
@@ -681,3 +677,28 @@ def _require_one_pass(design: Assigned) -> None:
             "passes must be 1 for a part that is cut further, where none is amplified (got"
             f" {design})"
         )
+
+
+def identify(loader: Any) -> Design:
+    """Returns the design of a loader, of its batch sampler, or of a sampler itself, if it is one of torch_dpsco.
+
+    The optimizers of torch_dpsco ask here: they need the draw log that only these samplers keep. A sampler of
+    torch_dpsco given as `sampler=` is not believed: the loader would join several draws into a batch. A shuffled or
+    fixed-size loader accounted as Poisson would under-report epsilon by more than 10 times.
+
+    Raises:
+        UnknownSamplerError: the sampler is not one of torch_dpsco.
+    """
+    # PRIVACY: (test_a_design_sampler_under_another_batch_sampler_is_refused)
+    for source in (loader, getattr(loader, "batch_sampler", None)):
+        design = getattr(source, "design", None)
+        if isinstance(design, Design):
+            return design
+    parts = [loader, *(getattr(loader, name, None) for name in ("batch_sampler", "sampler"))]
+    names = " > ".join(type(part).__name__ for part in parts if part is not None) or "NoneType"
+    raise UnknownSamplerError(
+        f"loader must draw by a sampler of torch_dpsco (got {names}). Ways out:"
+        " optimizer.loader(dataset) draws Poisson batches; DataLoader(dataset,"
+        " batch_sampler=PoissonSampler(...)) keeps your own loader; or build the optimizer"
+        " without n= and design=, which claims no amplification"
+    )

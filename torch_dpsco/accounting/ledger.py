@@ -116,7 +116,6 @@ def locked(method: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 _BASE = ("", "")  # partition and part of events that touch all records
-_POSITIONAL = ("positional", False)
 _MOST_CHOICES = 64  # of parts, that are composed one by one
 _MANY_LAWS = 64  # beyond which they take more than about half a second
 _Place = tuple[str, str]
@@ -243,8 +242,9 @@ class Ledger:
     def add(self, event: Event, count: int = 1) -> None:
         """Records an event `count` times. The whole event is checked before anything is recorded."""
         with LOCK:
-            entries = [(_BASE, event, count)]
-            if not isinstance(event, SimpleEvent) or type(count) is not int or count < 1:
+            if isinstance(event, SimpleEvent) and type(count) is int and count > 0:
+                entries = [(_BASE, event, count)]
+            else:
                 entries = list(_flatten(event, check.count(count=count)))
                 kinds = self._kinds_with(event)
                 if not entries:
@@ -480,16 +480,7 @@ class Ledger:
     @locked
     def to_json(self) -> list[dict[str, Any]]:
         """Returns the entries as JSON objects with bit-exact floats."""
-        rows = []
-        for partition, part, event, times in self.entries():
-            row = event_to_json(event) | {"count": times}
-            if partition:
-                row = {"type": "Parallel", "partition": partition, "parts": {part: [row]}}
-                kind, key_public = self._kinds[partition]
-                if (kind, key_public) != _POSITIONAL:
-                    row |= {"partition_kind": kind, "key_public": key_public}
-            rows.append(row)
-        return rows
+        return [event_to_json(event) | {"count": times} for event, times in self.events()]
 
     @classmethod
     def from_json(cls, rows: Iterable[dict[str, Any]]) -> Ledger:

@@ -388,9 +388,6 @@ class LedgerCopy(LedgerFile):
         finally:
             os.close(self._fd)
 
-    def close(self) -> None:
-        """Does nothing: the file is closed."""
-
     def _mend(self, torn: bytes, book: Book) -> Book:
         raise PrivacyError(
             f"the last line of ledger file {self.path!r} has no end: it is being written, or was"

@@ -271,18 +271,14 @@ class Limit:
         """Takes another budget; raises PrivacyError where what was charged rests on this one."""
         if budget is not None:
             budget = budget.under(self._config["adjacency"])
-        charged = len(self._ledger) > 0
-        for known in (self.rule, budget):
-            if charged and budget != self.budget and known is not None and known.adaptive:
-                # PRIVACY: a target chosen from outputs is no filter (test_an_adaptive_budget_is_fixed_once_charged)
-                raise PrivacyError(
-                    f"budget must be fixed before the first event in this mode (got {budget})"
-                )
-        if charged and budget is None and self.budget is not None:
-            # PRIVACY: what is charged without it would keep no plan (test_a_budget_is_not_taken_away_once_charged)
+        changes = len(self._ledger) > 0 and budget != self.budget
+        adaptive = any(known is not None and known.adaptive for known in (self.rule, budget))
+        if changes and (budget is None or adaptive):
+            # PRIVACY: a target chosen from outputs is no filter (test_an_adaptive_budget_is_fixed_once_charged);
+            # what is charged without one would keep no plan (test_a_budget_is_not_taken_away_once_charged)
             raise PrivacyError(
-                "budget must not be taken away once something was charged: raise it, or make a"
-                " new one"
+                "budget must be fixed before the first event, but that a planned one may be raised or lowered (got"
+                f" {budget})"
             )
         if budget is not None:
             fixed = self._config["adjacency"]
@@ -354,9 +350,7 @@ class Limit:
 
     def _require_room_for(self, plan: PlannedEvents) -> None:
         assert self.rule is not None
-        several = list(
-            dict.fromkeys(unit_of(event) for event, steps in self._declared if steps is None)
-        )
+        several = {unit_of(event): None for event, steps in self._declared if steps is None}
         if len(several) > 1:
             raise SequenceError(
                 "steps must be given for all but one of several plans on one budget (without: "

@@ -1,10 +1,7 @@
 """What was spent, in numbers that can be quoted: epsilon per adjacency, unit, events and assumptions.
 
-`torch_dpsco.accounting.statement` puts them into plain words.
-
-What sentences call one unit, and several.
-
-Sentences with blanks (sentences.toml), and what of a ledger must be true for them to be said.
+`torch_dpsco.accounting.statement` puts them into plain words: sentences with blanks (sentences.toml), of which each
+says what must be true of the ledger for it to be said.
 """
 
 from __future__ import annotations
@@ -58,42 +55,11 @@ _MEANING = {
 _SLACK = 1.0 + 1e-14  # more than the rounding of the few operations below
 
 
-def attack_advantage(epsilon: float, delta: float) -> float:
-    """Returns the largest possible (true - false positive rate) of a test which of two neighboring data sets was used.
-
-    Proof. For a test with true positive rate t and false positive rate f, (epsilon, delta)-DP of "says yes" gives
-    t <= e^epsilon f + delta, and of "says no", with the data sets exchanged, 1 - f <= e^epsilon (1 - t) + delta. Their
-    sum is (1 + e^epsilon)(t - f) <= e^epsilon - 1 + 2 delta, hence
-
-        t - f <= (e^epsilon - 1 + 2 delta) / (e^epsilon + 1) = tanh(epsilon/2) + 2 delta / (e^epsilon + 1).
-
-    Where both data sets are equally likely, the test is right with probability (1 + t - f)/2, at most
-    (e^epsilon + delta) / (e^epsilon + 1). The mechanism that tells the truth with probability delta, and else answers
-    by epsilon-randomized response, attains it.
-
-    Args:
-        epsilon: >= 0, inf allowed.
-        delta: in [0, 1].
-
-    Returns:
-        The advantage in [0, 1], rounded up.
-
-    Example:
-        >>> round(attack_advantage(1.0, 1e-5), 4), attack_advantage(float("inf"), 0.0)
-        (0.4621, 1.0)
-    """
-    epsilon = check.nonnegative(epsilon=epsilon, allow_inf=True)
-    delta = check.between(0.0, 1.0, delta=delta)
-    decay = math.exp(-epsilon)
-    # PRIVACY: an upper bound (test_the_attack_bound_is_the_formula_and_is_attained)
-    return min(1.0, (math.tanh(epsilon / 2.0) + 2.0 * delta * decay / (1.0 + decay)) * _SLACK)
-
-
 def trade_off(curve: Iterable[tuple[float, float]], false_positive: float) -> float:
     """Returns a lower bound on the false negative rate of every test which of two neighboring data sets was used.
 
-    Proof. As in `attack_advantage`, with false positive rate f and false negative rate 1 - t, at each (epsilon, delta):
-    1 - t >= 1 - delta - e^epsilon f, and e^epsilon (1 - t) >= 1 - delta - f.
+    Proof. For a test with true positive rate t and false positive rate f, (epsilon, delta)-DP of "says yes" gives
+    t <= e^epsilon f + delta, and of "says no", with the data sets exchanged, 1 - f <= e^epsilon (1 - t) + delta.
 
     Args:
         curve: pairs (epsilon, delta) that hold for the same releases, in both directions.
@@ -253,7 +219,7 @@ class PrivacyReport:
         assumptions: what must hold for the figures to be true.
         budget: the budget, if there is one.
         advantage: bound of (true - false positive rate) of any test which of two neighboring data sets was used. From
-            the whole privacy curve: at most `attack_advantage(epsilon, delta)`, and often far less.
+            the whole privacy curve: at most that of epsilon and delta alone, and often far less.
         planned_epsilon: epsilon of the guarantee once the events still planned are made, if there is a plan.
         ledger_id: random name of the ledger, as its file and checkpoints have it.
         spent: (event, count) of the ledger; empty where sums of events bound nothing, because parameters were chosen on
@@ -413,7 +379,7 @@ def make_report(
         assumptions=_assumptions(ledger, unit, adjacency),
         budget=budget,
         advantage=min(
-            attack_advantage(evaluation.epsilon, delta),
+            Risk.of_point(evaluation.epsilon, delta).advantage,
             Risk(lambda e: ledger.delta(e, adjacency)).advantage,
         ),
         planned_epsilon=(
@@ -431,7 +397,7 @@ def of_adaptive_run(report: PrivacyReport, epsilons: dict[Adjacency, float]) -> 
         epsilons=epsilons,
         method="filter or odometer, parameters may depend on what was released",
         assumptions=tuple(line for line in report.assumptions if not line.startswith(fixed)),
-        advantage=attack_advantage(epsilons[report.adjacency], report.delta),
+        advantage=Risk.of_point(epsilons[report.adjacency], report.delta).advantage,
         planned_epsilon=None,
         spent=(),  # PRIVACY: their sums bound nothing (test_an_adaptive_card_draws_no_sums)
     )

@@ -3,9 +3,7 @@
 A statement is made from public values only: the report of a ledger, the design and the step counts of a run. No field
 of it has ever seen a record, so that it may be published with the model. Figures are rounded up, never down.
 
-What is true of a report and its run, and the figures that fill the blanks of the sentences of a statement.
-
-From public values only: a ledger's report and public facts of a run. Every figure is rounded up.
+Its sentences (sentences.toml) have blanks; here is what is true of a report and its run, and what fills the blanks.
 """
 
 from __future__ import annotations

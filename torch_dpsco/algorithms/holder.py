@@ -22,6 +22,7 @@ from typing import Any
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.calibrate import epoch_steps
 from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
 from torch_dpsco.accounting.designs import Design, Undeclared
 from torch_dpsco.accounting.events import Adjacency
@@ -502,7 +503,7 @@ def _balanced_batch(n: int, budget: Budget, sampling: Any, epochs: float) -> int
             budget.epsilon,
             budget.delta,
             design=design,
-            epochs=epochs,
+            steps=epoch_steps(design, epochs),
             adjacency=budget.adjacency,
             rtol=1e-3,
         )

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from torch_dpsco.accounting.designs import Poisson, Undeclared
+from torch_dpsco.accounting.designs import Poisson, Undeclared, identify
 from torch_dpsco.accounting.events import NonPrivate
-from torch_dpsco.accounting.identify import identify
 from torch_dpsco.algorithms.output_sgd import BoltOnPSGD, HolderOutputSGD
 from torch_dpsco.doctor.model_checks import coupled_records, excess, some
 from torch_dpsco.doctor.probe import ROUNDING

@@ -152,7 +152,7 @@ class Plan(ABC):
         yield from ()
 
     def plot(self) -> Figure:
-        """Returns a picture: noise beside signal, and epsilon over steps, also with less and more noise.
+        """Returns a picture: noise beside signal, and epsilon over steps.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -198,7 +198,7 @@ class Plan(ABC):
         if target.risk:
             return (
                 f"no test for {change} does better than {target.risk} (which holds by"
-                f" {target.line})"
+                f" epsilon {target.epsilon:g} at delta {target.delta:g})"
             )
         return (
             f"{change} hardly changes what is released: ({rounded_up(target.epsilon)},"
