@@ -65,7 +65,7 @@ def test_a_refusal_leaves_every_bit_and_says_what_was_spent_asked_and_left():
     assert image(accountant) == before
     assert accountant.get_epsilon(DELTA) == spent
     for figure in (
-        "past 1: the budget is epsilon 1 at delta 1e-05",
+        "past the budget of 1 (epsilon 1 at delta 1e-05",
         "replace_one",
         "in 40 events",
         f"room for {room} more",

@@ -437,7 +437,7 @@ def test_the_planned_refusal_names_the_least_epsilon_that_would_admit():
     )
     text = run.refusal(ledger, event, 26)
     found = re.search(
-        r"would bring epsilon to ([\d.]+), past 1: .*; spent ([\d.]+) in 3 events, "
+        r"would bring epsilon to ([\d.]+), past the budget of 1 .*; spent ([\d.]+) in 3 events, "
         r"remaining ([\d.]+), room for 25",
         text,
     )

@@ -277,7 +277,7 @@ def test_a_budget_at_delta_0_ends_where_the_sum_would_pass_it():
         accountant.authorize(Pure(0.1))
     assert accountant.get_epsilon(0.0) == accountant.report().epsilon == 1.0
     told = refusal(accountant, Pure(1e-3))
-    assert "would bring epsilon to 1.00101, past 1: the budget is epsilon 1 at delta 0" in told
+    assert "would bring epsilon to 1.00101, past the budget of 1 (epsilon 1 at delta 0" in told
     assert "room for 0 more" in told
     accountant.authorize(Pure(0.0), 7)
     assert len(accountant) == 17
@@ -440,7 +440,7 @@ def test_a_ledger_file_opened_again_knows_what_a_pure_budget_spent(tmp_path):
     assert image(again) == before
     assert again.ledger.epsilon(0.0, REPLACE_ONE) == pytest.approx(0.7, rel=1e-15)
     assert again.max_steps(Pure(0.1)) == 3
-    assert "past 1" in refusal(again, Pure(0.4))
+    assert "past the budget of 1" in refusal(again, Pure(0.4))
     assert "Gaussian noise" in refusal(again, GAUSSIAN)
     again.close()
 

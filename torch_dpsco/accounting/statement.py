@@ -16,6 +16,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch_dpsco import _validate as check
@@ -541,21 +542,15 @@ def _figures_of_run(report: PrivacyReport, run: Run) -> dict[str, Any]:
         "rate": rounded_up(design.batch_size / design.n, 6) if is_poisson else "",
         "parts": len(parts),
         "cut_parts": [
-            _CutPart(number, part.batches, part.passes)
+            SimpleNamespace(
+                number=number,
+                batches=part.batches,
+                anew=f", anew in each of {part.passes} passes" if part.passes > 1 else "",
+            )
             for number, (part, _) in enumerate(parts, 1)
             if isinstance(part, Assigned) and part.secret
         ],
     }
-
-
-class _CutPart(NamedTuple):
-    number: int
-    batches: int
-    passes: int
-
-    @property
-    def anew(self) -> str:
-        return "" if self.passes == 1 else f", anew in each of {self.passes} passes"
 
 
 def _sentence(line: str) -> str:
