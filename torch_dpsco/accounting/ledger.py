@@ -549,10 +549,7 @@ class Sum:
     def put(self, event: SimpleEvent, times: int) -> None:
         """Sets how often an event happened, >= 1; raises AdjacencyError if it has no guarantee."""
         before = self._counts.get(event, 0)
-        place = self._place(event)
-        if place is None:
-            place = self._write(len(self._places), event)
-            self._places[self._key(event)] = place
+        place = self._placed(event, self._places)
         self._counts[event] = times
         self._times[place] += times - before
         if not before:
@@ -560,19 +557,18 @@ class Sum:
             if self._noises > MANY and not self._coarse:
                 self._begin(self._counts)
 
-    def _key(self, event: SimpleEvent) -> SimpleEvent:
-        return _on_grid(event) if self._coarse else event
-
-    def _place(self, event: SimpleEvent) -> int | None:
-        return self._places.get(self._key(event))
-
-    def _write(self, place: int, event: SimpleEvent) -> int:
-        row = cost_of(self._key(event), self._adjacency, self._level).row
-        if place == len(self._rows):
-            self._rows = np.concatenate([self._rows, np.empty_like(self._rows)])
-            self._times = np.concatenate([self._times, np.zeros_like(self._times)])
-        self._rows[place] = row
-        return place
+    def _placed(self, event: SimpleEvent, places: dict[SimpleEvent, int]) -> int:
+        """Returns the row of an event; a new one is written behind the others, and noted in `places`."""
+        key = _on_grid(event) if self._coarse else event
+        if key not in places:
+            last = len(places)
+            row = cost_of(key, self._adjacency, self._level).row
+            if last == len(self._rows):
+                self._rows = np.concatenate([self._rows, np.empty_like(self._rows)])
+                self._times = np.concatenate([self._times, np.zeros_like(self._times)])
+            self._rows[last] = row
+            places[key] = last
+        return places[key]
 
     def cost(self, changed: Counts | None = None) -> Cost:
         """Returns the composed cost, as if some events had happened another number of times, >= 1."""
@@ -580,21 +576,19 @@ class Sum:
         more = sum(_is_sampled(event) for event in changed if event not in self._counts)
         if self._noises + more > MANY and not self._coarse:
             return Sum(self._adjacency, self._level, self._counts | dict(changed)).cost()
-        new: dict[SimpleEvent, int] = {}  # behind the known ones, where `put` will write them too
-        for event in changed:
-            if self._place(event) is None:
-                new.setdefault(self._key(event), len(self._places) + len(new))
-                self._write(new[self._key(event)], event)
-        last = len(self._places) + len(new)
-        if not last:
+        # new rows where `put` will write them too
+        places = dict(self._places) if changed else self._places
+        added = [
+            (self._placed(event, places), count - self._counts.get(event, 0))
+            for event, count in changed.items()
+        ]
+        if not places:
             return Cost.zero(self._level)
-        times = self._times[:last].copy()
-        for event, count in changed.items():
-            place = self._place(event)
-            place = new[self._key(event)] if place is None else place
-            times[place] += count - self._counts.get(event, 0)
+        times = self._times[: len(places)].copy()
+        for place, count in added:
+            times[place] += count
         with np.errstate(invalid="ignore"):  # nan marks what is not defined
-            return Cost.of_row(times @ self._rows[:last])
+            return Cost.of_row(times @ self._rows[: len(places)])
 
 
 def _merged(chosen: Iterable[_Part]) -> _Part:
