@@ -598,7 +598,7 @@ class Accountant:
     def _require_fixed_parameters(self) -> None:
         if self.adaptive:
             # PRIVACY: sums of costs that were chosen on the way bound nothing by themselves
-            # (test_an_adaptive_run_has_no_delta_mu_or_rho)
+            # (test_an_adaptive_run_has_no_delta_or_mu)
             raise ValueError("delta must be given for an adaptive run: ask get_epsilon(delta)")
 
     @typed
