@@ -154,7 +154,7 @@ def test_the_code_of_the_document_runs_as_it_stands(capsys):
         exec(compile(block, "docs/estimators.md", "exec"), names)
     shown = capsys.readouterr().out
     assert "(1, 1e-06)-differential privacy for one example (zero_out: emptied)." in shown
-    assert re.search(r"past the budget of \S+ \(gdp, epsilon=1.5 at delta=1e-05", shown)
+    assert re.search(r"past the budget of \S+ \(epsilon 1.5 at delta 1e-05", shown)
     assert "pure (delta = 0)" in shown
 
 

@@ -59,8 +59,6 @@ OPACUS_CONTACT = [
     f"{PACKAGE}.compat",
     f"{PACKAGE}.rows",
     f"{ACCOUNTING}.accountant",
-    f"{ACCOUNTING}.identify",
-    f"{ACCOUNTING}.opacus",
     f"{PACKAGE}.integrations",
 ]
 # Models and losses of users are run on made-up batches; whatever they raise becomes a finding or a verdict.

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import torch_dpsco as dp
 from tests.reference.papers.user_level import break_even_clip
+from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.designs import Parts
-from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.algorithms.user_numbers import calibrate_filter
 from torch_dpsco.errors import InfeasibleError
 

@@ -244,7 +244,7 @@ def test_an_unknown_field_is_refused():
         ({"type": "Cauchy", "scale": 1}, r"event type must be one of .* \(got 'Cauchy'\)"),
         (
             {"type": "PoissonGaussian", "q": 0.1},
-            r"PoissonGaussian must have the field 'noise_multiplier'",
+            r"missing 1 required positional argument: 'noise_multiplier'",
         ),
         ({"type": "PoissonGaussian", "q": 2, "noise_multiplier": 1}, r"q must be in \[0, 1\]"),
         (

@@ -215,7 +215,11 @@ def test_records_are_assigned_to_parts_under_every_adjacency(adjacency: str) -> 
     assert epsilon(planned, adjacency) == pytest.approx(
         max(2.0, trained), rel=1e-4
     )  # pure: delta is to spare
-    assert (design.draws_left(0), design.draws_left(1), design.draws_left(4)) == (1, 4, 1)
+    assert [design.charges_left(Draw(0, "p", "0", k), 9, of_passes=False) for k in (0, 1, 4)] == [
+        1,
+        4,
+        1,
+    ]
     by_position = dp.Parts(design.parts, 26)
     if adjacency == "add_remove":
         with pytest.raises(AdjacencyError):

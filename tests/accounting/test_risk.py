@@ -24,7 +24,7 @@ from torch_dpsco.accounting.events import (
     clipped_gaussian,
 )
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.accounting.report.figures import attack_advantage, trade_off
+from torch_dpsco.accounting.report import trade_off
 from torch_dpsco.errors import AdjacencyError
 
 RATES = st.floats(0.0, 1.0) | st.sampled_from([1e-9, 1e-4, 0.01, 1 - 1e-6])
@@ -62,11 +62,8 @@ def test_one_point_is_its_own_trade_off(epsilon, delta, f):
     risk = Risk.of_point(epsilon, delta)
     exact = trade_off([(epsilon, delta)], f)
     assert exact - 1e-8 <= risk.false_negative(f) <= exact + 1e-15
-    assert (
-        attack_advantage(epsilon, delta) - 1e-12
-        <= risk.advantage
-        <= attack_advantage(epsilon, delta) * (1 + 1e-11) + 3e-15
-    )
+    formula = math.tanh(epsilon / 2) + 2 * delta / (math.exp(epsilon) + 1)
+    assert formula - 1e-12 <= risk.advantage <= min(1.0, formula) * (1 + 1e-11) + 3e-15
 
 
 @pytest.mark.cases(0, 1)
@@ -217,7 +214,7 @@ def test_an_adaptive_report_knows_its_point_only():
     accountant = Accountant(Budget(2.0, 1e-5, "replace_one", mode="gdp"))
     accountant.authorize(clipped_gaussian(8.0), 2)
     report = accountant.report()
-    assert report.risk().advantage == pytest.approx(attack_advantage(report.epsilon, 1e-5))
+    assert report.risk().advantage == pytest.approx(math.tanh(1.0), rel=1e-4)
     assert report.risk().false_negative(0.01) == pytest.approx(
         trade_off([(report.epsilon, 1e-5)], 0.01)
     )

@@ -23,7 +23,6 @@ from torch_dpsco.accounting.events import (
     event_from_json,
     event_to_json,
 )
-from torch_dpsco.accounting.identify import RatePoisson
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.rng import Keystream, Stream
 from torch_dpsco.step.exact_noise import exact_release, on_grid, release_on_grid
@@ -235,7 +234,6 @@ def test_sampling_keeps_what_noise_was_drawn(exact):
         Full(100),
         Shuffled(5, 100),
         Disjoint(5, 100),
-        RatePoisson(0.1, 100),
     ):
         accountant = Accountant(adjacency=REPLACE_ONE)
         accountant.authorize(design.event(base, 3))

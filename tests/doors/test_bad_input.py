@@ -44,11 +44,8 @@ EXEMPT = {
         "audit.OneRunResult",
         "step.plan.Plan",
     ),
-    *(
-        "accounting.report.figures.PrivacyReport",
-        "accounting.report.figures.PrivacyReport.promising",
-    ),
-    *("accounting.report.statement.Statement", "accounting.report.statement.Statement.promising"),
+    "accounting.report.PrivacyReport",
+    *("accounting.statement.Statement", "accounting.statement.Statement.promising"),
     *(
         "accounting.analysis.risk.Risk",
         "estimators.Released",
@@ -77,7 +74,6 @@ EXEMPT = {
             "Poisson",
             "Fixed",
             "Shuffled",
-            "Disjoint",
             "Assigned",
             "Cyclic",
             "Full",
@@ -91,7 +87,7 @@ EXEMPT = {
     "integrations.opacus.DPOptimizer.*",
     *("integrations.transformers.PrivateTrainer", "integrations.transformers.PrivateTrainer.*"),
     # parts that plans, optimizers and loaders of the library make or use
-    *(f"Accountant.{name}" for name in ("continue_from", "expect", "marked", "require_planned")),
+    *(f"Accountant.{name}" for name in ("continue_from", "marked", "require_planned")),
     *("Budget.quoted", "Problem.require", "errors.warn", "show.loggers.in_single"),
     *(f"oracles.{name}" for name in ("Charge", "Release", "clip_weights", "joint_norm")),
     *(f"oracles.{name}" for name in ("ShuffledMedian", "UserFiltered")),

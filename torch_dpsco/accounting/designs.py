@@ -20,8 +20,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import ClassVar, TypeAlias, TypeGuard, cast
+from typing import Any, ClassVar, TypeAlias, TypeGuard, cast
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
@@ -45,7 +44,7 @@ from torch_dpsco.accounting.events import (
     Stated,
     WORGaussian,
 )
-from torch_dpsco.errors import AdjacencyError
+from torch_dpsco.errors import AdjacencyError, UnknownSamplerError
 
 # of a query on one given batch; sampling amplifies `Gaussian` alone
 BaseEvent: TypeAlias = SimpleEvent | Sequential | Repeat
@@ -77,16 +76,17 @@ class Design(ABC):
     batch_size: int
     n: int
     positional = one_pass = ordered = False
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Draws that touch each record once on average: ceil(n / batch_size)."""
-        return math.ceil(self.n / self.batch_size)
+    passes = 1
 
     @property
     def batches(self) -> int:
-        """Draws of one pass: `steps_per_epoch`, except for designs of several passes."""
-        return self.steps_per_epoch
+        """Draws of one pass, which touch each record once on average: ceil(n / batch_size)."""
+        return math.ceil(self.n / self.batch_size)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Draws of all passes: `batches`, except for designs of several."""
+        return self.batches * self.passes
 
     @property
     def secret(self) -> bool:
@@ -105,6 +105,13 @@ class Design(ABC):
             draws: number of draws, >= 0.
         """
         return Repeat(self.draw_event(base, Draw(0)), draws)
+
+    def _require_room(self, draws: int) -> None:
+        """Raises ValueError for more draws than a design of a fixed number has."""
+        if check.count(draws=draws) > self.steps_per_epoch and self.one_pass:
+            raise ValueError(
+                f"draws must be <= {self.steps_per_epoch}, those of {self} (got {draws})"
+            )
 
     def between(
         self, start: int, stop: int, bases: Sequence[BaseEvent], partition: str = "planned"
@@ -127,10 +134,6 @@ class Design(ABC):
             )
         return self.event(bases[0], stop - start)
 
-    def draws_left(self, draw: int) -> int:
-        """Returns how many draws of one part are left at draw 0, 1, ..., this one included."""
-        return 1
-
     def charges_left(self, draw: Draw, left: int, *, of_passes: bool) -> int:
         """Returns how many charges like that of a draw are ahead, this one included.
 
@@ -139,7 +142,7 @@ class Design(ABC):
             left: draws that a run has left, this one included.
             of_passes: whether a charge is of a whole pass of secret draws.
         """
-        return self.draws_left(draw.index) if draw.partition else left
+        return 1 if draw.partition else left
 
     @abstractmethod
     def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
@@ -255,9 +258,17 @@ def _restricted(base: BaseEvent, adjacencies: tuple[Adjacency, ...]) -> BaseEven
 
 
 class CutDesign(SizedDesign):
-    """A design of batches that are cut from a permutation of the records."""
+    """A design of batches that are cut from a permutation of the records.
+
+    No amplification is claimed: a pass costs one unsampled Gaussian, and a started pass counts as a whole one.
+    """
 
     positional = ordered = True
+
+    def event(self, base: BaseEvent, draws: int = 1) -> Event:
+        """Returns the event of the first `draws` draws."""
+        self._require_room(draws)
+        return Repeat(positional_event(base), math.ceil(draws / self.batches))
 
     def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
         """Returns the event of one draw."""
@@ -266,16 +277,7 @@ class CutDesign(SizedDesign):
 
 @dataclass(frozen=True)
 class Shuffled(CutDesign):
-    """Epochs over a fresh random permutation cut into batches: each record is in one batch of each epoch.
-
-    No amplification is claimed: a pass costs one unsampled Gaussian, and a started pass counts as a whole one.
-    """
-
-    def event(self, base: BaseEvent, draws: int = 1) -> Event:
-        """Returns the event of the first `draws` draws."""
-        return Repeat(
-            positional_event(base), math.ceil(check.count(draws=draws) / self.steps_per_epoch)
-        )
+    """Epochs over a fresh random permutation cut into batches: each record is in one batch of each epoch."""
 
 
 @dataclass(frozen=True)
@@ -283,14 +285,6 @@ class Disjoint(CutDesign):
     """One pass over a random permutation cut into batches: all draws together cost one unsampled Gaussian."""
 
     one_pass = True
-
-    def event(self, base: BaseEvent, draws: int = 1) -> Event:
-        """Returns the event of the first `draws` draws."""
-        if check.count(draws=draws) > self.steps_per_epoch:
-            raise ValueError(
-                f"draws must be <= {self.steps_per_epoch}, one pass over the data (got {draws})"
-            )
-        return Repeat(positional_event(base), min(draws, 1))
 
 
 @dataclass(frozen=True)
@@ -336,7 +330,7 @@ class Undeclared(Design):
         return _restricted(base, (REPLACE_ONE,))
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Assigned(SizedDesign):
     """Passes over batches to which each record is assigned independently and uniformly; all three adjacencies.
 
@@ -375,21 +369,10 @@ class Assigned(SizedDesign):
             check.fields(self, parts=check.positive_count)
         check.fields(self, amplification=check.flag, passes=check.positive_count)
 
-    def __repr__(self) -> str:
-        # as it was before these fields: it enters the digests of checkpoints
-        more = ", amplification=True" if self.amplification else ""
-        more += f", passes={self.passes}" if self.passes > 1 else ""
-        return f"Assigned(batch_size={self.batch_size}, n={self.n}, parts={self.parts}{more})"
-
     @property
     def batches(self) -> int:
         """Number of batches of a pass."""
-        return self.parts or super().steps_per_epoch
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Draws of all passes."""
-        return self.batches * self.passes
+        return self.parts or super().batches
 
     @property
     def secret(self) -> bool:
@@ -410,14 +393,11 @@ class Assigned(SizedDesign):
 
     def charges_left(self, draw: Draw, left: int, *, of_passes: bool) -> int:
         """Returns how many charges like that of a draw are ahead: one for each pass, or for this batch alone."""
-        return math.ceil(left / self.batches) if of_passes else self.draws_left(draw.index)
+        return math.ceil(left / self.batches) if of_passes else 1
 
     def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws: a pass that is begun counts as a whole one."""
-        if check.count(draws=draws) > self.steps_per_epoch:
-            raise ValueError(
-                f"draws must be <= {self.steps_per_epoch}, the planned passes (got {draws})"
-            )
+        self._require_room(draws)
         return Repeat(self._whole(base), math.ceil(draws / self.batches))
 
     def between(
@@ -463,8 +443,7 @@ class Assigned(SizedDesign):
 class Cyclic(CutDesign):
     """Several passes over one random permutation cut into batches, in the same order each time.
 
-    Two steps of one record are at least `batches` apart. No amplification is claimed: a pass costs one unsampled
-    Gaussian, and a started pass counts as a whole one.
+    Two steps of one record are at least `batches` apart.
 
     Args:
         batch_size: of all batches but the last of a pass.
@@ -479,24 +458,6 @@ class Cyclic(CutDesign):
         check_fields(self)
         super().__post_init__()
         check.fields(self, passes=check.positive_count)
-
-    @property
-    def batches(self) -> int:
-        """Number of batches of a pass."""
-        return super().steps_per_epoch
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Draws of all passes."""
-        return self.batches * self.passes
-
-    def event(self, base: BaseEvent, draws: int = 1) -> Event:
-        """Returns the event of the first `draws` draws."""
-        if check.count(draws=draws) > self.steps_per_epoch:
-            raise ValueError(
-                f"draws must be <= {self.steps_per_epoch}, the planned ones (got {draws})"
-            )
-        return Repeat(positional_event(base), math.ceil(draws / self.batches))
 
     def between(
         self, start: int, stop: int, bases: Sequence[BaseEvent], partition: str = "planned"
@@ -532,8 +493,8 @@ class Parts(Design):
     Example:
         >>> from torch_dpsco.accounting.events import clipped_gaussian
         >>> design = Parts(((Full(50), 3), (Full(25), 4)), n=100)
-        >>> design.steps_per_epoch, design.part_of(3), design.event(clipped_gaussian(2.0), 4).n
-        (7, 1, 3)
+        >>> design.steps_per_epoch, design.part_of(3), len(design.event(clipped_gaussian(2.0), 4).items())
+        (7, 1, 2)
     """
 
     parts: tuple[tuple[Full | Poisson | Fixed | Disjoint | Assigned, int], ...]
@@ -578,7 +539,7 @@ class Parts(Design):
         return self.parts[0][0].batch_size
 
     @property
-    def steps_per_epoch(self) -> int:
+    def batches(self) -> int:
         """Draws of all parts."""
         return sum(draws for _, draws in self.parts)
 
@@ -586,10 +547,10 @@ class Parts(Design):
         """Returns the part of draw 0, 1, ..."""
         return self._locate(draw)[0]
 
-    def draws_left(self, draw: int) -> int:
-        """Returns how many draws of one part are left at draw 0, 1, ..., this one included."""
-        part, left = self._locate(draw)
-        return 1 if self.parts[part][0].one_pass else left
+    def charges_left(self, draw: Draw, left: int, *, of_passes: bool) -> int:
+        """Returns how many charges like that of a draw are ahead: those of its part."""
+        part, here = self._locate(draw.index)
+        return 1 if self.parts[part][0].one_pass else here
 
     def _locate(self, draw: int) -> tuple[int, int]:
         k = draw
@@ -615,20 +576,8 @@ class Parts(Design):
 
     def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws: that of the part of which most cost is used."""
-        if check.count(draws=draws) > self.steps_per_epoch:
-            raise ValueError(
-                f"draws must be <= {self.steps_per_epoch}, the planned ones (got {draws})"
-            )
-        if {type(design) for design, _ in self.parts} != {Full}:
-            return self.between(0, draws, [base] * len(self.parts))
-        starts = accumulate(
-            [draws for _, draws in self.parts], initial=0
-        )  # a form that needs no partition
-        most = max(
-            min(count, max(0, draws - start))
-            for (_, count), start in zip(self.parts, starts, strict=False)
-        )
-        return Repeat(positional_event(base), most)
+        self._require_room(draws)
+        return self.between(0, draws, [base] * len(self.parts))
 
     @property
     def secret(self) -> bool:
@@ -711,14 +660,6 @@ class AssignedParts(Parts):
         if used != self.n:
             raise ValueError(f"parts must have n={self.n} records together (got {used})")
 
-    def event(self, base: BaseEvent, draws: int = 1) -> Event:
-        """Returns the event of the first `draws` draws: that of the part of which most cost is used."""
-        if check.count(draws=draws) > self.steps_per_epoch:
-            raise ValueError(
-                f"draws must be <= {self.steps_per_epoch}, the planned ones (got {draws})"
-            )
-        return self.between(0, draws, [base] * len(self.parts))
-
     def _parallel(self, used: dict[str, tuple[Event, ...]], partition: str) -> Event:
         # PRIVACY: as for `Assigned` (test_records_are_assigned_to_parts_under_every_adjacency)
         return Parallel(used, partition, "keyed", key_public=True)
@@ -736,3 +677,28 @@ def _require_one_pass(design: Assigned) -> None:
             "passes must be 1 for a part that is cut further, where none is amplified (got"
             f" {design})"
         )
+
+
+def identify(loader: Any) -> Design:
+    """Returns the design of a loader, of its batch sampler, or of a sampler itself, if it is one of torch_dpsco.
+
+    The optimizers of torch_dpsco ask here: they need the draw log that only these samplers keep. A sampler of
+    torch_dpsco given as `sampler=` is not believed: the loader would join several draws into a batch. A shuffled or
+    fixed-size loader accounted as Poisson would under-report epsilon by more than 10 times.
+
+    Raises:
+        UnknownSamplerError: the sampler is not one of torch_dpsco.
+    """
+    # PRIVACY: (test_a_design_sampler_under_another_batch_sampler_is_refused)
+    for source in (loader, getattr(loader, "batch_sampler", None)):
+        design = getattr(source, "design", None)
+        if isinstance(design, Design):
+            return design
+    parts = [loader, *(getattr(loader, name, None) for name in ("batch_sampler", "sampler"))]
+    names = " > ".join(type(part).__name__ for part in parts if part is not None) or "NoneType"
+    raise UnknownSamplerError(
+        f"loader must draw by a sampler of torch_dpsco (got {names}). Ways out:"
+        " optimizer.loader(dataset) draws Poisson batches; DataLoader(dataset,"
+        " batch_sampler=PoissonSampler(...)) keeps your own loader; or build the optimizer"
+        " without n= and design=, which claims no amplification"
+    )

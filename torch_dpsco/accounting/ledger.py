@@ -16,17 +16,9 @@ child finds the lock free and every ledger whole.
 Source: docs/proofs/accounting.md#composition, docs/proofs/accounting.md#parts-of-a-partition,
 docs/proofs/accounting.md#pure-sums.
 
-Sums of costs: what counted events cost together, kept up to date as counts grow.
-
-Equal events share one counter, so that a million equal steps cost one entry; one row of costs per distinct event makes
-a sum over events one product.
-
-Source: docs/proofs/accounting.md#composition, docs/proofs/accounting.md#parts-of-a-partition,
-docs/proofs/accounting.md#between-two-noises.
-
-replace_one from add_remove: a replaced record is one removed and one added, a group of two.
-
-Source: docs/proofs/accounting.md#replacing-from-adding-and-removing.
+Sums of costs: equal events share one counter, so that a million equal steps cost one entry; one row of costs per
+distinct event makes a sum over events one product. Of sampled releases with more than 64 different noises each counts
+as one with the next lower noise of a grid: the rest of its noise is post-processing of that.
 """
 
 from __future__ import annotations
@@ -38,9 +30,10 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from fractions import Fraction
-from functools import wraps
-from itertools import product
+from functools import lru_cache, partial, reduce, wraps
+from itertools import islice, product
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -48,14 +41,13 @@ import numpy as np
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.risk import Risk
 from torch_dpsco.accounting.curves import (
-    ComposedLaws,
     Cost,
     Evaluation,
+    Laws,
+    composed_laws,
     cost_of,
     delta_of,
     epsilon_of,
-    laws_of,
-    spread_of,
 )
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
@@ -63,13 +55,14 @@ from torch_dpsco.accounting.events import (
     Adjacency,
     Event,
     Parallel,
+    PoissonGaussian,
     Repeat,
     Sequential,
     SimpleEvent,
+    WORGaussian,
     event_from_json,
     event_to_json,
 )
-from torch_dpsco.accounting.noise_levels import MANY, Levels
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
 
 
@@ -123,18 +116,14 @@ def locked(method: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 _BASE = ("", "")  # partition and part of events that touch all records
-_POSITIONAL = ("positional", False)
-_MOST_CHOICES = 16  # of parts, that are composed one by one
+_MOST_CHOICES = 64  # of parts, that are composed one by one
+_MANY_LAWS = 64  # beyond which they take more than about half a second
 _Place = tuple[str, str]
 _Counts = dict[SimpleEvent, int]
+_Part = tuple[tuple[SimpleEvent, int], ...]
 _Kinds = dict[
     str, tuple[str, bool]
 ]  # per partition: how it was cut, and whether its key is public
-
-
-def size_of(event: Event, count: int) -> int:
-    """Returns by how much a ledger grows longer when an event is recorded `count` times."""
-    return sum(times for _, _, times in _flatten(event, count))
 
 
 def _flatten(event: Event, count: int) -> Iterator[tuple[_Place, SimpleEvent, int]]:
@@ -204,12 +193,10 @@ class Ledger:
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self._length = 0
-        self._latest: Event | None = None  # event that touches all records
         self.distinct: set[SimpleEvent] = set()  # wherever they were charged
         self._counts: dict[_Place, _Counts] = {}
         self._kinds: _Kinds = {}
-        self._parts: dict[str, list[_Place]] = {}
-        self._totals: dict[tuple[Adjacency, int], Totals] = {}
+        self._sums: dict[tuple[Adjacency, int], Sum] = {}  # of the events that touch all records
         for event in events:
             self.add(event)
 
@@ -255,45 +242,25 @@ class Ledger:
     def add(self, event: Event, count: int = 1) -> None:
         """Records an event `count` times. The whole event is checked before anything is recorded."""
         with LOCK:
-            known = isinstance(event, SimpleEvent) and (
-                event is self._latest or event in self._counts.get(_BASE, {})
-            )
-            if known and type(count) is int and count > 0:  # what most steps are
-                self._add_again(event, count)
+            if isinstance(event, SimpleEvent) and type(count) is int and count > 0:
+                entries = [(_BASE, event, count)]
             else:
-                self._add(event, count)
-
-    def _add(self, event: Event, count: int) -> None:
-        entries = list(_flatten(event, check.count(count=count)))
-        kinds = self._kinds_with(event)
-        if not entries:
-            return  # a part without events rules no adjacency out (test_a_charge_of_nothing_changes_no_answer)
-        self._require_room(sum(times for _, _, times in entries))
-        self._kinds = kinds
-        # PRIVACY: sums that Ctrl-C interrupted are made anew (test_an_interrupted_charge_leaves_no_stale_answer)
-        totals = self._totals
-        self._totals = {}
-        for place, simple, times in entries:
-            if place not in self._counts:
-                self._counts[place] = {}
-                self._parts.setdefault(place[0], []).append(place)
-            counts = self._counts[place]
-            counts[simple] = counts.get(simple, 0) + times
-            self.distinct.add(simple)
-            self._length += times
-            self._update(totals, place, simple)
-        self._totals = totals
-
-    def _add_again(self, event: Any, count: int) -> None:
-        self._require_room(count)
-        totals, self._totals = self._totals, {}  # as in `add`
-        counts = self._counts[_BASE]
-        counts[event] = times = counts[event] + count
-        self._length += count
-        for known in totals.values():  # each has the event already
-            known.base.put(event, times)
-        self._totals = totals
-        self._latest = event
+                entries = list(_flatten(event, check.count(count=count)))
+                kinds = self._kinds_with(event)
+                if not entries:
+                    return  # a part without events rules no adjacency out (test_a_charge_of_nothing_changes_no_answer)
+                self._kinds = kinds
+            self._require_room(sum(times for _, _, times in entries))
+            # PRIVACY: sums that Ctrl-C interrupted are made anew (test_an_interrupted_charge_leaves_no_stale_answer)
+            sums, self._sums = self._sums, {}
+            for place, simple, times in entries:
+                counts = self._counts.setdefault(place, {})
+                counts[simple] = counts.get(simple, 0) + times
+                self.distinct.add(simple)
+                self._length += times
+                if place == _BASE:
+                    self._put(sums, simple, counts[simple])
+            self._sums = sums
 
     def _require_room(self, events: int) -> None:
         length = self._length + events
@@ -301,6 +268,15 @@ class Ledger:
             raise ValueError(
                 f"count must leave at most {sys.maxsize} events in the ledger (got {length})"
             )
+
+    def _put(
+        self, sums: dict[tuple[Adjacency, int], Sum], event: SimpleEvent, times: int
+    ) -> None:
+        for key, known in list(sums.items()):
+            try:
+                known.put(event, times)
+            except AdjacencyError:  # recorded all the same; a query under that adjacency raises
+                del sums[key]
 
     def _kinds_with(self, event: Event | None) -> _Kinds:
         kinds = dict(self._kinds)
@@ -310,27 +286,6 @@ class Ledger:
                     f"partition {name!r} must be cut in one way (got {kinds[name]} and {kind})"
                 )
         return kinds
-
-    def _update(
-        self, known: dict[tuple[Adjacency, int], Totals], place: _Place, event: SimpleEvent
-    ) -> None:
-        for key, totals in list(known.items()):
-            try:
-                if place == _BASE:
-                    totals.base.put(event, self._counts[place][event])
-                else:
-                    totals.grow(place[0], total_of(self._counts[place], *key))
-            except AdjacencyError:  # recorded all the same; a query under that adjacency raises
-                del known[key]
-
-    def _totals_at(self, adjacency: Adjacency, level: int) -> Totals:
-        if (adjacency, level) not in self._totals:
-            totals = Totals(adjacency, level, self._counts.get(_BASE, {}))
-            for place, counts in self._counts.items():
-                if place != _BASE:
-                    totals.grow(place[0], total_of(counts, adjacency, level))
-            self._totals[adjacency, level] = totals
-        return self._totals[adjacency, level]
 
     def changed(self, extra: Event | None, count: int) -> dict[_Place, _Counts]:
         """Returns the counts that recording an event `count` times would change, as they would be."""
@@ -353,7 +308,7 @@ class Ledger:
         for place, counts in changed.items():
             others = [
                 self._counts[other]
-                for other in self._parts.get(place[0], ())[:2]
+                for other in islice((o for o in self._counts if o[0] == place[0]), 2)
                 if other != place
             ]
             # PRIVACY: (test_only_a_part_within_another_one_adds_nothing)
@@ -373,14 +328,22 @@ class Ledger:
             AdjacencyError: some event has no guarantee under this adjacency.
         """
         _require_defined(self._kinds_with(extra), adjacency)
-        totals = self._totals_at(adjacency, level)
-        changed = self.changed(extra, count)
-        base = changed.pop(_BASE, None)
-        after = {place: self._counts.get(place, {}) | counts for place, counts in changed.items()}
-        parts = (
-            (place[0], total_of(counts, adjacency, level)) for place, counts in after.items()
-        )
-        return totals.cost(base, parts)
+        if (adjacency, level) not in self._sums:
+            self._sums[adjacency, level] = Sum(adjacency, level, self._counts.get(_BASE, {}))
+        total = self._sums[adjacency, level].cost(self.changed(extra, count).get(_BASE))
+        parts = self._parts(extra, count)
+        for partition in sorted(parts):  # in one order: the same events always give the same bits
+            if partition:
+                costs = (_cost_of_part(part, adjacency, level) for part in parts[partition])
+                total = total + reduce(Cost.maximum, costs)
+        return total
+
+    def _parts(self, extra: Event | None, count: int) -> dict[str, list[_Part]]:
+        """Returns the different parts of each partition; of "" the only one."""
+        parts: dict[str, dict[_Part, None]] = {}
+        for (partition, _), counts in self.counts(extra, count).items():
+            parts.setdefault(partition, {})[tuple(counts.items())] = None
+        return {partition: list(known) for partition, known in parts.items()}
 
     @locked
     def evaluate(
@@ -407,17 +370,11 @@ class Ledger:
             InfeasibleError: delta is 0 and some event has no pure epsilon; it is named.
         """
         if check.below_one(delta=delta) > 0:
-            if method == "best" and (choices := self._choices(adjacency, extra, count)):
-                found = [one.evaluate(delta, adjacency, enough=enough) for one in choices]
-                return max(found, key=lambda evaluation: evaluation.epsilon)
-            laws = ComposedLaws(lambda: self.counts(extra, count), adjacency)
-            return epsilon_of(
-                lambda level: self.cost(adjacency, level, extra, count),
-                delta,
-                laws,
-                method,
-                enough,
-            )
+            found = [
+                epsilon_of(cost_at, delta, laws, method, enough)
+                for cost_at, laws in self._cases(adjacency, extra, count)
+            ]
+            return max(found, key=lambda evaluation: evaluation.epsilon)
         if method not in ("best", "pure"):
             raise ValueError(f"method must be 'best' or 'pure' at delta=0 (got {method!r})")
         epsilon = self.pure(adjacency, extra, count)
@@ -426,34 +383,35 @@ class Ledger:
             raise InfeasibleError(f"delta must be > 0 (got 0.0): {impurity(culprit)}")
         return Evaluation(epsilon, "pure")
 
-    def _choices(
+    def _cases(
         self, adjacency: Adjacency, extra: Event | None = None, count: int = 1
-    ) -> list[Ledger]:
-        """Returns what a record may meet, one ledger per choice of a part of each partition; none if sums say as much.
+    ) -> list[tuple[Callable[[int], Cost], Laws]]:
+        """Returns what a record may meet, one case per choice of a part of each partition, as costs and laws.
 
-        They do not where something fails, whose failure is not to be added to the losses of another part, or where some
-        part has Renyi divergences alone, which are not to be all that is known of another.
+        Beyond 64 choices the largest of each cost stands for all, without laws. It would lose where something fails,
+        whose failure is not to be added to the losses of another part.
         """
-        parts: dict[str, list[_Counts]] = {}
-        for (partition, _), counts in self.counts(extra, count).items():
-            known = parts.setdefault(partition, [])
-            known += [counts] if counts not in known else []
-        if not 1 < math.prod(map(len, parts.values())) <= _MOST_CHOICES:
-            return []
         # PRIVACY: one choice alone does not know how records were cut (test_choices_of_parts_need_a_cut_that_holds)
         _require_defined(self._kinds_with(extra), adjacency)
-        lawless = any(
-            laws_of(event, adjacency) is None
-            for known in parts.values()
-            for counts in known
-            for event in counts
+        parts = self._parts(extra, count)
+        choices = math.prod(map(len, parts.values()))
+        most = _MANY_LAWS // choices
+
+        def laws(part: _Part | None) -> Laws:
+            counts = None if part is None else dict(part)
+            return lambda method: composed_laws(
+                counts, adjacency, math.inf if method == "pld" else most
+            )
+
+        # PRIVACY: every combination of parts, since laws are not ordered (test_the_worst_combination_of_parts_counts)
+        merged = (
+            [_merged(chosen) for chosen in product(*parts.values())]
+            if choices <= _MOST_CHOICES
+            else [None]
         )
-        if not lawless and not self.cost(adjacency, 0, extra, count).fails:
-            return []
-        return [
-            Ledger(Repeat(event, times) for counts in chosen for event, times in counts.items())
-            for chosen in product(*parts.values())
-        ]
+        if len(merged) == 1:
+            return [(lambda level: self.cost(adjacency, level, extra, count), laws(merged[0]))]
+        return [(partial(_cost_of_part, part, adjacency), laws(part)) for part in merged if part]
 
     @locked
     def pure(self, adjacency: Adjacency, extra: Event | None = None, count: int = 1) -> float:
@@ -472,15 +430,15 @@ class Ledger:
         _require_defined(self._kinds_with(extra), adjacency)
         if self.find_impure(adjacency, extra, count) is not None:
             return math.inf
-        largest: dict[str, Fraction] = {}
-        for (partition, _), counts in self.counts(extra, count).items():
-            part = sum(
-                times * Fraction(pure_epsilon(event, adjacency))
-                for event, times in counts.items()
+        largest = [
+            max(
+                sum(times * Fraction(pure_epsilon(event, adjacency)) for event, times in part)
+                for part in parts
             )
-            largest[partition] = max(Fraction(part), largest.get(partition, Fraction()))
+            for parts in self._parts(extra, count).values()
+        ]
         try:
-            return float(sum(largest.values()))
+            return float(sum(largest))
         except OverflowError:
             return math.inf
 
@@ -501,13 +459,8 @@ class Ledger:
     @locked
     def delta(self, epsilon: float, adjacency: Adjacency) -> float:
         """Returns delta at epsilon under an adjacency."""
-        if choices := self._choices(adjacency):
-            return max(one.delta(epsilon, adjacency) for one in choices)
-        return delta_of(
-            lambda level: self.cost(adjacency, level),
-            epsilon,
-            ComposedLaws(self.counts, adjacency),
-        )
+        found = [delta_of(cost_at, epsilon, laws) for cost_at, laws in self._cases(adjacency)]
+        return max(found)
 
     def risk(self, adjacency: Adjacency) -> Risk:
         """Returns what a test can find out about one record from the events recorded so far."""
@@ -516,14 +469,6 @@ class Ledger:
             events.pure(adjacency), math.inf
         )  # that sum was rounded to the nearest float
         return Risk(lambda epsilon: events.delta(epsilon, adjacency), pure)
-
-    @locked
-    def mu(self, adjacency: Adjacency, delta_min: float) -> float | None:
-        """Returns a mu whose Gaussian curve covers that of the ledger where delta >= delta_min; None without a figure.
-
-        Not Gaussian differential privacy (see `pld.gdp_upper`); failures are not covered.
-        """
-        return ComposedLaws(self.counts, adjacency).mu(delta_min)
 
     @locked
     def counts(self, extra: Event | None = None, count: int = 1) -> dict[_Place, _Counts]:
@@ -535,16 +480,7 @@ class Ledger:
     @locked
     def to_json(self) -> list[dict[str, Any]]:
         """Returns the entries as JSON objects with bit-exact floats."""
-        rows = []
-        for partition, part, event, times in self.entries():
-            row = event_to_json(event) | {"count": times}
-            if partition:
-                row = {"type": "Parallel", "partition": partition, "parts": {part: [row]}}
-                kind, key_public = self._kinds[partition]
-                if (kind, key_public) != _POSITIONAL:
-                    row |= {"partition_kind": kind, "key_public": key_public}
-            rows.append(row)
-        return rows
+        return [event_to_json(event) | {"count": times} for event, times in self.events()]
 
     @classmethod
     def from_json(cls, rows: Iterable[dict[str, Any]]) -> Ledger:
@@ -561,63 +497,30 @@ class Ledger:
 Counts = Mapping[SimpleEvent, int]
 
 
-class Rows:
-    """Sequential composition of counted events under one adjacency, on one order grid, each with its own cost.
+MANY = 64  # different noises of sampled releases, beyond which they count by the grid
+_LEVELS = 512  # of the grid per factor of 2: epsilon is up to 0.3 % larger
 
-    Args:
-        adjacency: neighboring relation.
-        level: of the order grid (`curves.orders_at`).
-    """
 
-    def __init__(self, adjacency: Adjacency, level: int) -> None:
-        self._adjacency = adjacency
-        self._level = level
-        self._places: dict[SimpleEvent, int] = {}
-        self._rows = np.empty((1, len(Cost.zero(level).row)))
-        self._times = np.empty(1)
+def _is_sampled(event: SimpleEvent) -> bool:
+    return isinstance(event, (PoissonGaussian, WORGaussian)) and event.noise_multiplier > 0
 
-    def put(self, event: SimpleEvent, times: int) -> bool:
-        """Sets how often an event happened, >= 1; returns whether it is new; raises AdjacencyError if not defined."""
-        known = self._places.get(event)
-        place = self._write(len(self._places), event) if known is None else known
-        self._places[event], self._times[place] = place, times
-        return known is None
 
-    def counts(self) -> dict[SimpleEvent, int]:
-        """Returns how often each event happened."""
-        return {event: int(self._times[place]) for event, place in self._places.items()}
-
-    def _write(self, place: int, event: SimpleEvent) -> int:
-        row = cost_of(event, self._adjacency, self._level).row
-        if place == len(self._rows):
-            self._rows = np.concatenate([self._rows, np.empty_like(self._rows)])
-            self._times = np.concatenate([self._times, np.empty_like(self._times)])
-        self._rows[place] = row
-        return place
-
-    def cost(self, changed: Counts | None = None) -> Cost:
-        """Returns the composed cost, as if some events had happened another number of times, >= 1."""
-        last = len(self._places)
-        places = []
-        for event in changed or ():
-            place = self._places.get(event)
-            if place is None:  # written behind the known ones, where `put` will write it too
-                place = self._write(last, event)
-                last += 1
-            places.append(place)
-        if not last:
-            return Cost.zero(self._level)
-        times = self._times[:last].copy()
-        times[places] = list((changed or {}).values())
-        with np.errstate(invalid="ignore"):  # nan marks what is not defined
-            return Cost.of_row(times @ self._rows[:last])
+@lru_cache(maxsize=1024)
+def _on_grid(event: SimpleEvent) -> SimpleEvent:
+    """Returns a sampled release with the next lower noise of the grid; others as they are."""
+    if not isinstance(event, (PoissonGaussian, WORGaussian)) or not event.noise_multiplier:
+        return event
+    noise = event.noise_multiplier
+    lower = 2.0 ** (math.floor(_LEVELS * math.log2(noise)) / _LEVELS)
+    # PRIVACY: never more than was drawn (test_many_noises_cost_no_less_than_each_by_itself)
+    return replace(event, noise_multiplier=min(lower, noise))
 
 
 class Sum:
-    """Sequential composition of counted events under one adjacency, on one order grid.
+    """Sequential composition of counted events under one adjacency, on one order grid, each with its own cost.
 
     Changing a count, or adding an event, takes no new sum over the others. The result depends on the counts and on the
-    order in which events came, and on nothing else. More than 64 noises of sampled releases count as `Levels` say.
+    order in which events came, and on nothing else.
 
     Args:
         adjacency: neighboring relation.
@@ -634,72 +537,67 @@ class Sum:
         self._begin(counts)
 
     def _begin(self, counts: Counts) -> None:
-        self._rows = Rows(self._adjacency, self._level)
-        self._sampled: set[SimpleEvent] = set()  # while they count one by one
-        many = sum(map(self._is_sampled, counts)) > MANY
-        self._levels = Levels(self._adjacency, self._level) if many else None
+        self._counts: dict[SimpleEvent, int] = {}
+        self._noises = 0  # different ones of sampled releases
+        self._coarse = sum(map(_is_sampled, counts)) > MANY
+        self._places: dict[SimpleEvent, int] = {}
+        self._rows = np.empty((1, len(Cost.zero(self._level).row)))
+        self._times = np.zeros(1)
         for event, times in counts.items():
             self.put(event, times)
 
     def put(self, event: SimpleEvent, times: int) -> None:
         """Sets how often an event happened, >= 1; raises AdjacencyError if it has no guarantee."""
-        if self._levels is not None and self._is_sampled(event):
-            self._levels.put(event, times)
-        elif self._rows.put(event, times) and self._is_sampled(event):
-            self._sampled.add(event)
-            if len(self._sampled) > MANY:
-                self._begin(self._rows.counts())
+        before = self._counts.get(event, 0)
+        place = self._placed(event, self._places)
+        self._counts[event] = times
+        self._times[place] += times - before
+        if not before:
+            self._noises += _is_sampled(event)
+            if self._noises > MANY and not self._coarse:
+                self._begin(self._counts)
 
-    def _is_sampled(self, event: SimpleEvent) -> bool:
-        return spread_of(event, self._adjacency) is not None
+    def _placed(self, event: SimpleEvent, places: dict[SimpleEvent, int]) -> int:
+        """Returns the row of an event; a new one is written behind the others, and noted in `places`."""
+        key = _on_grid(event) if self._coarse else event
+        if key not in places:
+            last = len(places)
+            row = cost_of(key, self._adjacency, self._level).row
+            if last == len(self._rows):
+                self._rows = np.concatenate([self._rows, np.empty_like(self._rows)])
+                self._times = np.concatenate([self._times, np.zeros_like(self._times)])
+            self._rows[last] = row
+            places[key] = last
+        return places[key]
 
     def cost(self, changed: Counts | None = None) -> Cost:
         """Returns the composed cost, as if some events had happened another number of times, >= 1."""
         changed = changed or {}
-        sampled = {event: times for event, times in changed.items() if self._is_sampled(event)}
-        if self._levels is not None:
-            others = {event: times for event, times in changed.items() if event not in sampled}
-            return self._rows.cost(others) + Cost(self._levels.rdp(sampled))
-        if len(self._sampled | sampled.keys()) > MANY:
-            return Sum(self._adjacency, self._level, self._rows.counts() | dict(changed)).cost()
-        return self._rows.cost(changed)
+        more = sum(_is_sampled(event) for event in changed if event not in self._counts)
+        if self._noises + more > MANY and not self._coarse:
+            return Sum(self._adjacency, self._level, self._counts | dict(changed)).cost()
+        # new rows where `put` will write them too
+        places = dict(self._places) if changed else self._places
+        added = [
+            (self._placed(event, places), count - self._counts.get(event, 0))
+            for event, count in changed.items()
+        ]
+        if not places:
+            return Cost.zero(self._level)
+        times = self._times[: len(places)].copy()
+        for place, count in added:
+            times[place] += count
+        with np.errstate(invalid="ignore"):  # nan marks what is not defined
+            return Cost.of_row(times @ self._rows[: len(places)])
 
 
-def total_of(counts: Counts, adjacency: Adjacency, level: int) -> Cost:
-    """Returns the sequential composition of counted events."""
-    return Sum(adjacency, level, counts).cost()
+def _merged(chosen: Iterable[_Part]) -> _Part:
+    counts: _Counts = {}
+    for event, times in (pair for part in chosen for pair in part):
+        counts[event] = counts.get(event, 0) + times
+    return tuple(counts.items())
 
 
-class Totals:
-    """What a ledger costs under one adjacency, on one order grid.
-
-    Args:
-        adjacency: neighboring relation.
-        level: of the order grid.
-        base: counts of the events that touch all records.
-    """
-
-    def __init__(self, adjacency: Adjacency, level: int, base: Counts) -> None:
-        self.base = Sum(adjacency, level, base)
-        self._largest: dict[str, Cost] = {}  # per partition
-
-    def grow(self, partition: str, part: Cost) -> None:
-        """Notes the cost of a part. It only ever grows, so that the running maximum over parts stays exact."""
-        _grow(self._largest, partition, part)
-
-    def cost(self, base: Counts | None, parts: Iterable[tuple[str, Cost]]) -> Cost:
-        """Returns the composed cost, as if base events had other counts, and there were these parts of partitions."""
-        largest = dict(self._largest)
-        for partition, part in parts:
-            _grow(largest, partition, part)
-        total = self.base.cost(base)
-        for partition in sorted(
-            largest
-        ):  # in one order, so that the same events always give the same bits
-            total = total + largest[partition]
-        return total
-
-
-def _grow(largest: dict[str, Cost], partition: str, part: Cost) -> None:
-    known = largest.get(partition)
-    largest[partition] = part if known is None else known.maximum(part)
+@lru_cache(maxsize=4096)
+def _cost_of_part(part: _Part, adjacency: Adjacency, level: int) -> Cost:
+    return Sum(adjacency, level, dict(part)).cost()

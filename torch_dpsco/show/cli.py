@@ -389,7 +389,7 @@ def _report(args: argparse.Namespace) -> Result:
     from torch_dpsco.accounting.book import write_state
     from torch_dpsco.accounting.events import check_adjacency
     from torch_dpsco.accounting.ledger_file import LedgerCopy
-    from torch_dpsco.accounting.report.statement import finite
+    from torch_dpsco.accounting.statement import finite
     from torch_dpsco.show import card
 
     _require_new(plot=args.plot)

@@ -6,9 +6,9 @@ import math
 import textwrap
 from typing import TYPE_CHECKING
 
+from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.events import in_words
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.show import plots
 from torch_dpsco.step.plan import Plan

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.designs import Design, Draw, Undeclared
-from torch_dpsco.accounting.identify import identify
+from torch_dpsco.accounting.designs import Design, Draw, Undeclared, identify
 from torch_dpsco.errors import (
     AdjacencyError,
     PrivacyError,

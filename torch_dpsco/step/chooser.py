@@ -520,7 +520,7 @@ def noise_for(budget: Budget, design: Design, steps: int | None, rtol: float = 1
         budget.epsilon,
         budget.delta,
         design=design,
-        steps=steps,
+        steps=check.positive_count(steps=steps),
         adjacency=budget.adjacency,
         rtol=rtol,
     )

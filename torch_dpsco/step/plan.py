@@ -28,6 +28,7 @@ from torch_dpsco._validate import shown
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.rounding import asks_exact
 from torch_dpsco.accounting.budgets import NO_BUDGET_DELTA, Budget, warn_of_delta
+from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.designs import (
     Assigned,
     AssignedParts,
@@ -49,7 +50,6 @@ from torch_dpsco.accounting.events import (
     in_words,
 )
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.acts import act
 from torch_dpsco.errors import AdjacencyError, ConditionError, outside
 from torch_dpsco.losses.base import TableGradBound
@@ -168,7 +168,7 @@ class Plan(ABC):
         yield from ()
 
     def plot(self) -> Figure:
-        """Returns a picture: noise beside signal, and epsilon over steps, also with less and more noise.
+        """Returns a picture: noise beside signal, and epsilon over steps.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -214,7 +214,7 @@ class Plan(ABC):
         if target.risk:
             return (
                 f"no test for {change} does better than {target.risk} (which holds by"
-                f" {target.line})"
+                f" epsilon {target.epsilon:g} at delta {target.delta:g})"
             )
         return (
             f"{change} hardly changes what is released: ({rounded_up(target.epsilon)},"

@@ -215,7 +215,7 @@ def _maximum(line: Callable[[float], float], top: float) -> float:
 
 
 def line_of_advantage(advantage: float) -> tuple[float, float]:
-    """Returns (epsilon, delta) that bounds the advantage of every test by this, by `attack_advantage`.
+    """Returns (epsilon, delta) that bounds the advantage of every test by this, by `Risk.of_point`.
 
     (0, advantage) is the same promise; an epsilon above 0, where the curve of Gaussian noise has the same slope as the
     line of this advantage, is what budgets and calibrations can work with.
