@@ -36,13 +36,10 @@ import math
 from collections.abc import Callable
 from typing import Literal, get_args
 
-import numpy as np
 import scipy
-from numpy.typing import ArrayLike
 
 from torch_dpsco import _validate as check
 from torch_dpsco._margin import up
-from torch_dpsco.accounting.analysis.gaussian import log_delta_curve
 
 FailureKind = Literal["coupling", "transcript", "per_side"]
 
@@ -169,78 +166,6 @@ def epsilon_with_failures(
         if math.isinf(epsilon):
             break
     return math.inf
-
-
-def mu_upper(epsilons: ArrayLike, deltas: ArrayLike, delta_min: float = 1e-10) -> float:
-    """Returns a mu for which a privacy curve lies below that of mu-GDP wherever delta >= delta_min, rounded up.
-
-    Between two points of the grid delta(epsilon) <= delta_i and epsilon < epsilon_(i+1): it suffices that the Gaussian
-    curve at epsilon_(i+1) is at least delta_i. A finer grid gives a smaller mu.
-
-    Args:
-        epsilons: (K,) ascending, the first one 0.
-        deltas: (K,) valid delta at each, in [0, 1], nonincreasing; the last one below delta_min.
-        delta_min: in (0, 1).
-
-    Returns:
-        mu >= 0, to a relative 1e-9; inf if a delta is 1.
-
-    Raises:
-        ValueError: an argument is out of range, or the curve does not start at 0 or stops above delta_min.
-
-    Guarantee: a summary "valid for delta >= delta_min", not GDP; compositions of it are not covered.
-
-    Source: docs/proofs/accounting.md#a-mu-that-covers-a-curve.
-
-    Example:
-        >>> from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
-        >>> grid = np.linspace(0, 6, 6001)
-        >>> round(mu_upper(grid, [gaussian_delta(0.5, epsilon) for epsilon in grid]), 2)
-        0.5
-    """
-    delta_min = check.open_interval(0.0, 1.0, delta_min=delta_min)
-    epsilon = np.asarray(epsilons, dtype=np.float64)
-    delta = np.asarray(deltas, dtype=np.float64)
-    if epsilon.ndim != 1 or epsilon.size < 2 or delta.shape != epsilon.shape:
-        raise ValueError(
-            f"epsilons and deltas must be 1-d, of one length >= 2 (got {epsilon.shape},"
-            f" {delta.shape})"
-        )
-    if epsilon[0] != 0 or not np.all(np.diff(epsilon) > 0) or not math.isfinite(epsilon[-1]):
-        raise ValueError("epsilons must ascend from 0 and be finite")
-    if not (np.all((delta >= 0) & (delta <= 1)) and np.all(np.diff(delta) <= 0)):
-        raise ValueError("deltas must be in [0, 1] and nonincreasing")
-    if delta[-1] >= delta_min:
-        raise ValueError(f"deltas must reach below delta_min = {delta_min:g} (got {delta[-1]:g})")
-    relevant = np.flatnonzero(delta >= delta_min)
-    if relevant.size == 0:
-        return 0.0
-    if delta[0] == 1:
-        return math.inf
-    return _least_mu(epsilon[relevant + 1], np.log(delta[relevant]))
-
-
-def _least_mu(epsilon: np.ndarray, log_delta: np.ndarray) -> float:
-    """Returns the least mu whose Gaussian curve is at least these values, rounded up."""
-
-    def covers(mu: float) -> bool:
-        # margin: the kernel is accurate to 1e-12 of the log (docs/proofs/accounting.md#renyi-integrals)
-        return bool(np.all(log_delta_curve(epsilon, mu) * (1 + 1e-12) >= log_delta))
-
-    low = 0.0
-    high = 1.0
-    while not covers(high):
-        low = high
-        high = 2 * high
-    while low == 0 and covers(high / 2):
-        high /= 2
-    while high - low > 1e-9 * high:
-        middle = (low + high) / 2
-        if covers(middle):
-            high = middle
-        else:
-            low = middle
-    return high
 
 
 def _checked(
