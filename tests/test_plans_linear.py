@@ -21,8 +21,8 @@ from tests.edited_plans import edited
 from torch_dpsco import estimators
 from torch_dpsco.accounting.analysis.gaussian import noisy_gd_mu
 from torch_dpsco.accounting.analysis.objective import (
-    amp_delta_general,
-    amp_delta_monotone,
+    Change,
+    amp_delta,
     log_det,
     softmax_log_det,
 )
@@ -460,7 +460,13 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
             levels = [math.sqrt(sides) * task.smoothness / min(diagonal, off * math.sqrt(2))]
             measured = math.hypot(*levels, *(task.loss.threshold**2 / std for std in squares))
         spent = math.hypot(2 * draws.distance / out, measured)
-        law = (noise, draws.reg, task.lipschitz, task.smoothness)
+        classes = task.num_scores
+        determinant = log_det(draws.reg, task.smoothness)
+        if classes > 1:
+            determinant = softmax_log_det(task.preparation.bound, draws.reg, classes)
+        change = Change(determinant, sides * task.lipschitz, sides * max(1, classes - 1))
+        if task.monotone and classes == 1:
+            change = Change(determinant, task.lipschitz, replaced=sides == 2)
         assert (
             isinstance(event, Pure) == task.pure
         )  # of K-norm noise, which no Gaussian law covers
@@ -470,25 +476,12 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
                 >= log_det(draws.reg, task.smoothness) + sides * task.lipschitz / noise + spent
             )
         elif isinstance(event, RDPCurve):
-            curve = objective_curve(
-                *law, monotone=task.monotone, mu_out=spent * (1 - 1e-9), adjacency=plan.adjacency
-            )
+            curve = objective_curve(noise, change, spent * (1 - 1e-9), plan.adjacency)
             assert all(
                 one * hair >= other for one, other in zip(event.values, curve.values, strict=True)
             )
-        elif task.monotone:
-            assert event.delta * (1 + 1e-6) >= amp_delta_monotone(
-                event.eps, *law, spent, plan.adjacency
-            )
         else:
-            classes = task.num_scores
-            determinant = log_det(draws.reg, task.smoothness)
-            if classes > 1:
-                determinant = softmax_log_det(task.preparation.bound, draws.reg, classes)
-            jump = (sides * task.lipschitz, sides * max(1, classes - 1))
-            assert event.delta * (1 + 1e-6) >= amp_delta_general(
-                event.eps, noise, determinant, *jump, spent
-            )
+            assert event.delta * (1 + 1e-6) >= amp_delta(event.eps, noise, change, spent)
     elif isinstance(plan, UserGDPlan):
         first, last = scales[: plan.steps], scales[plan.steps :]
         assert len(last) in (0, 32)

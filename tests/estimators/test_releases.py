@@ -16,8 +16,8 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.analysis.objective import (
     AMP_MU_OUT,
     AMP_PURE_SHARE,
-    amp_sigma_general,
-    amp_sigma_monotone,
+    Change,
+    amp_sigma,
     log_det,
     softmax_log_det,
 )
@@ -180,13 +180,13 @@ def test_the_noise_in_an_objective_is_that_of_the_theorem_for_its_loss(replaced:
     def planned(**settings: object) -> float:
         return plan_objective(task(budget=budget, reg=reg, **settings)).noise_scale
 
-    signed = amp_sigma_monotone(1.0, spent, reg, 1.0, 0.25, mu, adjacency)
+    signed = amp_sigma(1.0, spent, Change(log_det(reg, 0.25), 1.0, replaced=replaced), mu)
     assert planned() >= signed * (1 - 1e-12)
     assert planned() == pytest.approx(signed, rel=1e-9)
-    both_ways = amp_sigma_general(1.0, spent, log_det(reg, 1.0), times * 0.5, times, mu)
+    both_ways = amp_sigma(1.0, spent, Change(log_det(reg, 1.0), times * 0.5, times), mu)
     assert planned(loss=dp.losses.Huber(0.5), bound_y=3.0) == pytest.approx(both_ways, rel=1e-9)
     determinant = softmax_log_det(1.0, reg, 3)
-    classes = amp_sigma_general(1.0, spent, determinant, times * math.sqrt(2), times * 2, mu)
+    classes = amp_sigma(1.0, spent, Change(determinant, times * math.sqrt(2), times * 2), mu)
     assert planned(loss=dp.losses.SoftmaxCrossEntropy(3)) == pytest.approx(classes, rel=1e-9)
 
 
