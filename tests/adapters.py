@@ -364,7 +364,7 @@ def recomputed_filter_delta(
     (docs/proofs/user_level.md#guarantee-of-a-filtered-run): it must not exceed the target whatever the optimizer of the
     plan believed.
     """
-    svt = "torch_dpsco.accounting.analysis.svt"
+    svt = "torch_dpsco.accounting.analysis.pure"
     name = {"same": "filter_coefficient", "two": "filter_coefficient_two_radius"}[plan.filter]
     coefficient = resolve("torch_dpsco.algorithms.user_numbers", name)(
         n_users, plan.score_floor, plan.ramp_end

@@ -23,18 +23,16 @@ from tests.reference.allocation_literal import (
 )
 from tests.reference.papers.allocation import allocation_delta, allocation_epsilon
 from torch_dpsco.accounting.analysis import allocation, allocation_sums
-from torch_dpsco.accounting.analysis import allocation_renyi as allocation_rdp
+from torch_dpsco.accounting.analysis import allocation as allocation_rdp
 from torch_dpsco.accounting.analysis.allocation import (
     AllocationLoss,
+    _integral,
+    added,
     allocation_law,
+    allocation_renyi,
     epsilon_at,
     log_delta,
     profile,
-)
-from torch_dpsco.accounting.analysis.allocation_renyi import (
-    _integral,
-    added,
-    allocation_renyi,
     removed,
 )
 from torch_dpsco.accounting.analysis.allocation_sums import Hinge, Sum, Term, spread
@@ -43,8 +41,7 @@ from torch_dpsco.accounting.analysis.gaussian import (
     gaussian_epsilon,
 )
 from torch_dpsco.accounting.analysis.pld import pld_delta
-from torch_dpsco.accounting.analysis.pld_compose import Window
-from torch_dpsco.accounting.analysis.pld_laws import GaussianLoss, GridLaw
+from torch_dpsco.accounting.analysis.pld_laws import GaussianLoss, GridLaw, Window
 from torch_dpsco.accounting.analysis.rdp import rdp_epsilon
 
 WAYS = ("remove", "add", "replace")

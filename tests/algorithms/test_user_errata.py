@@ -27,7 +27,7 @@ from tests.reference.user_level_literal import (
     published_scales,
 )
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
-from torch_dpsco.accounting.analysis.svt import bad_pass_probability, svt_gaussian_delta
+from torch_dpsco.accounting.analysis.pure import bad_pass_probability, svt_gaussian_delta
 from torch_dpsco.algorithms.user_filtered_numbers import (
     calibrate_filter,
 )

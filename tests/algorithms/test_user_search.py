@@ -18,7 +18,7 @@ import torch_dpsco as dp
 from tests.algorithms import user_runs as runs
 from tests.algorithms.test_exponential import assert_keeps_epsilon, ratios
 from tests.algorithms.users import certain, observe, released, same
-from torch_dpsco.accounting.analysis.svt import concentration_score_sensitivity
+from torch_dpsco.accounting.analysis.pure import concentration_score_sensitivity
 from torch_dpsco.accounting.designs import Draw, Full
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, NonPrivate, Pure
 from torch_dpsco.algorithms import mechanisms as exponential

@@ -55,8 +55,7 @@ from torch_dpsco._doors import check_fields
 from torch_dpsco._words import in_our_words
 from torch_dpsco.accounting.analysis.convert import zcdp_rho
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
-from torch_dpsco.accounting.analysis.quadrature import FloatArray
-from torch_dpsco.accounting.analysis.rdp import curve_of, rdp_epsilon_at_order
+from torch_dpsco.accounting.analysis.rdp import FloatArray, curve_of, rdp_epsilon_at_order
 from torch_dpsco.accounting.analysis.risk import line_of_advantage, line_of_rates
 from torch_dpsco.accounting.events import ZERO_OUT, Adjacency, Event
 from torch_dpsco.errors import warn

@@ -30,8 +30,7 @@ import numpy as np
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting import events
-from torch_dpsco.accounting.analysis.allocation import allocation_law
-from torch_dpsco.accounting.analysis.allocation_renyi import allocation_renyi
+from torch_dpsco.accounting.analysis.allocation import allocation_law, allocation_renyi
 from torch_dpsco.accounting.analysis.convert import epsilon_with_failures, zcdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
 from torch_dpsco.accounting.analysis.objective import Change, objpert_rdp
@@ -44,9 +43,15 @@ from torch_dpsco.accounting.analysis.pld_laws import (
     PoissonLoss,
     ReplaceOneLoss,
 )
-from torch_dpsco.accounting.analysis.pure import rdp_l2_knorm, rdp_laplace, rdp_pure, rho_pure
-from torch_dpsco.accounting.analysis.quadrature import FloatArray
+from torch_dpsco.accounting.analysis.pure import (
+    above_threshold_epsilon,
+    rdp_l2_knorm,
+    rdp_laplace,
+    rdp_pure,
+    rho_pure,
+)
 from torch_dpsco.accounting.analysis.rdp import (
+    FloatArray,
     default_orders,
     rdp_delta,
     rdp_epsilon,
@@ -55,7 +60,6 @@ from torch_dpsco.accounting.analysis.rdp import (
     rdp_poisson_gaussian_replace_one,
     rdp_wor_gaussian,
 )
-from torch_dpsco.accounting.analysis.svt import above_threshold_epsilon
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     CLIP_UNITS,

@@ -40,8 +40,7 @@ from typing import NoReturn, TypeAlias, cast
 import numpy as np
 
 from torch_dpsco._margin import up
-from torch_dpsco.accounting.analysis.quadrature import FloatArray
-from torch_dpsco.accounting.analysis.rdp import rdp_epsilon_at_order
+from torch_dpsco.accounting.analysis.rdp import FloatArray, rdp_epsilon_at_order
 from torch_dpsco.accounting.budgets import (
     ODOMETER_ORDERS,
     Budget,

@@ -24,7 +24,7 @@ from functools import lru_cache
 import numpy as np
 
 from torch_dpsco._margin import up
-from torch_dpsco.accounting.analysis.quadrature import FloatArray
+from torch_dpsco.accounting.analysis.rdp import FloatArray
 from torch_dpsco.accounting.curves import cost_of, orders_at, spread_of
 from torch_dpsco.accounting.events import (
     Adjacency,

@@ -128,9 +128,9 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.convert import zcdp_rho
+from torch_dpsco.accounting.analysis.pure import bad_pass_probability
 from torch_dpsco.accounting.analysis.rounding import upper
 from torch_dpsco.accounting.analysis.shuffle import ShuffleCost, zcdp_shuffle
-from torch_dpsco.accounting.analysis.svt import bad_pass_probability
 from torch_dpsco.accounting.events import REPLACE_ONE, ZERO_OUT, Adjacency, ApproxZCDP
 from torch_dpsco.accounting.events import AboveThreshold as AboveThresholdEvent
 from torch_dpsco.errors import ConditionError, InfeasibleError, SequenceError

@@ -65,7 +65,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.svt import concentration_score_sensitivity
+from torch_dpsco.accounting.analysis.pure import concentration_score_sensitivity
 from torch_dpsco.accounting.designs import Design, Draw
 from torch_dpsco.accounting.events import (
     REPLACE_ONE,

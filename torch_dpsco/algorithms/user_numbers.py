@@ -77,14 +77,14 @@ import scipy
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
-from torch_dpsco.accounting.analysis.shuffle import upper_tail
-from torch_dpsco.accounting.analysis.svt import (
+from torch_dpsco.accounting.analysis.pure import (
     above_threshold_epsilon,
     bad_pass_probability,
     concentration_score_sensitivity,
     laplace_difference_tail,
     svt_gaussian_delta,
 )
+from torch_dpsco.accounting.analysis.shuffle import upper_tail
 from torch_dpsco.errors import ConditionError
 
 _UP = (

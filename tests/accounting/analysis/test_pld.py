@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from tests.reference.papers.accounting import LaplaceLoss
 from torch_dpsco.accounting.analysis import pld
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
-from torch_dpsco.accounting.analysis.pld import pld_delta, pld_epsilon
-from torch_dpsco.accounting.analysis.pld_compose import DeltaCurve
+from torch_dpsco.accounting.analysis.pld import DeltaCurve, pld_delta, pld_epsilon
 from torch_dpsco.accounting.analysis.pld_laws import (
     ApproxLoss,
     FixedSizeLoss,
@@ -485,7 +484,7 @@ def test_a_less_accurate_transform_only_loosens_the_figure(monkeypatch):
     accurate = pld_epsilon([(law, steps)], 1e-5)
     assert accurate.rounding < 1e-5
     forget()
-    monkeypatch.setattr("torch_dpsco.accounting.analysis.pld_compose._ETA", 1e-10)
+    monkeypatch.setattr("torch_dpsco.accounting.analysis.pld._ETA", 1e-10)
     inaccurate = pld_epsilon([(law, steps)], 1e-5)
     forget()
     assert inaccurate.rounding > 1e-3

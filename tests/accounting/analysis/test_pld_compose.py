@@ -10,25 +10,22 @@ import scipy.fft
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dpsco.accounting.analysis import pld_compose
-from torch_dpsco.accounting.analysis.pld_compose import (
-    Cumulant,
-    Window,
-    coarsening,
-    compose,
-    conversion,
-    least,
-    narrowed,
-    tilted,
-    transform_size,
-    window,
-)
+from torch_dpsco.accounting.analysis import pld as pld_compose
+from torch_dpsco.accounting.analysis.pld import compose, transform_size
 from torch_dpsco.accounting.analysis.pld_laws import (
     ApproxLoss,
+    Cumulant,
     FixedSizeLoss,
     GridLaw,
     PoissonLoss,
     ReplaceOneLoss,
+    Window,
+    coarsening,
+    conversion,
+    least,
+    narrowed,
+    tilted,
+    window,
 )
 
 LONG = np.longdouble

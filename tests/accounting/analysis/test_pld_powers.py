@@ -12,26 +12,26 @@ from hypothesis import strategies as st
 from tests.accounting.analysis.test_pld_compose import exact_delta, random_law
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis import pld
-from torch_dpsco.accounting.analysis import pld_compose as pld_powers
-from torch_dpsco.accounting.analysis.pld import pld_epsilon
-from torch_dpsco.accounting.analysis.pld_compose import (
-    Cumulant,
+from torch_dpsco.accounting.analysis import pld as pld_powers
+from torch_dpsco.accounting.analysis.pld import (
     DeltaCurve,
     Powers,
-    Window,
     crossing,
     multiplicity,
-    tilted,
+    pld_epsilon,
     transform,
-    window,
 )
 from torch_dpsco.accounting.analysis.pld_laws import (
     ApproxLoss,
+    Cumulant,
     FixedSizeLoss,
     GridLaw,
     LossLaw,
     PoissonLoss,
     ReplaceOneLoss,
+    Window,
+    tilted,
+    window,
 )
 from torch_dpsco.accounting.events import PoissonGaussian
 

@@ -27,17 +27,17 @@ import numpy.typing as npt
 from scipy.special import ndtr, ndtri
 
 from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta
-from torch_dpsco.accounting.analysis.pld_compose import (
+from torch_dpsco.accounting.analysis.pld import convolved, log_beyond, transform_size
+from torch_dpsco.accounting.analysis.pld_laws import (
+    UNIT,
+    GridLaw,
+    LossPair,
     Window,
-    convolved,
     least,
-    log_beyond,
     tilted,
-    transform_size,
     window,
 )
-from torch_dpsco.accounting.analysis.pld_laws import UNIT, GridLaw, LossPair
-from torch_dpsco.accounting.analysis.quadrature import FloatArray
+from torch_dpsco.accounting.analysis.rdp import FloatArray
 
 _DETAIL = (
     512  # intervals are single steps up to this distance from the center, then 1 / 512 of it wide

@@ -43,7 +43,7 @@ import numpy as np
 import scipy
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.quadrature import FloatArray
+from torch_dpsco.accounting.analysis.rdp import FloatArray
 from torch_dpsco.errors import ConditionError, InfeasibleError
 
 _POINTS = 1 << 22  # of a window, about 200 MB

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.accounting.analysis.quadrature import MAX_ORDER
+from torch_dpsco.accounting.analysis.rdp import MAX_ORDER
 from torch_dpsco.accounting.analysis.risk import Risk
 from torch_dpsco.accounting.analysis.rounding import upper
 from torch_dpsco.accounting.budgets import Budget
