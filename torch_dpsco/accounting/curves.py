@@ -31,10 +31,10 @@ import numpy as np
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting import events
 from torch_dpsco.accounting.analysis.allocation import allocation_law, allocation_renyi
-from torch_dpsco.accounting.analysis.convert import epsilon_with_failures, zcdp_epsilon
+from torch_dpsco.accounting.analysis.convert import epsilon_with_failures, gdp_upper, zcdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
 from torch_dpsco.accounting.analysis.objective import Change, objpert_rdp
-from torch_dpsco.accounting.analysis.pld import gdp_upper, pld_delta, pld_epsilon
+from torch_dpsco.accounting.analysis.pld import pld_delta, pld_epsilon
 from torch_dpsco.accounting.analysis.pld_laws import (
     ApproxLoss,
     FixedSizeLoss,

@@ -63,7 +63,7 @@ class BatchPlan(Plan):
         super().__post_init__()
         if not isinstance(self.design, Undeclared):
             warn_of_delta(self.budget, self.n, stacklevel=outside())
-        asks_exact(self.secure)  # raises for other words
+        check.choice((None, "exact"), secure=self.secure)
         check.choice(AVERAGES, average=self.average)
 
     @property

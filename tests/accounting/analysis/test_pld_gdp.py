@@ -11,13 +11,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.reference.papers.accounting import LaplaceLoss, poisson_group_delta
-from torch_dpsco.accounting.analysis import pld as pld_gdp
+from torch_dpsco.accounting.analysis import convert as pld_gdp
+from torch_dpsco.accounting.analysis.convert import gdp_upper
 from torch_dpsco.accounting.analysis.gaussian import (
     gaussian_epsilon,
     gaussian_log_delta,
     gaussian_mu,
 )
-from torch_dpsco.accounting.analysis.pld import gdp_upper, pld_delta, pld_epsilon
+from torch_dpsco.accounting.analysis.pld import pld_delta, pld_epsilon
 from torch_dpsco.accounting.analysis.pld_laws import (
     ApproxLoss,
     FixedSizeLoss,

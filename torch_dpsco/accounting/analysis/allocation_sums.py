@@ -7,7 +7,7 @@ bounds E (+-(Y_1 + .. + Y_T) - level)_+ from above, for T independent terms.
    mean-preserving spread, so that E (.)_+ does not decrease. Intervals are single steps near the center, and 1 / 512 of
    their distance from it farther out. Masses and means are integrated from positive terms (`pld_laws`), and rounded so
    that what is bounded can only grow.
-2. The convolution of T tilted laws, and the bound on its error, are those of `pld_compose`.
+2. The convolution of T tilted laws, and the bound on its error, are those of `pld`.
 3. E (S - k h)_+ is h times the sum of P(S > j h) over j >= k: positive terms. What lies above the window is bounded by
    Chernoff's inequality; what a term exceeds the top of its grid by is added as well.
 
@@ -19,6 +19,7 @@ Source: docs/proofs/allocation.md#sums-on-a-grid.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -27,7 +28,7 @@ import numpy.typing as npt
 from scipy.special import ndtr, ndtri
 
 from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta
-from torch_dpsco.accounting.analysis.pld import convolved, log_beyond, transform_size
+from torch_dpsco.accounting.analysis.pld import convolved, log_beyond, log_of, transform_size
 from torch_dpsco.accounting.analysis.pld_laws import (
     UNIT,
     GridLaw,
@@ -120,27 +121,19 @@ class Term(LossPair):
         return self._normal(x, 0, 0.0), excess
 
 
-class Cloud:
-    """A guess at the cumulant of a sum, from points of a term.
+_STEEPEST = 2.0**40  # tilt
 
-    Args:
-        values: (n,) of a term.
-        mass: (n,) their probabilities.
-        count: number of terms.
-    """
 
-    limit = 2.0**40
+def _cumulant(values: FloatArray, mass: FloatArray, count: int) -> Callable[[float], float]:
+    """Returns a guess at the cumulant of a sum of `count` terms, from values of a term and their probabilities."""
+    log_mass = np.log(mass)
 
-    def __init__(self, values: FloatArray, mass: FloatArray, count: int) -> None:
-        self._values = values
-        self._log_mass = np.log(mass)
-        self._count = count
-
-    def __call__(self, t: float) -> float:
-        """Returns K(t)."""
-        exponents = t * self._values + self._log_mass
+    def cumulant(t: float) -> float:
+        exponents = t * values + log_mass
         top = float(exponents.max())
-        return self._count * (top + math.log(float(np.exp(exponents - top).sum())))
+        return count * (top + math.log(float(np.exp(exponents - top).sum())))
+
+    return cumulant
 
 
 @dataclass(frozen=True)
@@ -193,13 +186,13 @@ class Sum:
         unit += math.sqrt(float((values - mean) ** 2 @ mass) * self.count)
         unit = min(unit, abs(self.level) + self.count * math.exp(max(self.term.log_weight, 0.0)))
         unit = max(unit, 1e-9 * (self.ends[1] - self.ends[0]))
-        cumulant = Cloud(self.sign * (values - mean) / unit, mass, self.count)
+        cumulant = _cumulant(self.sign * (values - mean) / unit, mass, self.count)
         level = (self.level - self.sign * self.count * mean) / unit
 
         def price(t: float) -> float:
             return cumulant(t) - t * level - math.log(t)
 
-        tilt = least(price, cumulant.limit)
+        tilt = least(price, _STEEPEST)
         return tilt / unit, price(tilt) - 1 + math.log(unit)
 
     @property
@@ -228,9 +221,9 @@ class Sum:
             tolerance: nats of the answer that the grid may cost, > 0; more if that takes more than 2^20 points.
         """
         tilt, center, (values, mass) = self.guess[0], self._center, self.points
-        cloud = Cloud(self.sign * tilt * (values - center), mass, self.count)
+        cumulant = _cumulant(self.sign * tilt * (values - center), mass, self.count)
         aim = tilt * (self.level - self.sign * self.count * center)
-        view = window(cloud, 1.0)
+        view = window(cumulant, 1.0, _STEEPEST)
         low = min(view.low, aim - 8)
         high = max(view.high, aim + 8)
         wanted = min(math.sqrt(12 * tolerance / self.count), (high - low) / _FEW)
@@ -300,7 +293,7 @@ class Hinge:
             else high
         )
         value += math.log(self.step)
-        return float(np.logaddexp(value, _log(self.lost))) + 16 * UNIT * (
+        return float(np.logaddexp(value, log_of(self.lost))) + 16 * UNIT * (
             8 + abs(value) + abs(high)
         )
 
@@ -409,7 +402,3 @@ def _exceeded(law: GridLaw, count: int, view: Window, aim: float) -> tuple[int, 
     log_value = np.logaddexp(inside + slack, log_lost) + 8 * UNIT * (8 + np.abs(inside))
     log_value[tilt * (losses - aim) < -650.0] = math.inf  # exponentials were clipped
     return first, log_value
-
-
-def _log(value: float) -> float:
-    return math.log(value) if value > 0 else -math.inf

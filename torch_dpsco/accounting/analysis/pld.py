@@ -1,11 +1,11 @@
 """Epsilon and delta of compositions from privacy loss distributions, and from one Gaussian that dominates them.
 
 A ledger is a list of loss laws with numbers of releases. Its laws are put on one grid that dominates them (`pld_laws`),
-tilted, and composed by Fourier transforms with an error bound (`pld_compose`). Both orders
-of every pair count, each composed over the whole list. Unsampled Gaussians merge into one, and are exact when alone.
+tilted, and composed by Fourier transforms with an error bound. Both orders of every pair count, each composed over the
+whole list. Unsampled Gaussians merge into one, and are exact when alone.
 
 Every answer is an upper bound whatever the grid, which decides how tight it is: it starts at the step asked for, or a
-256th of the span of a loss; is halved while, by the estimate of `PLDResult.error`, it costs more than 0.1 % of epsilon
+256th of the span of a loss; is halved while, by the estimate of `coarsening`, it costs more than 0.1 % of epsilon
 and 2^21 points suffice (2^22 for all laws together); and is doubled where many points gain nothing. `None` means that
 there is no figure: losses too large for the points (steps above 1/4), more than 512 laws, or a delta not reached.
 
@@ -13,21 +13,11 @@ No answer is refused because of rounding: it is bounded and added, and mostly su
 bound.
 
 An epsilon is asked for while counts grow. Grid, tilt and window are therefore chosen for a block of counts, and the
-transforms are kept for it (`pld_compose`), where few frequencies matter. Which block a count is in depends on the count
+transforms are kept for it (`Powers`), where few frequencies matter. Which block a count is in depends on the count
 alone, so that the answer does not depend on what was asked before.
 
-`gdp_upper` summarizes such a ledger as Gaussian differential privacy, where delta is not too small. delta(epsilon) = E
-(1 - t e^(-L))_+ is convex in t = e^epsilon, whatever the law of the loss L. So it lies below the chord, in t, between
-any two points of an upper bound: a few compositions bound the curve everywhere. The mu returned is that of the chords,
-taken on points so fine that their steps cost little.
-
-Let E be the epsilon at delta_min. Beyond it delta is at most delta_min. So if the Gaussian curve is at least delta on
-[0, E], then for every delta >= delta_min the epsilon that mu implies is one at which the ledger has at most this delta.
-
-A central-limit mu has no such proof, and reports far too little.
-
 Source: docs/proofs/accounting.md#losses-on-a-grid, docs/proofs/accounting.md#composition-by-transforms,
-docs/proofs/accounting.md#one-more-release, docs/proofs/accounting.md#a-mu-that-covers-a-curve.
+docs/proofs/accounting.md#one-more-release.
 
 Where and how grid laws are composed: tilt, window, Fourier transforms, and a bound on every error.
 
@@ -81,8 +71,8 @@ Algorithms, section 24.1 (transforms).
 
 Compositions of the same laws in other numbers of releases, from transforms that are kept.
 
-A run asks for its epsilon again and again while its counts grow. With g, F_i, a_i, e_i, C, theta, h and N of
-`pld_compose`, delta(k h) is at most
+A run asks for its epsilon again and again while its counts grow. With g, F_i, a_i, e_i, C, theta, h and N as
+above, delta(k h) is at most
 
     e^(C - theta k h) D(k) + what is lost beyond the window + infinite losses,   D(k) = sum_{m=1}^n w_m g(k + m),
 
@@ -95,7 +85,7 @@ the origin J = sum T_i (first + atom)_i, and the frequencies x = 2 pi f / N, geo
 Only frequencies at which A_f, the product of the a_i^T_i, exceeds e^-52 matter, mostly some dozens: they are kept for
 a block of counts, those between `least` and `most`, and answer any of these. Errors, all of them added to D:
 
-1. G(f) is within A_f (sum T_i e_i / a_i + ..) of the exact product (item 2 of `pld_compose`), and |sum_m w_m e^(i x m)|
+1. G(f) is within A_f (sum T_i e_i / a_i + ..) of the exact product (item 2), and |sum_m w_m e^(i x m)|
    <= sum_m w_m.
 2. A frequency that is left out counts A_f at most, and T_i log a_i is largest at an end of the block.
 3. Rounding of A, B, the phases (of integers modulo N), products and sums: below 256 u of the mean of A_f (|A| + |B|).
@@ -120,12 +110,11 @@ import scipy.fft
 from scipy.special import log_ndtr
 
 from torch_dpsco import _validate as check
-from torch_dpsco._margin import up
-from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, log_delta_curve
 from torch_dpsco.accounting.analysis.pld_laws import (
     UNIT,
     Counted,
     Cumulant,
+    DeltaCurve,
     GaussianLoss,
     GridLaw,
     LossLaw,
@@ -149,13 +138,8 @@ _MAX_LAWS = 512  # laws, weighted, beyond which their grids would be too coarse 
 _ENOUGH = 1 << 18  # points beyond which a coarser grid is tried
 _FEW = 1 << 14  # points up to which nothing is saved on a window
 _LOOSE = 1e-3  # of epsilon, or of log delta, that the grid may cost
-_REACHES = (
-    9.0,
-    12.0,
-    16.0,
-    24.0,
-    37.0,
-)  # standard deviations kept: few, so that grid laws repeat
+# standard deviations kept: few, so that grid laws repeat
+_REACHES = (9.0, 12.0, 16.0, 24.0, 37.0)
 _MAX_GRID = 0.25
 _MUCH_ROUNDING = 0.01  # share of delta
 _BLOCK_BITS = 2  # of a count: blocks are a quarter to a half of their counts wide
@@ -167,15 +151,12 @@ class PLDResult(NamedTuple):
     Args:
         epsilon: upper bound; inf if infinite losses alone exceed delta.
         delta: that of the guarantee.
-        error: estimate of what the grid and rounding added, to epsilon (`pld_epsilon`) or delta (`pld_delta`): about
-            three times as much in the tests, but not proved to exceed it.
         grid: final grid, 0 if none was needed.
         rounding: share of delta that is a margin for rounding.
     """
 
     epsilon: float
     delta: float
-    error: float
     grid: float
     rounding: float
 
@@ -208,18 +189,15 @@ def pld_epsilon(
     ledger = _canonical(losses)
     step = check.positive(grid=grid)
     if delta == 1 or not ledger:
-        return PLDResult(0.0, delta, 0.0, 0.0, 0.0)
-    if (
-        len(ledger) == 1
-        and ledger[0][1] == 1
-        and (alone := ledger[0][0].epsilon_alone(delta)) is not None
-    ):
-        return PLDResult(alone, delta, 0.0, 0.0, 0.0)
+        return PLDResult(0.0, delta, 0.0, 0.0)
+    one = _single(ledger)
+    if one is not None and (alone := one.epsilon_alone(delta)) is not None:
+        return PLDResult(alone, delta, 0.0, 0.0)
     if any(delta < law.least_delta for law, _ in ledger):
         return None
     infinite = -math.expm1(math.fsum(count * math.log1p(-law.infinite) for law, count in ledger))
     if infinite >= delta:
-        return PLDResult(math.inf, delta, 0.0, 0.0, 0.0)
+        return PLDResult(math.inf, delta, 0.0, 0.0)
     return _both_ways(ledger, _AtDelta(delta, delta - infinite), step)
 
 
@@ -249,13 +227,10 @@ def pld_delta(
     ledger = _canonical(losses)
     step = check.positive(grid=grid)
     if not ledger:
-        return PLDResult(epsilon, 0.0, 0.0, 0.0, 0.0)
-    if (
-        len(ledger) == 1
-        and ledger[0][1] == 1
-        and (alone := ledger[0][0].delta_alone(epsilon)) is not None
-    ):
-        return PLDResult(epsilon, alone, 0.0, 0.0, 0.0)
+        return PLDResult(epsilon, 0.0, 0.0, 0.0)
+    one = _single(ledger)
+    if one is not None and (alone := one.delta_alone(epsilon)) is not None:
+        return PLDResult(epsilon, alone, 0.0, 0.0)
     return _both_ways(ledger, _AtEpsilon(epsilon), step)
 
 
@@ -293,11 +268,7 @@ class _AtDelta:
         if found is None:
             return None
         epsilon = max(0.0, (found + shift) * (1 + 1e-15))
-        return PLDResult(epsilon, self.delta, 0.0, curve.grid, curve.rounding_at(found))
-
-    def with_error(self, answer: PLDResult, cost: float, tilt: float) -> PLDResult:
-        """Returns the answer with what the grid's `cost`, an increase of K(tilt), means for it."""
-        return answer._replace(error=(cost + answer.rounding) / tilt)
+        return PLDResult(epsilon, self.delta, curve.grid, curve.rounding_at(found))
 
 
 @dataclass(frozen=True)
@@ -317,12 +288,8 @@ class _AtEpsilon:
 
     def answer(self, curve: DeltaCurve, shift: float) -> PLDResult | None:
         at = self.epsilon - shift
-        return PLDResult(
-            self.epsilon, math.exp(curve.log_delta_at(at)), 0.0, curve.grid, curve.rounding_at(at)
-        )
-
-    def with_error(self, answer: PLDResult, cost: float, tilt: float) -> PLDResult:
-        return answer._replace(error=-answer.delta * math.expm1(-cost - answer.rounding))
+        delta = math.exp(curve.log_delta_at(at))
+        return PLDResult(self.epsilon, delta, curve.grid, curve.rounding_at(at))
 
 
 _Query: TypeAlias = _AtDelta | _AtEpsilon  # about a composition
@@ -343,6 +310,11 @@ def _canonical(losses: Sequence[tuple[LossLaw, int]]) -> Ledger:
         # PRIVACY: rounded up, exact composition of Gaussians (test_merged_gaussians_are_not_below_their_exact_sum)
         counts[GaussianLoss(math.sqrt(total) * (1 + 1e-15))] = 1
     return tuple(sorted(((law, count) for law, count in counts.items() if count), key=repr))
+
+
+def _single(ledger: Ledger) -> LossLaw | None:
+    """Returns the law of a ledger of one release, None of others."""
+    return ledger[0][0] if len(ledger) == 1 and ledger[0][1] == 1 else None
 
 
 class _Reading(NamedTuple):
@@ -382,34 +354,22 @@ def _improved(ledger: Ledger, query: _Query, grid: float) -> _Reading:
     return _Reading(reading.result, final=True)
 
 
-class _Terms(NamedTuple):
-    """What a reading takes from its scene: per release of each law the shift, and what doubling the grid would add."""
-
-    shifts: list[float]
-    costs: list[float]  # to the cumulant at the tilt
-    tilt: float
-    coarse: bool  # whether that is too much
-
-    def reading(
-        self, query: _Query, curve: DeltaCurve, counts: Sequence[int], refine: bool
-    ) -> _Reading:
-        """Returns the answer that a curve gives."""
-        answer = query.answer(curve, summed(counts, self.shifts))
-        if answer is None:
-            return _Reading(None, final=refine)
-        good = not self.coarse and answer.rounding <= _MUCH_ROUNDING
-        return _Reading(
-            query.with_error(answer, summed(counts, self.costs), self.tilt), final=good
-        )
-
-
 class _Scene(NamedTuple):
     """Laws on their grid, and where to look."""
 
     laws: Counted
     plan: _Plan
     view: Window
-    terms: _Terms
+    coarse: bool  # whether the grid costs too much
+
+    def reading(
+        self, query: _Query, curve: DeltaCurve, counts: Sequence[int], refine: bool
+    ) -> _Reading:
+        """Returns the answer that a curve gives for these counts."""
+        answer = query.answer(curve, summed(counts, [law.shift for law, _ in self.laws]))
+        if answer is None:
+            return _Reading(None, final=refine)
+        return _Reading(answer, final=not self.coarse and answer.rounding <= _MUCH_ROUNDING)
 
 
 def _one_way(ledger: Ledger, query: _Query, grid: float, *, refine: bool) -> _Reading:
@@ -420,16 +380,14 @@ def _one_way(ledger: Ledger, query: _Query, grid: float, *, refine: bool) -> _Re
     ):  # one release alone has no rounding, composed as it is
         kept = _kept(tuple((law, *_block(count)) for law, count in ledger), query, grid, refine)
         if kept is not None:
-            powers, terms = kept
-            return terms.reading(
-                query, powers.curve(counts, math.log(query.delta)), counts, refine
-            )
-    scene = _resolved(ledger, query, grid, refine)
-    if scene is None:
+            powers, scene = kept
+            curve = powers.curve(counts, math.log(query.delta))
+            return scene.reading(query, curve, counts, refine)
+    found = _resolved(ledger, query, grid, refine)
+    if found is None:
         return _Reading(None, final=True)
-    return scene.terms.reading(
-        query, compose(scene.laws, scene.view, scene.plan.epsilon), counts, refine
-    )
+    curve = compose(found.laws, found.view, found.plan.epsilon)
+    return found.reading(query, curve, counts, refine)
 
 
 def _block(count: int) -> tuple[int, int]:
@@ -449,7 +407,7 @@ def _block(count: int) -> tuple[int, int]:
 @lru_cache(maxsize=64)
 def _kept(
     blocks: tuple[tuple[LossLaw, int, int], ...], query: _AtDelta, grid: float, refine: bool
-) -> tuple[Powers, _Terms] | None:
+) -> tuple[Powers, _Scene] | None:
     """Returns what answers all counts of a block: the scene of the largest, seen down to the smallest."""
     scene = _resolved(tuple((law, most) for law, _, most in blocks), query, grid, refine)
     if scene is None:
@@ -458,12 +416,12 @@ def _kept(
     smallest = Cumulant([(law, few) for (law, _), few in zip(scene.laws, least, strict=True)])
     view = scene.view
     step = scene.laws[0][0].grid
-    view = replace(view, low=min(view.low, window(smallest, view.tilt).low))
+    view = replace(view, low=min(view.low, window(smallest, view.tilt, smallest.limit).low))
     view = view.including(query.plan(smallest).epsilon - step, _FEW * step)
     if view.width > _POINTS * step:
         return None
     powers = Powers(scene.laws, least, view, math.log(query.delta), scene.plan.epsilon)
-    return (powers, scene.terms) if powers.few else None
+    return (powers, scene) if powers.few else None
 
 
 def _resolved(ledger: Ledger, query: _Query, grid: float, refine: bool) -> _Scene | None:
@@ -490,14 +448,10 @@ def _resolved(ledger: Ledger, query: _Query, grid: float, refine: bool) -> _Scen
             reach = needed
             continue
         view = _view(cumulant, plan, sum(count for _, count in laws), step)
-        costs = [coarsening(law, plan.tilt) for law, _ in laws]
-        cost = summed([count for _, count in laws], costs)
+        cost = math.fsum(count * coarsening(law, plan.tilt) for law, count in laws)
         factor = _regrid(cost / plan.tolerance, view.width / step, span / step, points)
         if factor == 1 or (factor < 1 and (coarsened or not refine)):
-            shifts = [law.shift for law, _ in laws]
-            return _Scene(
-                laws, plan, view, _Terms(shifts, costs, plan.tilt, factor < 1 and not coarsened)
-            )
+            return _Scene(laws, plan, view, factor < 1 and not coarsened)
         coarsened = coarsened or factor > 1
         step *= factor
     return None
@@ -505,7 +459,7 @@ def _resolved(ledger: Ledger, query: _Query, grid: float, refine: bool) -> _Scen
 
 def _view(cumulant: Cumulant, plan: _Plan, steps: int, step: float) -> Window:
     """Returns the window of the plan's tilt, or a narrower one at the price of a little rounding."""
-    view = window(cumulant, plan.tilt)
+    view = window(cumulant, plan.tilt, cumulant.limit)
     if view.width / step > _FEW:
         spare = math.log(1e7 / steps) if steps < 1e7 else 0.0
         view = narrowed(cumulant, plan.tilt, plan.epsilon, spare)
@@ -535,132 +489,8 @@ def _reach(laws: Counted, log_delta: float) -> float:
     return _REACHES[-1]
 
 
-_KNOTS = 32  # epsilons at which delta is computed
-_FINE = 128  # points of an interval on its chord
-_STEP_OF_MU = 1e-4  # in which mu grows until it covers them
-
-
-def gdp_upper(losses: Sequence[tuple[LossLaw, int]], delta_min: float = 1e-10) -> float | None:
-    """Returns a mu such that the privacy curve of composed loss laws is below that of mu-GDP where delta >= delta_min.
-
-    It exceeds the least such mu by about 1 %, and costs 33 compositions.
-
-    Args:
-        losses: laws with the numbers of their releases, as for `pld.pld_epsilon`.
-        delta_min: in (0, 1).
-
-    Returns:
-        mu >= 0, rounded up; inf if infinite losses alone exceed delta_min, or if the total variation distance is 1 in
-        floating point (mu above 16); None if there is no figure.
-
-    Raises:
-        ValueError: delta_min is out of range, or a number of releases is negative.
-
-    Guarantee: for every delta >= delta_min, (gaussian_epsilon(mu, delta), delta)-DP under the adjacency that all the
-        laws share. Not GDP: "valid for delta >= delta_min" belongs to it, and it must not be composed further.
-
-    Source: docs/proofs/accounting.md#a-mu-that-covers-a-curve.
-
-    Example:
-        >>> from torch_dpsco.accounting.analysis.pld_laws import PoissonLoss
-        >>> round(gdp_upper([(PoissonLoss(rate=256 / 60000, noise=1.0), 235)]), 2)
-        0.24
-    """
-    delta_min = check.open_interval(0.0, 1.0, delta_min=delta_min)
-    end = pld_epsilon(losses, delta_min)
-    if end is None or end.epsilon in (0.0, math.inf):
-        return None if end is None else end.epsilon
-    knots = np.linspace(0.0, end.epsilon, _KNOTS + 1)
-    found = [pld_delta(losses, epsilon) for epsilon in knots[:-1].tolist()]
-    known = [max(one.delta, delta_min) for one in found if one is not None]
-    if len(known) < _KNOTS:
-        return None
-    values = np.minimum.accumulate([*known, delta_min])  # delta does not increase
-    if values[0] >= 1:
-        return math.inf
-    epsilons, deltas = _chords(knots, values)
-    needed = np.log(deltas[:-1])
-    mu = max(gaussian_mu(*point) for point in zip(knots.tolist(), values.tolist(), strict=True))
-    # between two points delta is at most that of the first; margin: the kernel is accurate to 1e-12 of the log
-    # (docs/proofs/accounting.md#renyi-integrals)
-    while np.any(log_delta_curve(epsilons[1:], mu) * (1 + 1e-12) < needed):
-        mu *= 1 + _STEP_OF_MU
-    return mu
-
-
-def _chords(knots: FloatArray, values: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Returns epsilons, 128 to an interval, and the chords in e^epsilon there, rounded up.
-
-    Between a and b the chord is delta_b + (delta_a - delta_b) (e^b - e^epsilon) / (e^b - e^a).
-    """
-    low = knots[:-1, None]
-    high = knots[1:, None]
-    epsilons = low + (high - low) * (np.arange(_FINE) / _FINE)
-    # margin: the differences round by less than 1e-10 (docs/proofs/accounting.md#a-mu-that-covers-a-curve)
-    share = up(np.expm1(epsilons - high) / np.expm1(low - high), 1e-10)
-    # PRIVACY: the sum is rounded up (test_chords_are_never_below_their_exact_value)
-    chords = (values[1:, None] + (values[:-1, None] - values[1:, None]) * share) * (1 + 1e-15)
-    deltas = np.append(np.minimum(chords, 1.0), values[-1])
-    return np.append(epsilons, knots[-1]), np.minimum.accumulate(deltas)
-
-
 _ETA = 8 * UNIT  # per level of a transform
 _CLIP = 300.0  # exponents farther than this from those of the losses aimed at are not followed
-
-
-@dataclass(frozen=True, eq=False)
-class DeltaCurve:
-    """An upper bound on log delta at the grid losses (first + i) grid; between them, delta is below the chord in e^eps.
-
-    Args:
-        first: index of the first grid point.
-        grid: h.
-        log_delta: (N,) bounds, <= 0.
-        log_rounding: (N,) logarithm of the part of delta that stands for items 1 and 2 of the module.
-    """
-
-    first: int
-    grid: float
-    log_delta: FloatArray
-    log_rounding: FloatArray
-
-    def epsilon(self, log_delta: float) -> float | None:
-        """Returns the least epsilon with at most this delta; None if the window does not show one."""
-        below = self.log_delta <= log_delta
-        k = int(np.argmax(below))
-        if not below[k]:
-            return None
-        if k == 0:
-            return self.first * self.grid
-        high = math.exp(self.log_delta[k - 1] - log_delta)
-        low = math.exp(self.log_delta[k] - log_delta)
-        share = (high - 1 + 8 * UNIT * high) / (high - low)
-        return (self.first + k - 1) * self.grid + math.log1p(
-            min(share, 1.0) * math.expm1(self.grid)
-        )
-
-    def log_delta_at(self, epsilon: float) -> float:
-        """Returns log delta at an epsilon; that of the nearest end outside of the window, or 0 below it."""
-        k = math.floor(epsilon / self.grid) - self.first
-        if k < 0:
-            return 0.0
-        if k + 1 >= self.log_delta.size:
-            return float(self.log_delta[-1])
-        high = float(self.log_delta[k])
-        low = float(self.log_delta[k + 1])
-        # rounded down: the share of the way to the next, lower point
-        share = math.expm1(
-            epsilon - (self.first + k) * self.grid - 4 * UNIT * abs(epsilon)
-        ) / math.expm1(self.grid)
-        value = high + math.log1p(
-            min(max(share, 0.0), 1.0) * math.expm1(low - high) * (1 - 8 * UNIT)
-        )
-        return min(0.0, value + 8 * UNIT * (2 + abs(value)))
-
-    def rounding_at(self, epsilon: float) -> float:
-        """Returns the share of delta that is a margin for rounding and the window."""
-        k = min(max(math.floor(epsilon / self.grid) - self.first, 0), self.log_delta.size - 1)
-        return math.exp(min(self.log_rounding[k] - self.log_delta[k], 0.0))
 
 
 def transform_size(points: float) -> int:
@@ -698,14 +528,14 @@ def compose(laws: Counted, view: Window, aim: float) -> DeltaCurve:
     )
     slack = 8 * UNIT * (8 + size + summed + tilt * float(np.abs(losses).max()))
     log_lost = log_beyond(laws, losses[-1], view.rise)
-    log_infinite = _log(
+    log_infinite = log_of(
         -math.expm1(math.fsum(count * math.log1p(-law.infinite) for law, count in laws))
     )
     log_delta = np.logaddexp(np.logaddexp(finite + slack, log_lost), log_infinite) + 8 * UNIT * (
         8 + np.abs(finite)
     )
     log_delta[losses - aim < -_CLIP / max(tilt, 1.0)] = 0.0
-    log_error = _log(error) + log_scale - tilt * losses + log_geometric(tilt, grid, size)
+    log_error = log_of(error) + log_scale - tilt * losses + log_geometric(tilt, grid, size)
     return DeltaCurve(first, grid, np.minimum(log_delta, 0.0), np.logaddexp(log_error, log_lost))
 
 
@@ -811,7 +641,7 @@ def _log_suffix(mass: FloatArray, losses: FloatArray, tilt: float, grid: float) 
     above[:-1] = np.cumsum(weighted[:0:-1])[::-1]
     sums = np.cumsum((above * np.exp(np.clip(-losses, -700.0, _CLIP)))[::-1])[::-1]
     with np.errstate(divide="ignore"):
-        result: FloatArray = np.log(sums) + losses + _log(-math.expm1(-grid))
+        result: FloatArray = np.log(sums) + losses + log_of(-math.expm1(-grid))
     return result
 
 
@@ -833,22 +663,21 @@ def log_geometric(tilt: float, grid: float, size: int) -> float:
         return math.log(size)
     return min(
         math.log(size),
-        -_log(math.expm1(tilt * grid))
-        + _log(-math.expm1(-grid))
-        - _log(-math.expm1(-(1 + tilt) * grid)),
+        -log_of(math.expm1(tilt * grid))
+        + log_of(-math.expm1(-grid))
+        - log_of(-math.expm1(-(1 + tilt) * grid)),
     )
 
 
-def _log(value: float) -> float:
+def log_of(value: float) -> float:
+    """Returns the logarithm of a number >= 0, -inf of 0."""
     return math.log(value) if value > 0 else -math.inf
 
 
-_MOST_KEPT = (
-    1 << 14
-)  # frequencies of all laws together: beyond, to compose anew is not much slower
-_LEAST_LOG = (
-    -52.0
-)  # of the bound on a frequency that is kept: what is left out is less than rounding
+# frequencies of all laws together: beyond, to compose anew is not much slower
+_MOST_KEPT = 1 << 14
+# of the bound on a frequency that is kept: what is left out is less than rounding
+_LEAST_LOG = -52.0
 _SECANTS = 8
 
 

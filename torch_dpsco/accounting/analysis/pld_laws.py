@@ -44,10 +44,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from typing import Protocol
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -97,6 +97,11 @@ class LossPair(ABC):
         """Returns the interval `reach` standard deviations beyond the outermost means."""
         return -self.reverse_shift - reach * self.noise, self.size + reach * self.noise
 
+    def span(self, reach: float) -> tuple[float, float]:
+        """Returns the losses there."""
+        low, high = self.ends(reach)
+        return self.loss(low), self.loss(high)
+
     def shift(self, reach: float) -> float:
         """Returns a bound on the rounding error of the loss at a cut, besides the residual of the solver.
 
@@ -129,7 +134,10 @@ class LossPair(ABC):
         pieces = np.maximum(np.ceil(width / limit), 1).astype(np.int64)
         mass = np.empty(width.size)
         excess = np.empty(width.size)
-        for part in _blocks(pieces):
+        ends = np.cumsum(pieces)
+        borders = np.searchsorted(ends, np.arange(_BLOCK, ends[-1], _BLOCK))
+        for first, last in pairwise(np.unique([0, *borders, pieces.size]).tolist()):
+            part = slice(first, last)
             count = pieces[part]
             start = np.cumsum(count) - count
             step = np.repeat(width[part] / count, count)
@@ -260,17 +268,6 @@ class OppositePair(LossPair):
             -exponent
         )
         return self._normal(x, 0, stay) + forward, excess
-
-
-def _blocks(pieces: np.ndarray) -> Iterator[slice]:
-    """Yields runs of buckets with about `_BLOCK` panels each."""
-    ends = np.cumsum(pieces)
-    start = 0
-    while start < pieces.size:
-        done = ends[start - 1] if start else 0
-        stop = max(start + 1, int(np.searchsorted(ends, done + _BLOCK, side="right")))
-        yield slice(start, stop)
-        start = stop
 
 
 _TINY = 1e-300  # more than what underflow takes from a point
@@ -457,11 +454,6 @@ class PoissonLoss(LossLaw):
         check.fields(self, rate=_rate, noise=_noise, size=check.positive_count)
 
     @property
-    def mu(self) -> float | None:
-        """At rate 1 the release is Gaussian."""
-        return self.size / self.noise if self.rate == 1 else None
-
-    @property
     def weight(self) -> int:
         """Every component is integrated."""
         return self.size
@@ -472,7 +464,7 @@ class PoissonLoss(LossLaw):
 
     def span(self, reach: float) -> tuple[float, float]:
         """See the base class."""
-        low, high = _span(self._pair, *self._pair.ends(reach))
+        low, high = self._pair.span(reach)
         return (-high, -low) if self.reverse else (low, high)
 
     def on_grid(self, grid: float, reach: float) -> GridLaw:
@@ -536,7 +528,7 @@ class ReplaceOneLoss(LossLaw):
 
     def span(self, reach: float) -> tuple[float, float]:
         """See the base class."""
-        return _span(self._pair, *self._pair.ends(reach))
+        return self._pair.span(reach)
 
     def on_grid(self, grid: float, reach: float) -> GridLaw:
         """See the base class."""
@@ -566,7 +558,7 @@ class FixedSizeLoss(LossLaw):
 
     def span(self, reach: float) -> tuple[float, float]:
         """See the base class."""
-        high = self._pair.loss(self._pair.ends(reach)[1])
+        _, high = self._pair.span(reach)
         return -high, high
 
     def on_grid(self, grid: float, reach: float) -> GridLaw:
@@ -581,11 +573,6 @@ class FixedSizeLoss(LossLaw):
             [backward.mass[:-1], [rest + backward.mass[-1] + forward.mass[0]], forward.mass[1:]]
         )
         return GridLaw(backward.first, mass, forward.infinite, grid, forward.shift)
-
-    @property
-    def mu(self) -> float | None:
-        """At rate 1 the release is Gaussian."""
-        return 1 / self.noise if self.rate == 1 else None
 
     @property
     def _pair(self) -> MixturePair:
@@ -638,10 +625,6 @@ class ApproxLoss(LossLaw):
         return GridLaw(first, connected(mass, excess, grid, accuracy), self.delta, grid, accuracy)
 
 
-def _span(pair: LossPair, low: float, high: float) -> tuple[float, float]:
-    return pair.loss(low), pair.loss(high)
-
-
 def _rate(rate: float) -> float:
     return check.between(0.0, 1.0, rate=check.positive(rate=rate))
 
@@ -660,15 +643,6 @@ _DETAIL = 64  # blocks are single points up to this distance, then 1 / 64 of the
 _LOG_TAIL = math.log(1e15)  # of the tilted mass beyond each end of the window
 
 
-class AnyCumulant(Protocol):
-    """A cumulant K, or an estimate of one, and the largest tilt to ask it for."""
-
-    limit: float
-
-    def __call__(self, t: float) -> float:
-        """Returns K(t)."""
-
-
 class Cumulant:
     """Cumulant of a composition, finite losses only.
 
@@ -678,12 +652,10 @@ class Cumulant:
 
     def __init__(self, laws: Counted) -> None:
         blocks = [_summary(law) for law, _ in laws]
-        self.limit = (
-            16 / laws[0][0].grid
-        )  # largest tilt: there one step of the grid is a factor e^16
-        self.top = math.fsum(
-            count * float(law.losses()[-1]) for law, count in laws
-        )  # largest finite loss
+        # largest tilt: there one step of the grid is a factor e^16
+        self.limit = 16 / laws[0][0].grid
+        # largest finite loss
+        self.top = math.fsum(count * float(law.losses()[-1]) for law, count in laws)
         self._counts = np.array([float(count) for _, count in laws])
         self._losses = np.concatenate([losses for losses, _ in blocks])
         self._log_mass = np.log(np.concatenate([mass for _, mass in blocks]))
@@ -751,15 +723,15 @@ class Window:
         return replace(self, low=loss) if farther else self
 
 
-def window(cumulant: AnyCumulant, tilt: float) -> Window:
+def window(cumulant: Callable[[float], float], tilt: float, limit: float) -> Window:
     """Returns the window of a tilted composition: Chernoff's bound at both ends."""
     base = cumulant(tilt)
 
     def end(step: float) -> float:
         return (cumulant(tilt + step) - base + _LOG_TAIL) / abs(step)
 
-    up = least(end, cumulant.limit)
-    down = least(lambda step: end(-step), cumulant.limit)
+    up = least(end, limit)
+    down = least(lambda step: end(-step), limit)
     return Window(tilt, -end(-down), end(up), tilt + up)
 
 
@@ -773,13 +745,13 @@ def narrowed(cumulant: Cumulant, tilt: float, epsilon: float, spare: float) -> W
     def price(t: float) -> float:
         return cumulant(t) - t * epsilon + conversion(t)
 
-    best = window(cumulant, tilt)
+    best = window(cumulant, tilt, cumulant.limit)
     dearest = price(tilt) + spare
     for eighths in (1, 2, 3, 4, 6, 8, 12, 16, 20, 24):
         smaller = tilt / 2 ** (eighths / 8)
         if price(smaller) > dearest:
             break
-        best = min(best, window(cumulant, smaller), key=lambda candidate: candidate.width)
+        best = min(best, window(cumulant, smaller, cumulant.limit), key=lambda one: one.width)
     return best
 
 
@@ -857,3 +829,58 @@ def tilted_exponents(law: GridLaw, tilt: float) -> tuple[FloatArray, FloatArray]
     """Returns log p, floored at log 1e-300, and log p + tilt l."""
     log_mass = np.log(np.maximum(law.mass, 1e-300))
     return log_mass, log_mass + tilt * law.losses()
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaCurve:
+    """An upper bound on log delta at the grid losses (first + i) grid; between them, delta is below the chord in e^eps.
+
+    Args:
+        first: index of the first grid point.
+        grid: h.
+        log_delta: (N,) bounds, <= 0.
+        log_rounding: (N,) logarithm of the part of delta that stands for items 1 and 2 of the module.
+    """
+
+    first: int
+    grid: float
+    log_delta: FloatArray
+    log_rounding: FloatArray
+
+    def epsilon(self, log_delta: float) -> float | None:
+        """Returns the least epsilon with at most this delta; None if the window does not show one."""
+        below = self.log_delta <= log_delta
+        k = int(np.argmax(below))
+        if not below[k]:
+            return None
+        if k == 0:
+            return self.first * self.grid
+        high = math.exp(self.log_delta[k - 1] - log_delta)
+        low = math.exp(self.log_delta[k] - log_delta)
+        share = (high - 1 + 8 * UNIT * high) / (high - low)
+        return (self.first + k - 1) * self.grid + math.log1p(
+            min(share, 1.0) * math.expm1(self.grid)
+        )
+
+    def log_delta_at(self, epsilon: float) -> float:
+        """Returns log delta at an epsilon; that of the nearest end outside of the window, or 0 below it."""
+        k = math.floor(epsilon / self.grid) - self.first
+        if k < 0:
+            return 0.0
+        if k + 1 >= self.log_delta.size:
+            return float(self.log_delta[-1])
+        high = float(self.log_delta[k])
+        low = float(self.log_delta[k + 1])
+        # rounded down: the share of the way to the next, lower point
+        share = math.expm1(
+            epsilon - (self.first + k) * self.grid - 4 * UNIT * abs(epsilon)
+        ) / math.expm1(self.grid)
+        value = high + math.log1p(
+            min(max(share, 0.0), 1.0) * math.expm1(low - high) * (1 - 8 * UNIT)
+        )
+        return min(0.0, value + 8 * UNIT * (2 + abs(value)))
+
+    def rounding_at(self, epsilon: float) -> float:
+        """Returns the share of delta that is a margin for rounding and the window."""
+        k = min(max(math.floor(epsilon / self.grid) - self.first, 0), self.log_delta.size - 1)
+        return math.exp(min(self.log_rounding[k] - self.log_delta[k], 0.0))
