@@ -43,7 +43,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.accounting.report.figures import PrivacyReport, rounded_up
+from torch_dpsco.accounting.calibrate import rounded_up
+from torch_dpsco.accounting.report import PrivacyReport
 
 EPSILON, DELTA = 1.0, 1e-5
 BATCH_SIZE, EPOCHS, LR = 512, 10, 0.3

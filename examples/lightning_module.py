@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         figures[f"{name}_accuracy"] = float(trainer.callback_metrics["accuracy"])
     figures["epsilon"] = module.optimizers().optimizer.accountant.get_epsilon(DELTA)
     print(f"\naccuracy: private {figures['private_accuracy']:.4f}, not private {figures['not_private_accuracy']:.4f}")
-    print(f"spent: epsilon {dp.accounting.report.figures.rounded_up(figures['epsilon'])} at delta {DELTA:g}")
+    print(f"spent: epsilon {dp.accounting.calibrate.rounded_up(figures['epsilon'])} at delta {DELTA:g}")
     return figures
 
 

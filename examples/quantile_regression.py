@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.accounting.report.figures import rounded_up
+from torch_dpsco.accounting.calibrate import rounded_up
 
 EPSILON, DELTA = 1.0, 1e-6
 ADJACENCY = "replace_one"  # the only one that both methods have with a meaning for records

@@ -22,8 +22,8 @@ from sklearn.metrics import accuracy_score, roc_auc_score
 from torch import nn
 
 import torch_dpsco as dp
+from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.events import PoissonGaussian
-from torch_dpsco.accounting.report.figures import rounded_up
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

@@ -29,8 +29,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
+from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.events import PoissonGaussian
-from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.errors import BudgetExceeded, SequenceError
 
 pytestmark = pytest.mark.slow

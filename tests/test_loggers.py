@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.processes import launch
-from torch_dpsco.accounting.report.figures import rounded_up
+from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.show import loggers
 from torch_dpsco.show.loggers import Logger, Numbers

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import torch_dpsco as dp
+from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.events import Gaussian
-from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.errors import AdjacencyError, NotCertifiedError, UtilityWarning
 
 pytestmark = pytest.mark.slow

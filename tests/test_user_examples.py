@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import torch_dpsco as dp
+from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.designs import Parts
-from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.algorithms.user_filtered_numbers import calibrate_filter
 from torch_dpsco.algorithms.user_numbers import break_even_clip
 from torch_dpsco.errors import InfeasibleError

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 import torch_dpsco
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.accounting.report.figures import rounded_up
+from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.checkpoint import Unsaved, open_checkpoint
 from torch_dpsco.compat import own_step

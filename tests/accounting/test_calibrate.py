@@ -160,16 +160,6 @@ def test_one_epoch_is_never_a_step_short():
     assert int(1 / (1 / 93)) == 92 or int(1 / (1 / 49)) == 48
     assert [epoch_steps(Poisson(1, n), 1) for n in range(1, 2000)] == list(range(1, 2000))
     assert [epoch_steps(Poisson(1, n), 0.1) for n in range(10, 3000, 10)] == list(range(1, 300))
-    query = {"design": Poisson(50, 1000), "adjacency": ADD_REMOVE}
-    assert noise_multiplier(1.0, DELTA, epochs=2, **query) == noise_multiplier(
-        1.0, DELTA, steps=40, **query
-    )
-
-
-@pytest.mark.parametrize("counts", [{}, {"steps": 3, "epochs": 1}, {"steps": 0}, {"epochs": 0.0}])
-def test_steps_or_epochs_must_be_given(counts):
-    with pytest.raises(ValueError, match=r"steps|epochs"):
-        noise_multiplier(1.0, DELTA, design=Poisson(50, 1000), adjacency=ADD_REMOVE, **counts)
 
 
 # -- epsilon of steps ----------------------------------------------------------------------------------------------
@@ -256,10 +246,10 @@ def test_a_design_without_a_guarantee_there_is_not_calibrated(design):
         ({"adjacency": "swap"}, r"adjacency must be one of .* \(got 'swap'\)"),
         ({"rtol": 0.0}, r"rtol must be in \[1e-12, 1\] \(got 0\.0\)"),
         ({"method": "prv"}, r"method must be one of .* \(got 'prv'\)"),
-        ({"method": "gdp"}, r"method must be 'best' or 'rdp' for sampled events"),
+        ({"method": "gdp"}, r"method must be one of best, rdp, pld"),
         (
             {"design": Disjoint(50, 1000), "steps": 21},
-            r"draws must be <= 20, one pass over the data \(got 21\)",
+            r"draws must be <= 20, those of Disjoint",
         ),
     ],
 )
@@ -283,8 +273,6 @@ def test_the_noise_of_steps_is_checked_too():
 
 def test_a_method_changes_the_answer_in_the_known_direction():
     query = {"design": Full(10), "steps": 5, "adjacency": REPLACE_ONE}
-    exact, zcdp, renyi = (
-        noise_multiplier(1.0, DELTA, method=m, **query) for m in ("best", "zcdp", "rdp")
-    )
-    assert exact < zcdp <= renyi * (1 + 1e-4)
-    assert design_epsilon(zcdp, DELTA, **query) < 1.0
+    exact, renyi = (noise_multiplier(1.0, DELTA, method=m, **query) for m in ("best", "rdp"))
+    assert exact < renyi
+    assert design_epsilon(renyi, DELTA, **query) < 1.0

@@ -12,8 +12,8 @@ from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Full
 from torch_dpsco.accounting.events import Gaussian, Parallel, clipped_gaussian
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.accounting.report.figures import Run, trade_off
-from torch_dpsco.accounting.report.statement import make_statement
+from torch_dpsco.accounting.report import Run
+from torch_dpsco.accounting.statement import make_statement
 
 pytest.importorskip("matplotlib")
 DELTA, DATE = 1e-5, datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -93,18 +93,6 @@ def test_other_suffixes_and_other_files_are_left_alone(tmp_path):
         stated().save("card.docx")
 
 
-def test_the_curve_is_that_of_the_accountant():
-    accountant = Accountant()
-    curve = stated(accountant=accountant).figures.privacy_curve()
-    assert curve[0] == (accountant.get_epsilon(DELTA), DELTA)
-    assert all(delta == accountant.get_delta(epsilon) for epsilon, delta in curve[1:])
-    assert all(
-        trade_off(curve, share) >= max(0.0, trade_off(curve[:1], share))
-        and trade_off(curve, share) <= 1 - share
-        for share in (0.0, 0.1, 0.5, 0.9, 1.0)
-    )
-
-
 def test_the_pictures_end_at_what_was_spent():
     statement = stated()
     _, _, spending = statement.plot().axes
@@ -165,7 +153,6 @@ def test_the_html_has_a_table_of_what_is_compared_and_fits_a_phone(tmp_path):
 def test_an_adaptive_card_draws_no_sums():
     figures = stated(accountant=Accountant(Budget(3.0, DELTA, "replace_one", mode="gdp"))).figures
     assert figures.spent == ()
-    assert figures.privacy_curve() == ((figures.epsilon, DELTA),)
 
 
 def test_a_ledger_of_the_events_of_a_ledger_is_the_same():

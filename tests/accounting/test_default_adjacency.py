@@ -24,7 +24,7 @@ from torch_dpsco.accounting.events import (
     clipped_gaussian,
     in_words,
 )
-from torch_dpsco.accounting.report.statement import Run, make_statement
+from torch_dpsco.accounting.statement import Run, make_statement
 from torch_dpsco.errors import AdjacencyError, PrivacyError, UnitError
 from torch_dpsco.estimators import Category, LogisticRegression, Number
 from torch_dpsco.estimators.base import LinearModel
@@ -217,9 +217,8 @@ def test_a_budget_that_says_none_is_of_zero_out_until_someone_says_another() -> 
         {"unit": "user"},
         {"mode": "gdp"},
         {"mode": "rdp", "orders": (64.0,)},
-        {"schedule": ((STEP, 3),)},
     ],
-    ids=["unit", "mode", "orders", "schedule"],
+    ids=["unit", "mode", "orders"],
 )
 def test_all_else_of_a_budget_stays_under_an_adjacency(more: dict[str, Any]) -> None:
     assert unsaid(**more).under(REPLACE_ONE) == dp.Budget(1.0, DELTA, REPLACE_ONE, **more)
@@ -230,15 +229,6 @@ def test_a_risk_stays_under_an_adjacency(risk: dict[str, float]) -> None:
     moved = dp.Budget(**risk).under(ADD_REMOVE)
     assert moved == dp.Budget(**risk, adjacency=ADD_REMOVE)
     assert moved.risk == dp.Budget(**risk).risk
-
-
-def test_a_declaration_says_no_adjacency() -> None:
-    declared = unsaid(schedule=()).declaring(STEP, 3)
-    assert not declared.says_adjacency
-    assert declared.under(REPLACE_ONE) == dp.Budget(
-        1.0, DELTA, REPLACE_ONE, schedule=((STEP, 3),)
-    )
-    assert dp.Budget(1.0, DELTA, ADD_REMOVE, schedule=()).declaring(STEP, 3).says_adjacency
 
 
 # -- accountants ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import brentq
 
 from tests.reference.papers.accounting import RDPFilter
 from torch_dpsco.accounting import budgets as odometer
@@ -22,29 +21,24 @@ from torch_dpsco.accounting.analysis.rdp import (
     rdp_poisson_gaussian,
     rdp_poisson_gaussian_replace_one,
 )
-from torch_dpsco.accounting.budgets import ADAPTIVE_MODES, Budget, odometer_epsilon, renyi_budget
-from torch_dpsco.accounting.curves import cost_of
+from torch_dpsco.accounting.budgets import (
+    Budget,
+    adaptive_epsilon,
+    make_filter,
+    within,
+)
 from torch_dpsco.accounting.events import (
-    ZCDP,
     Failure,
     Gaussian,
     NonPrivate,
     Parallel,
     PoissonGaussian,
     Pure,
-    RDPCurve,
     Repeat,
     Sequential,
 )
-from torch_dpsco.accounting.filters import (
-    RDPOrdersFilter,
-    Usage,
-    _OrderReader,
-    adaptive_epsilon,
-    make_filter,
-)
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.errors import AdjacencyError, BudgetExceeded, InfeasibleError
+from torch_dpsco.errors import AdjacencyError, InfeasibleError
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "holder.json").read_text())
 STEPS = [
@@ -83,7 +77,7 @@ def executed(run: RDPFilter, spends: list[float]) -> int:
         ({"unit": "row"}, r"unit must be one of example, user \(got 'row'\)"),
         (
             {"mode": "some"},
-            r"mode must be one of planned, gdp, zcdp, rdp, rdp-mixture, pure \(got 'some'\)",
+            r"mode must be one of planned, gdp, rdp \(got 'some'\)",
         ),
     ],
 )
@@ -218,10 +212,7 @@ def test_the_target_of_a_filter_is_checked(change, message):
 # -- budgets of adaptive modes ----------------------------------------------------------------------------------------
 
 TARGET = {"epsilon": 1.0, "delta": 1e-5, "adjacency": "replace_one"}
-NEEDS = {"rdp": {"orders": 20.0}}
-ADAPTIVE = [
-    {"mode": mode} | NEEDS.get(mode, {}) for mode in ADAPTIVE_MODES if mode != "pure"
-]  # test_pure_budgets.py
+ADAPTIVE = [{"mode": "gdp"}, {"mode": "rdp"}, {"mode": "rdp", "orders": 20.0}]
 ALL_MODES = [{"mode": "planned"}, *ADAPTIVE]
 
 
@@ -232,57 +223,19 @@ def gaussian(sigma: float, **more: float) -> Gaussian:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mode": "rdp"}, r"orders must be given in mode 'rdp' \(got None\), or a schedule"),
-        ({"mode": "rdp", "schedule": ()}, r"orders must be given in mode 'rdp'"),
-        ({"mode": "rdp", "orders": 1.0}, r"orders must be finite and > 1 \(got 1\.0\)"),
+        ({"mode": "rdp", "orders": 1.0}, r"orders must be in \(1\.01, 2\^14\]"),
         (
             {"mode": "rdp", "orders": (20.0, 1.01)},
-            r"orders must be in \(1\.01, 2\^20\] \(got 1\.01\)",
+            r"orders must be in \(1\.01, 2\^14\], >= 1 of them \(got \(20\.0, 1\.01\)\)",
         ),
-        ({"mode": "rdp", "orders": 2.0**21}, r"orders must be in \(1\.01, 2\^20\]"),
-        (
-            {"mode": "rdp", "orders": ()},
-            r"orders must be different from each other, >= 1 of them \(got \(\)\)",
-        ),
-        ({"mode": "rdp", "orders": (20, 20)}, r"orders must be different from each other"),
-        (
-            {"mode": "rdp", "orders": (20, 2)},
-            r"order must leave a budget: at order 2 the conversion alone costs 10\.1",
-        ),
+        ({"mode": "rdp", "orders": 2.0**15}, r"orders must be in \(1\.01, 2\^14\]"),
+        ({"mode": "rdp", "orders": math.nan}, r"orders must be in \(1\.01, 2\^14\]"),
+        ({"mode": "rdp", "orders": ()}, r">= 1 of them \(got \(\)\)"),
         (
             {"mode": "gdp", "orders": 20.0},
             r"orders must not be given in mode 'gdp' \(got 20\.0\)",
         ),
         ({"mode": "planned", "orders": 20.0}, r"orders must not be given in mode 'planned'"),
-        (
-            {"mode": "rdp", "orders": 20.0, "weights": (1.0,)},
-            r"weights must not be given in mode 'rdp'",
-        ),
-        ({"mode": "zcdp", "schedule": ()}, r"schedule must not be given in mode 'zcdp'"),
-        (
-            {"mode": "planned", "failure": 1e-6},
-            r"failure must not be given in mode 'planned' \(got 1e-06\)",
-        ),
-        (
-            {"mode": "gdp", "failure": 1e-5},
-            r"failure must be < delta=1e-05, of which it is a part \(got 1e-05\)",
-        ),
-        ({"mode": "gdp", "failure": -1e-6}, r"failure must be >= 0 \(got -1e-06\)"),
-        ({"mode": "gdp", "failure": math.nan}, r"failure must be >= 0 \(got nan\)"),
-        ({"mode": "rdp-mixture", "weights": (1.0,)}, r"weights must be as many as orders"),
-        (
-            {"mode": "rdp-mixture", "orders": (8, 16), "weights": (1.0,)},
-            r"weights must be as many as orders",
-        ),
-        (
-            {"mode": "rdp-mixture", "orders": (8, 16), "weights": (0.5, 0.6)},
-            r"weights must sum to 1 \(got 1\.1\)",
-        ),
-        (
-            {"mode": "rdp-mixture", "orders": (8, 16), "weights": (1.0, 0.0)},
-            r"weights must be > 0 \(got 0\.0\)",
-        ),
-        ({"schedule": [(gaussian(20.0), -1)]}, r"steps must be an integer >= 0 \(got -1\)"),
     ],
 )
 def test_a_bad_mode_of_a_budget_is_named(change, message):
@@ -291,40 +244,12 @@ def test_a_bad_mode_of_a_budget_is_named(change, message):
 
 
 def test_budgets_of_every_mode_are_values_that_show_what_was_given():
-    budget = Budget(
-        **TARGET, mode="rdp-mixture", orders=iter([8, 16]), weights=[0.5, 0.5], failure=1e-6
-    )
-    assert repr(budget).endswith(
-        "mode='rdp-mixture', orders=(8.0, 16.0), weights=(0.5, 0.5), failure=1e-06)"
-    )
-    assert (
-        len(
-            {
-                budget,
-                Budget(**TARGET, mode="rdp-mixture"),
-                Budget(**TARGET, mode="gdp"),
-                Budget(**TARGET),
-            }
-        )
-        == 4
-    )
+    budget = Budget(**TARGET, mode="rdp", orders=iter([8, 16]))
+    assert repr(budget).endswith("mode='rdp', orders=(8.0, 16.0))")
+    others = [Budget(**TARGET, mode="rdp"), Budget(**TARGET, mode="gdp"), Budget(**TARGET)]
+    assert len({budget, *others}) == 4
     assert budget.adaptive
     assert not Budget(**TARGET).adaptive
-    planned = Budget(**TARGET, schedule=[(gaussian(20.0), 3)])
-    assert planned == Budget(**TARGET, schedule=()).declaring(gaussian(20.0), 3)
-    assert "schedule=((Gaussian(" in repr(planned)
-
-
-@pytest.mark.parametrize(
-    "mode", [{}, *ADAPTIVE, {"mode": "rdp", "schedule": [(gaussian(20.0), 5)]}]
-)
-def test_only_a_planned_schedule_takes_declarations(mode):
-    with pytest.raises(ValueError, match="schedule must be given, as"):
-        Budget(**TARGET, **mode).declaring(gaussian(20.0), 3)
-
-
-def test_the_odometer_is_the_one_of_the_analysis():
-    assert odometer_epsilon is odometer.odometer_epsilon
 
 
 # -- what a mode decides ----------------------------------------------------------------------------------------------
@@ -359,11 +284,11 @@ def test_a_refused_event_leaves_room_for_a_smaller_one(mode):
     assert not run.admits(ledger, NonPrivate())
     assert ledger.digest() == before
     assert run.admits(ledger, gaussian(30.0))
-    assert run.holds(ledger)
+    assert run.admits(ledger)
     ledger.add(gaussian(4.0))  # recorded all the same
-    assert not run.holds(ledger)
+    assert not run.admits(ledger)
     assert not run.admits(ledger, gaussian(1e6))
-    assert run.usage(ledger).share > 1
+    assert run.spent(ledger) > run.limit
 
 
 @pytest.mark.cases(4, 1)
@@ -372,27 +297,24 @@ def test_a_resumed_run_decides_from_the_ledger_alone(mode):
     ledger = Ledger([Repeat(gaussian(20.0 + k), 2) for k in range(5)])
     again = Ledger.from_json(ledger.to_json())
     run = make_filter(Budget(**TARGET, **mode))
-    assert run.usages(again) == run.usages(ledger)
+    assert run.spent(again) == run.spent(ledger)
     assert run.max_steps(again, gaussian(33.0)) == run.max_steps(ledger, gaussian(33.0))
 
 
 def test_what_was_used_is_told_in_the_resource_of_the_mode():
     ledger = Ledger([Repeat(gaussian(20.0), 4)])
-    told = {m["mode"]: make_filter(Budget(**TARGET, **m)).usage(ledger) for m in ALL_MODES}
-    assert told["gdp"].spent == pytest.approx(0.01, rel=1e-12)
-    assert told["gdp"].limit == pytest.approx(gaussian_mu(1.0, 1e-5) ** 2, rel=1e-12)
-    assert told["zcdp"].spent == pytest.approx(0.005, rel=1e-12)
-    assert told["rdp"] == Usage(
-        "the Renyi divergence of order 20", told["rdp"].spent, told["rdp"].limit
+    gdp, renyi, planned = (
+        make_filter(Budget(**TARGET, mode=mode)) for mode in ("gdp", "rdp", "planned")
     )
-    assert told["rdp"].spent == pytest.approx(0.1, rel=1e-12)
-    assert told["planned"].spent == ledger.epsilon(1e-5, "replace_one")
-    mixture = told["rdp-mixture"].spent
-    spent = [0.005 * order for order in odometer.ODOMETER_ORDERS]
-    assert odometer.mixture_filter_admits(mixture, 1e-5, odometer.ODOMETER_ORDERS, spent)
-    assert not odometer.mixture_filter_admits(
-        mixture * 0.99999, 1e-5, odometer.ODOMETER_ORDERS, spent
-    )
+    assert gdp.spent(ledger) == pytest.approx(0.01, rel=1e-12)
+    assert gdp.limit == pytest.approx(gaussian_mu(1.0, 1e-5) ** 2, rel=1e-12)
+    assert "would bring the sum of mu^2 to" in gdp.refusal(ledger, gaussian(1.0))
+    assert planned.spent(ledger) == ledger.epsilon(1e-5, "replace_one")
+    least = renyi.spent(ledger)
+    orders = np.array(odometer.ODOMETER_ORDERS)
+    orders[0] = 1.3  # of the grid
+    assert odometer.mixture_filter_admits(least, 1e-5, orders, 0.005 * orders)
+    assert not odometer.mixture_filter_admits(least * 0.99999, 1e-5, orders, 0.005 * orders)
 
 
 @pytest.mark.parametrize(
@@ -400,61 +322,37 @@ def test_what_was_used_is_told_in_the_resource_of_the_mode():
     [(0.0, True), (0.3, True), (0.3 * (1 + 1e-12), False), (math.inf, False), (math.nan, False)],
 )
 def test_a_resource_fits_up_to_its_limit_and_not_beyond(spent, fits):
-    assert Usage("mu^2", spent, 0.3).fits is fits
-    assert Usage("mu^2", 0.0, 0.0).fits
-    assert not Usage("mu^2", 1e-300, 0.0).fits
+    assert within(spent, 0.3) is fits
+    assert within(0.0, 0.0)
+    assert not within(1e-300, 0.0)
 
 
 @pytest.mark.cases(1, 1)
-@pytest.mark.parametrize("mode", ["gdp", "zcdp", "rdp"])
-def test_a_long_sum_of_different_costs_is_not_rounded_down(mode):
+def test_a_long_sum_of_different_costs_is_not_rounded_down():
     sigmas = [1e3 + k / 7 for k in range(3000)]
     ledger = Ledger([gaussian(sigma) for sigma in sigmas])
-    exact = (
-        mp.fsum(1 / mp.mpf(sigma) ** 2 for sigma in sigmas)
-        * {"gdp": 1, "zcdp": 0.5, "rdp": 10}[mode]
-    )
-    cost = ledger.cost("replace_one")
-    plain = {
-        "gdp": cost.mu_squared,
-        "zcdp": cost.zcdp[1],
-        "rdp": _OrderReader([20.0]).read(cost)[0],
-    }[mode]
-    spent = make_filter(Budget(**TARGET, mode=mode, **NEEDS.get(mode, {}))).usage(ledger).spent
+    exact = mp.fsum(1 / mp.mpf(sigma) ** 2 for sigma in sigmas)
+    spent = make_filter(Budget(**TARGET, mode="gdp")).spent(ledger)
     assert exact <= spent <= exact * (1 + 1e-11)
-    assert spent >= plain * (1 + 2999 * 2.0**-53)  # as much as 2999 additions can lose
+    # as much as 2999 additions can lose
+    assert spent >= ledger.cost("replace_one").mu_squared * (1 + 2999 * 2.0**-53)
+    _, costs = odometer._renyi_costs(ledger, "replace_one", (20.0,))
+    assert 10 * exact <= costs[0] <= 10 * exact * (1 + 1e-11)
 
 
-def test_the_weights_of_a_mixture_count():
-    orders, few = (8.0, 16.0, 32.0), {**TARGET, "mode": "rdp-mixture"}
-    favored, equal, spoiled = (
-        make_filter(Budget(**few, orders=orders, weights=weights)).max_steps(
-            Ledger(), gaussian(100.0)
-        )
-        for weights in ((0.01, 0.98, 0.01), None, (0.98, 0.01, 0.01))
-    )
-    assert favored > equal > spoiled
-
-
-def test_a_mode_names_the_event_that_it_cannot_take():
+def test_a_mode_says_what_it_takes():
     sampled = PoissonGaussian(1.0, 0.01)
-    for mode in ("gdp", "zcdp"):
-        run = make_filter(Budget(**TARGET, mode=mode))
-        with pytest.raises(
-            ValueError,
-            match=rf"mode '{mode}' must be fed .* \(got PoissonGaussian\(.*q=0\.01\)\)",
-        ):
-            run.admits(Ledger([gaussian(20.0)]), Sequential((gaussian(50.0), sampled)))
-        with pytest.raises(ValueError, match=r"\(got PoissonGaussian"):
-            run.max_steps(Ledger([gaussian(20.0), sampled]), gaussian(50.0))
-        assert not run.holds(Ledger([sampled]))
-        assert run.admits(Ledger(), PoissonGaussian(40.0, 1.0))  # not sampled at all
-    with pytest.raises(ValueError, match="unsampled Gaussian noise only"):
-        make_filter(Budget(**TARGET, mode="gdp")).admits(Ledger(), Pure(0.01))
-    assert make_filter(Budget(**TARGET, mode="zcdp")).admits(Ledger(), Pure(0.01))
-    assert make_filter(Budget(**TARGET, mode="rdp", orders=20)).admits(
-        Ledger(), PoissonGaussian(4.0, 0.01)
-    )
+    run = make_filter(Budget(**TARGET, mode="gdp"))
+    for event in (sampled, Pure(0.01), Sequential((gaussian(50.0), sampled))):
+        assert not run.admits(Ledger([gaussian(20.0)]), event)
+        said = run.refusal(Ledger([gaussian(20.0)]), event)
+        assert "mode 'gdp' takes unsampled Gaussian noise that cannot fail only" in said
+    assert run.max_steps(Ledger([gaussian(20.0), sampled]), gaussian(50.0)) == 0
+    assert not run.admits(Ledger([sampled]))
+    assert run.admits(Ledger(), PoissonGaussian(40.0, 1.0))  # not sampled at all
+    renyi = make_filter(Budget(**TARGET, mode="rdp", orders=20))
+    assert renyi.admits(Ledger(), PoissonGaussian(4.0, 0.01))
+    assert renyi.admits(Ledger(), Pure(0.01))
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)
@@ -472,91 +370,26 @@ def test_the_adjacency_of_the_budget_counts():
     assert zero in range(4 * one, 4 * one + 4)
 
 
-def test_concentrated_offsets_are_charged_as_rho():
-    run = make_filter(Budget(**TARGET, mode="zcdp"))
-    assert run.usage(Ledger([ZCDP(rho=0.01, xi=0.005)])).spent == pytest.approx(0.015, rel=1e-12)
-
-
-# -- every order ------------------------------------------------------------------------------------------------------
-
-
-class SomeOrder(RDPOrdersFilter):
-    """The mistake: as long as one order is within its budget, go on."""
-
-    def admits(self, ledger, event, count=1):
-        return any(
-            use.fits for use in self.usages(ledger, event, count) if "Renyi" in use.resource
-        )
-
-
-def check_every_order(make):
-    """Low orders are cheap for one event, high orders for another: each passes the budget of the other's order."""
-    budget = Budget(2.0, 1e-5, "replace_one", mode="rdp", orders=(8.0, 64.0))
-    low = RDPCurve((8.0, 64.0), (0.02, 5.0))
-    high = RDPCurve((8.0, 64.0), (0.6, 0.7))
-    run = make(budget)
-    for event in (low, high):
-        assert run.admits(Ledger(), Repeat(gaussian(50.0), 10))
-        uses = run.usages(Ledger(), event, 2)
-        assert sum(use.fits for use in uses) < len(uses)
-        assert any(use.fits for use in uses)
-        assert not run.admits(Ledger(), event, 2)
-
-
-def test_an_order_that_still_fits_does_not_save_one_that_does_not():
-    check_every_order(make_filter)
-    with pytest.raises(AssertionError):
-        check_every_order(SomeOrder)
-
-
-def test_without_orders_the_schedule_chooses_the_one_that_lasts_longest():
-    event, budget = gaussian(20.0), TARGET | {"mode": "rdp"}
-    run = make_filter(Budget(**budget, schedule=[(event, 7)]))
-    fixed = [
-        make_filter(Budget(**budget, orders=order)).max_steps(Ledger(), event)
-        for order in (12, 17, 18, 30, 99)
-    ]
-    assert run.max_steps(Ledger(), event) == max(fixed)
-    assert 15 < run.orders[0] < 22
-    assert run.admits(Ledger(), gaussian(77.0))  # the schedule restricts nothing
-    with pytest.raises(
-        ValueError, match="schedule must spend something, so that an order can be chosen for it"
-    ):
-        make_filter(Budget(**budget, schedule=[(event, 0)]))
-
-
 def test_a_target_that_no_order_can_meet_names_the_smallest_one():
-    curve = RDPCurve((2.0, 4.0), (0.1, 0.2))
-    with pytest.raises(
-        InfeasibleError,
-        match=r"epsilon must be > 3\.0\d+, the least overhead of an order \(got 1\)",
-    ):
-        make_filter(Budget(**TARGET, mode="rdp", schedule=[(curve, 5)]))
     with pytest.raises(
         InfeasibleError, match=r"epsilon must be >= [\d.]+, the smallest .* \(got 1\)"
     ):
-        make_filter(Budget(**TARGET, mode="rdp-mixture", orders=(2.0, 3.0)))
+        make_filter(Budget(**TARGET, mode="rdp", orders=(2.0, 3.0)))
 
 
 @given(
-    st.floats(1.02, 30000.0),
+    st.floats(1.02, 16000.0),
     st.sampled_from([Gaussian(3.0, {"add_remove": 1.0}), PoissonGaussian(0.8, 0.02)]),
 )
-def test_between_orders_of_the_grid_the_cost_is_an_upper_bound(order, event):
-    reader = _OrderReader([order])
-    read = float(reader.read(cost_of(event, "add_remove", reader.level))[0])
+def test_an_order_beside_the_grid_is_the_next_larger_one(order, event):
+    ((read,), (cost,)) = odometer._renyi_costs(Ledger([event]), "add_remove", (order,))
+    assert order <= read <= max(order + 0.5, order * 1.03)
     exact = (
         order / 18
         if isinstance(event, Gaussian)
         else float(rdp_poisson_gaussian(0.02, 0.8, [order], "remove")[0])
     )
-    assert exact * (1 - 1e-13) <= read <= exact * 1.01
-
-
-def test_an_order_whose_neighbors_are_unknown_costs_everything():
-    curve = cost_of(RDPCurve((8.0,), (0.5,)), "add_remove")
-    assert _OrderReader([8.0, 64.0]).read(curve)[1] == math.inf
-    assert _OrderReader([8.0, 64.0]).read(curve)[0] == pytest.approx(0.5, rel=1e-14)
+    assert exact * (1 - 1e-13) <= cost
 
 
 # -- partitions and failures ------------------------------------------------------------------------------------------
@@ -575,74 +408,25 @@ def test_disjoint_parts_cost_their_maximum_at_every_order(mode):
     assert not run.admits(ledger, event)
     assert run.max_steps(ledger, on("b")) == left
     ledger.add(on("b"), left)
-    assert run.holds(ledger)
+    assert run.admits(ledger)
     assert not run.admits(ledger, on("b"))
     assert not run.admits(ledger, Parallel({"c": [event]}, "other parts"))
 
 
 @pytest.mark.parametrize("mode", ADAPTIVE)
-def test_failures_are_paid_from_the_part_set_aside(mode):
-    budget = Budget(**TARGET, failure=4e-6, **mode)
-    run, ledger, failing = make_filter(budget), Ledger(), gaussian(1e5, failure=1e-6)
-    assert run.max_steps(ledger, failing) == 4
-    assert run.max_steps(ledger, Failure(1e-6, "transcript")) == 4
-    sides = Failure(4e-6 / (1.0 + math.e) / 2.001, "per_side")
-    assert run.max_steps(ledger, sides) == 2
-    ledger.add(failing, 3)
-    assert not run.admits(ledger, Failure(1.1e-6, "transcript"))
-    assert "would bring failure probability to 5e-06" in run.refusal(ledger, failing, 2)
-    none = make_filter(Budget(**TARGET, **mode))
-    assert not none.admits(Ledger(), failing)
-    same = make_filter(Budget(1.0, 1e-5 - 4e-6, "replace_one", **mode))
-    assert run.max_steps(Ledger(), gaussian(300.0)) == same.max_steps(Ledger(), gaussian(300.0))
+@pytest.mark.parametrize(
+    "failing",
+    [gaussian(1e5, failure=1e-9), *(Failure(1e-9, kind) for kind in ("transcript", "per_side"))],
+)
+def test_what_may_fail_fits_no_adaptive_budget(mode, failing):
+    run = make_filter(Budget(**TARGET, **mode))
+    assert run.admits(Ledger(), gaussian(1e5))
+    assert run.max_steps(Ledger(), failing) == 0
+    assert not run.admits(Ledger([failing]), gaussian(1e5))
+    assert "that cannot fail" in run.refusal(Ledger(), failing)
 
 
-# -- planned with a schedule ------------------------------------------------------------------------------------------
-
-
-def test_a_schedule_admits_what_was_declared_in_any_order_and_nothing_else():
-    first, second, other = gaussian(40.0), gaussian(50.0), gaussian(1e6)
-    run = make_filter(
-        Budget(**TARGET, schedule=()).declaring(first, 3).declaring(second, 2).declaring(first, 1)
-    )
-    ledger = Ledger([Repeat(second, 2)])
-    assert run.max_steps(ledger, first) == 4
-    assert not run.admits(ledger, second)
-    assert not run.admits(ledger, other)
-    assert "declared steps of Gaussian(sigma=1000000.0" in run.refusal(ledger, other)
-    assert (run.usage(ledger).spent, run.usage(ledger).limit) == (2, 6)
-    assert run.admits(ledger, Sequential((first, Repeat(first, 3))))
-    ledger.add(other)  # recorded without asking: no longer the plan that was declared
-    assert not run.holds(ledger)
-    assert not run.admits(ledger, first)
-
-
-def test_a_schedule_that_passes_the_target_is_refused_before_anything_is_released():
-    event = gaussian(20.0)
-    most = make_filter(Budget(**TARGET)).max_steps(Ledger(), event)
-    assert (
-        make_filter(Budget(**TARGET, schedule=[(event, most)])).max_steps(Ledger(), event) == most
-    )
-    with pytest.raises(
-        BudgetExceeded,
-        match=r"the schedule would bring epsilon to 1\.0\d+, past the budget of 1 at",
-    ):
-        make_filter(Budget(**TARGET, schedule=[(event, most + 1)]))
-
-
-def test_an_empty_schedule_admits_nothing():
-    run = make_filter(Budget(**TARGET, schedule=()))
-    assert not run.admits(Ledger(), gaussian(1e6))
-    assert run.holds(Ledger())
-    assert (run.usage(Ledger()).spent, run.usage(Ledger()).limit) == (0, 0)
-
-
-def test_a_schedule_counts_parts_by_themselves():
-    event = Parallel({"a": [gaussian(20.0)], "b": [gaussian(20.0)]}, "parts")
-    run = make_filter(Budget(**TARGET, schedule=[(event, 2)]))
-    ledger = Ledger([Repeat(Parallel({"a": [gaussian(20.0)]}, "parts"), 2)])
-    assert not run.admits(ledger, event)
-    assert run.max_steps(ledger, Parallel({"b": [gaussian(20.0)]}, "parts")) == 2
+# -- planned ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_planned_refusal_names_the_least_epsilon_that_would_admit():
@@ -653,14 +437,14 @@ def test_the_planned_refusal_names_the_least_epsilon_that_would_admit():
     )
     text = run.refusal(ledger, event, 26)
     found = re.search(
-        r"past the budget of 1 at delta=1e-05 \(replace_one\); spent ([\d.]+) in 3 events, "
+        r"would bring epsilon to ([\d.]+), past 1: .*; spent ([\d.]+) in 3 events, "
         r"remaining ([\d.]+), room for 25",
         text,
     )
     assert found
-    assert float(found[1]) >= ledger.epsilon(1e-5, "replace_one")
-    assert float(found[2]) == pytest.approx(1.0 - ledger.epsilon(1e-5, "replace_one"), rel=1e-5)
-    least = float(text.rpartition(" ")[2])
+    assert float(found[2]) >= ledger.epsilon(1e-5, "replace_one")
+    assert float(found[3]) == pytest.approx(1.0 - ledger.epsilon(1e-5, "replace_one"), rel=1e-5)
+    least = float(found[1])
     assert make_filter(Budget(least, 1e-5, "replace_one")).admits(ledger, event, 26)
     assert not make_filter(Budget(least * 0.9999, 1e-5, "replace_one")).admits(ledger, event, 26)
 
@@ -695,25 +479,11 @@ def test_an_adaptive_run_quotes_its_target_and_else_the_odometer(mode):
     assert quoted(1e-5) > ledger.epsilon(1e-5, "replace_one")
 
 
-def test_an_adaptive_run_of_nothing_spends_nothing_and_failures_only_what_was_set_aside():
+def test_an_adaptive_run_of_nothing_spends_nothing_and_one_that_may_fail_everything():
     assert adaptive_epsilon(Ledger(), 1e-5, "replace_one") == 0.0
     assert adaptive_epsilon(Ledger([NonPrivate()]), 1e-5, "replace_one") == math.inf
-    budget = Budget(**TARGET, mode="gdp", failure=4e-6)
-    ledger = Ledger([gaussian(1.0, failure=1e-6)])
-    assert adaptive_epsilon(ledger, 1e-5, "replace_one") == math.inf
-    kept = adaptive_epsilon(ledger, 1e-5, "replace_one", budget)
-    assert kept == pytest.approx(
-        adaptive_epsilon(Ledger([gaussian(1.0)]), 6e-6, "replace_one"), rel=1e-9
-    )
-    assert (
-        adaptive_epsilon(Ledger([gaussian(1.0, failure=5e-6)]), 1e-5, "replace_one", budget)
-        == math.inf
-    )
-    assert adaptive_epsilon(ledger, 1e-6, "replace_one", budget) == math.inf
-    assert (
-        adaptive_epsilon(Ledger([Failure(1e-9, "per_side")]), 5e-6, "replace_one", budget)
-        == math.inf
-    )
+    for failing in (gaussian(1.0, failure=1e-9), Failure(1e-9, "per_side")):
+        assert adaptive_epsilon(Ledger([failing]), 1e-5, "replace_one") == math.inf
 
 
 def test_exact_calibration_fills_a_gaussian_budget_to_the_last_step():
@@ -730,14 +500,11 @@ def test_exact_calibration_fills_a_gaussian_budget_to_the_last_step():
 
 # -- a thousand adaptive schedules, judged by arithmetic of this file -------------------------------------------------
 
-ORDERS = (6.0, 24.0, 100.0)
-MIXED = (1.25, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 256.0)
+MIXED = (1.3, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 256.0)
 SAMPLED = PoissonGaussian(1.0, 0.02)
 SAMPLED_COST = {
     a: float(c)
-    for a, c in zip(
-        MIXED + ORDERS, rdp_poisson_gaussian_replace_one(0.02, 1.0, MIXED + ORDERS), strict=True
-    )
+    for a, c in zip(MIXED, rdp_poisson_gaussian_replace_one(0.02, 1.0, MIXED), strict=True)
 }
 
 
@@ -758,16 +525,7 @@ def excess(mode: str, mus: list[float], samples: int, epsilon: float, delta: flo
     square = mp.fsum(mp.mpf(mu) ** 2 for mu in mus)
     if mode == "gdp":
         return float(hockey_stick(mp.sqrt(square), epsilon) / delta - 1) if mus else -1.0
-    if mode == "zcdp":
-        rho, wanted = float(square / 2), -math.log(delta)
-        if rho == 0:
-            return -epsilon
-        # d converted / d b = 0; any b is a bound, so that its rounding does not matter
-        b = brentq(lambda b: rho * b * b + math.log1p(b) - wanted, 0.0, 1.0 / delta, xtol=1e-14)
-        return float(converted(square / 2 * (1 + mp.mpf(b)), 1 + mp.mpf(b), delta) - epsilon)
     costs = {a: square / 2 * mp.mpf(a) + samples * mp.mpf(SAMPLED_COST[a]) for a in SAMPLED_COST}
-    if mode == "rdp":
-        return float(max(converted(costs[a], a, delta) for a in ORDERS) - epsilon)
     powers = np.array([a - 1 for a in MIXED])
     heads = np.array([float((a - 1) * (epsilon - costs[a])) for a in MIXED]) - math.log(
         len(MIXED)
@@ -777,16 +535,11 @@ def excess(mode: str, mus: list[float], samples: int, epsilon: float, delta: flo
     return -math.log(delta) - float(values.min())
 
 
-SETTINGS = {
-    "gdp": {},
-    "zcdp": {},
-    "rdp": {"orders": ORDERS},
-    "rdp-mixture": {"orders": MIXED},
-}
+SETTINGS = {"gdp": {}, "rdp": {"orders": MIXED}}
 
 
 ADAPTIVE = given(
-    st.sampled_from([*["gdp", "zcdp", "rdp"] * 3, "rdp-mixture"]),  # the last is slow
+    st.sampled_from(["gdp", "gdp", "rdp"]),  # the last is slow
     st.sampled_from([2.0, 3.3, 6.0]),
     st.sampled_from([1e-3, 1e-5, 1e-8]),
     st.lists(
@@ -808,7 +561,7 @@ def no_adaptive_schedule_passes_the_target(mode, epsilon, delta, rounds):
     samples, loss, refused = 0, 0.0, None
     for mu, noise, kind in rounds:
         mu *= math.exp(min(max(-loss, -1.0), 1.0))  # lucky: spend more
-        sampled = kind == 0 and mode.startswith("rdp")
+        sampled = kind == 0 and mode == "rdp"
         sigma = 1.0 / mu
         event = SAMPLED if sampled else gaussian(sigma)
         mu = 1.0 / sigma
@@ -820,7 +573,7 @@ def no_adaptive_schedule_passes_the_target(mode, epsilon, delta, rounds):
         ledger.add(event, times)
         mus, samples = asked
         loss += times * mu * mu / 2 + math.sqrt(times) * mu * noise
-    assert run.holds(ledger)
+    assert run.admits(ledger)
     assert excess(mode, mus, samples, epsilon, delta) <= 0
     assert refused is None or excess(mode, *refused, epsilon, delta) > -1e-6
 
@@ -845,11 +598,6 @@ def test_an_exhausted_mode_is_its_target_exactly(epsilon, delta):
     """The largest sum that each mode lets pass, tolerance for rounding included, is judged with 40 digits."""
     slack = 1.0 + 4.0 * 2.0**-52
     with mp.workdps(40):
-        gdp = make_filter(Budget(epsilon, delta, "replace_one", mode="gdp")).usage(Ledger()).limit
+        gdp = make_filter(Budget(epsilon, delta, "replace_one", mode="gdp")).limit
         assert hockey_stick(mp.sqrt(mp.mpf(gdp) * slack), epsilon) <= delta
         assert hockey_stick(mp.sqrt(mp.mpf(gdp) * (1 + 1e-9)), epsilon) > delta * (1 - 1e-9)
-        for order in (1.5, 8.0, 1000.0):
-            if rdp_epsilon_at_order(0.0, order, delta) < epsilon * 0.999:
-                limit = renyi_budget(order, epsilon, delta)
-                assert converted(mp.mpf(limit) * slack, order, delta) <= epsilon
-                assert converted(mp.mpf(limit), order, delta) >= epsilon * (1 - 1e-12) - 1e-12

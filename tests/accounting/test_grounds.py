@@ -20,7 +20,6 @@ from torch_dpsco.accounting.events import (
     ZERO_OUT,
     AboveThreshold,
     ApproxDP,
-    ApproxZCDP,
     Failure,
     Gaussian,
     KNorm,
@@ -34,9 +33,15 @@ from torch_dpsco.accounting.events import (
     SimpleEvent,
     WORGaussian,
 )
-from torch_dpsco.accounting.report.figures import OneRelease, PrivacyReport, Run
-from torch_dpsco.accounting.report.grounds import Words, charged, sentences_of
-from torch_dpsco.accounting.report.statement import Statement, make_statement
+from torch_dpsco.accounting.report import (
+    OneRelease,
+    PrivacyReport,
+    Run,
+    Words,
+    charged,
+    sentences_of,
+)
+from torch_dpsco.accounting.statement import Statement, make_statement
 
 DELTA_SPENT = 1e-5
 SENS = {ZERO_OUT: 1.0}
@@ -55,7 +60,7 @@ EVENTS: dict[str, Any] = {
     "approximate": ApproxDP(0.1, 1e-7),
     "approximate without delta": ApproxDP(0.1, 0.0),
     "zcdp": ZCDP(0.01),
-    "binomial": ApproxZCDP(0.01, 1e-7),
+    "binomial": ZCDP(0.01, 1e-7),
     "gdp": GDP(0.2),
     "k-norm": KNorm(0.1, 3),
     "curve": RDPCurve((2.0, 8.0), (0.02, 0.08)),

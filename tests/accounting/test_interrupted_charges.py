@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.accounting.ledgers import DELTA, STEP, WHOLE, image, part
-from torch_dpsco.accounting import ledger as ledgers
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
@@ -39,15 +38,16 @@ def test_a_charge_of_nothing_changes_no_answer(event, count, adjacency):
 
 @pytest.mark.parametrize("event", [part("0"), Sequential([part("1"), part("2")])])
 def test_an_interrupted_charge_leaves_no_stale_answer(event, monkeypatch):
-    """Ctrl-C while the cost of a part is computed: what was counted must be in the next answer."""
+    """Ctrl-C between the events of a charge: what was counted must be in the next answer."""
     ledger = Ledger([part("0", 30.0), STEP])
     ledger.epsilon(DELTA, ZERO_OUT)
 
     def interrupt(*_args):
         raise KeyboardInterrupt
 
+    event = Sequential([STEP, event])
     with monkeypatch.context() as patched:
-        patched.setattr(ledgers, "total_of", interrupt)
+        patched.setattr(Ledger, "_put", interrupt)
         with pytest.raises(KeyboardInterrupt):
             ledger.add(event, 50)
     assert ledger.epsilon(DELTA, ZERO_OUT) == Ledger.from_json(ledger.to_json()).epsilon(

@@ -375,22 +375,29 @@ def test_every_cut_of_a_file_without_a_mark_is_charged_at_least_as_what_was_auth
         assert image(Accountant(ledger_path=path)) == image(resumed)
 
 
-@pytest.mark.parametrize("marked", [True, False])
-def test_a_torn_last_line_is_dropped_and_told_or_charged_without_a_mark(path, marked):
+def test_a_torn_last_line_is_dropped_and_told(path):
     charged(path, STEP, WHOLE)
     content = path.read_bytes()
     path.write_bytes(content + b'{"at": 2, "count": 1, "dig')
-    if not marked:
-        mark_of(path).unlink()
-    with pytest.warns(UtilityWarning) as told:
+    with pytest.warns(UtilityWarning, match="is dropped"):
         resumed = Accountant(ledger_path=path)
-    assert ("is dropped" if marked else "is charged") in str(told[-1].message)
-    counts = {str(event): count for _, _, event, count in resumed.ledger.entries()}
-    assert counts == {str(STEP): 1, str(WHOLE): 1 if marked else 2}
+    assert {str(e): n for _, _, e, n in resumed.ledger.entries()} == {
+        str(STEP): 1,
+        str(WHOLE): 1,
+    }
     resumed.close()
     again = Accountant(ledger_path=path)  # mended, without a further warning
     assert image(again) == image(resumed)
     again.authorize(STEP)
+
+
+def test_a_torn_line_without_a_mark_is_refused(path):
+    charged(path, STEP, WHOLE)
+    content = path.read_bytes() + b'{"at": 2, "count": 1, "dig'
+    path.write_bytes(content)
+    mark_of(path).unlink()
+    assert "must end with a line that a ledger wrote" in refused(path)
+    assert path.read_bytes() == content
 
 
 @pytest.mark.parametrize(
@@ -399,7 +406,7 @@ def test_a_torn_last_line_is_dropped_and_told_or_charged_without_a_mark(path, ma
 def test_a_line_that_no_ledger_wrote_is_left_as_it_is(path, content):
     """A file of somebody's own, named by mistake, whose only line has no end, is no torn ledger."""
     path.write_bytes(content)
-    assert "must be new, empty, or one that a ledger wrote" in refused(path)
+    assert "must end with a line that a ledger wrote" in refused(path)
     assert path.read_bytes() == content
     assert not mark_of(path).exists()
 

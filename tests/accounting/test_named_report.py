@@ -16,8 +16,8 @@ import pytest
 import torch_dpsco as dp
 from torch_dpsco.accounting.designs import AssignedParts, Design, Undeclared
 from torch_dpsco.accounting.events import ADJACENCIES, Adjacency, clipped_gaussian, in_words
-from torch_dpsco.accounting.report.figures import OneRelease, Run
-from torch_dpsco.accounting.report.statement import Statement, make_statement
+from torch_dpsco.accounting.report import OneRelease, Run
+from torch_dpsco.accounting.statement import Statement, make_statement
 from torch_dpsco.estimators import LogisticRegression
 
 DESIGNS: tuple[Design, ...] = (
@@ -79,12 +79,13 @@ def test_pictures_have_the_name_too() -> None:
 
 
 def test_figures_and_unit_are_the_same() -> None:
-    plain = statement("user", "add_remove", DESIGNS[0]).figures
-    named = plain.named("hospital")
+    plain = statement("user", "add_remove", DESIGNS[0])
+    hospital = plain.named("hospital")
+    named = hospital.figures
     assert named.unit == "user"
     assert named.assumptions[0] == "all rows of a hospital carry its id, and no other does"
-    assert replace(named, named_unit=(), assumptions=plain.assumptions) == plain
-    assert named.named("ward") == plain.named("ward")
+    assert replace(named, named_unit=(), assumptions=plain.figures.assumptions) == plain.figures
+    assert hospital.named("ward") == plain.named("ward")
 
 
 def test_a_row_is_not_said_to_be_a_person() -> None:
@@ -141,11 +142,11 @@ def test_a_row_gets_a_name_by_ids_or_by_a_promise(tmp_path: Path) -> None:
     ],
 )
 def test_several_units_have_a_name(name: str, several: str) -> None:
-    report = dp.Accountant().report(1e-5)
-    assert (report.unit_name, report.unit_names) == ("example", "examples")
-    named = report.named(name, **ONE_ROW)
+    plain = statement("example", "add_remove", DESIGNS[0])
+    assert (plain.figures.unit_name, plain.figures.unit_names) == ("example", "examples")
+    named = plain.named(name, **ONE_ROW).figures
     assert (named.unit_name, named.unit_names) == (name, several)
-    assert report.named("person", "people", **ONE_ROW).unit_names == "people"
+    assert plain.named("person", "people", **ONE_ROW).figures.unit_names == "people"
 
 
 @pytest.mark.slow
@@ -167,7 +168,7 @@ def test_copies_and_files_keep_the_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bad", ["", " ", "a|b", "<b>", "a\nb", "a`b", 3, None])
 def test_names_of_other_kinds_are_refused(bad: Any) -> None:
-    report = dp.Accountant().report(1e-5)
+    report = statement("example", "add_remove", DESIGNS[0])
     with pytest.raises(ValueError, match="unit must be"):
         report.named(bad)
     if bad is not None:
@@ -192,7 +193,7 @@ def test_promises_are_on_the_card_once() -> None:
 @pytest.mark.parametrize("bad", ["", " . ", "a\nb", 3, None])
 def test_promises_of_other_kinds_are_refused(bad: Any) -> None:
     with pytest.raises(ValueError, match="sentences must be text of one line"):
-        dp.Accountant().report(1e-5).promising("fine", bad)
+        statement("example", "add_remove", DESIGNS[0]).promising("fine", bad)
 
 
 @pytest.mark.slow

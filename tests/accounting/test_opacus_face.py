@@ -145,7 +145,7 @@ def test_history_cannot_be_assigned_over_authorized_events():
         getattr(other, charge.__name__)(STEP)
         with pytest.raises(PrivacyError, match="history must not replace events"):
             other.history = []
-    for event in (WHOLE, part("0"), PoissonGaussian(1.0, 0.1, 3)):
+    for event in (WHOLE, part("0")):
         accountant.record(event)
     assert accountant.history == [(2.0, 0.01, 2)]
     before = image(accountant)
@@ -231,28 +231,10 @@ def test_a_step_that_was_made_is_charged_past_the_budget():
 def test_poisson_false_and_misspelled_keywords_are_refused():
     accountant = Accountant()
     accountant.history = [(1.0, 0.01, 500)]
-    plain = accountant.get_epsilon(DELTA)
-    assert accountant.get_epsilon(DELTA, eps_error=0.01, delta_error=1e-8, poisson=True) == plain
-    with pytest.raises(ValueError, match="poisson must be True"):
+    with pytest.raises(TypeError, match="poisson"):
         accountant.get_epsilon(DELTA, poisson=False)
     with pytest.raises(TypeError, match="adjacancy"):
         accountant.get_epsilon(DELTA, adjacancy=REPLACE_ONE)
-
-
-def test_alphas_are_the_renyi_orders_that_are_used():
-    ours, theirs = Accountant(), RDPAccountant()
-    ours.history = theirs.history = [(1.0, 0.01, 500)]
-    best = ours.get_epsilon(DELTA, method="rdp")
-    for alphas in ([2.0], [8.0, 9.0], [2.05, 40.3], RDPAccountant.DEFAULT_ALPHAS[1:]):
-        found = ours.get_epsilon(DELTA, alphas=alphas)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Opacus: the best order is the first or last
-            exact = theirs.get_epsilon(DELTA, alphas=alphas)
-        assert found >= best * (1 - 1e-12)
-        assert exact * (1 - 1e-4) <= found <= exact * 1.05
-    for bad in ([], [1.0], [0.5], [1.005], [2.0**15], ["x"]):
-        with pytest.raises(ValueError, match="alphas must be"):
-            ours.get_epsilon(DELTA, alphas=bad)
 
 
 @pytest.mark.cases(1, 1)
@@ -266,9 +248,9 @@ def test_states_of_opacus_accountants_are_taken_when_asked(foreign):
     for _ in range(7):
         theirs.step(noise_multiplier=1.0, sample_rate=0.1)
     ours = Accountant()
-    with pytest.raises(ValueError, match="import_foreign=True"):
+    with pytest.raises(ValueError, match=r"accountant\.history = its history"):
         ours.load_state_dict(theirs.state_dict())
-    ours.load_state_dict(theirs.state_dict(), import_foreign=True)
+    ours.history = theirs.history
     assert ours.history == [(1.0, 0.1, 7)]
     assert ours.adjacency == ADD_REMOVE
     assert any(
@@ -277,12 +259,6 @@ def test_states_of_opacus_accountants_are_taken_when_asked(foreign):
     ours.step(noise_multiplier=1.0, sample_rate=0.1)
     assert theirs.history == [(1.0, 0.1, 7)]
     before = image(ours)
-    with pytest.raises(PrivacyError, match="would forget"):
-        ours.load_state_dict(theirs.state_dict(), import_foreign=True)
-    with pytest.raises(ValueError, match="history must be in the state"):
-        Accountant().load_state_dict({"mechanism": "rdp"}, import_foreign=True)
     with pytest.raises(ValueError, match=r"(q|sample_rate) must be in"):
-        Accountant().load_state_dict(
-            {"mechanism": "rdp", "history": [(1.0, 4.0, 1)]}, import_foreign=True
-        )
+        Accountant().history = [(1.0, 4.0, 1)]
     assert image(ours) == before

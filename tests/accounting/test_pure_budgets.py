@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.accounting.ledgers import image, refusal
 from torch_dpsco.accounting import calibrate
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.budgets import Budget, make_filter
 from torch_dpsco.accounting.designs import Full, Undeclared
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
@@ -27,7 +27,6 @@ from torch_dpsco.accounting.events import (
     ZERO_OUT,
     AboveThreshold,
     ApproxDP,
-    ApproxZCDP,
     Event,
     Failure,
     Gaussian,
@@ -42,13 +41,11 @@ from torch_dpsco.accounting.events import (
     Sequential,
     WORGaussian,
 )
-from torch_dpsco.accounting.filters import make_filter
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.accounting.report.figures import OneRelease, Run, group_guarantee
-from torch_dpsco.accounting.report.statement import Statement, make_statement
-from torch_dpsco.errors import AdjacencyError, BudgetExceeded, InfeasibleError, PrivacyError
+from torch_dpsco.accounting.report import OneRelease, Run, group_guarantee
+from torch_dpsco.accounting.statement import Statement, make_statement
+from torch_dpsco.errors import AdjacencyError, BudgetExceeded, InfeasibleError
 
-BOTH = ["planned", "pure"]
 SLACK = Fraction(1, 2**50)  # relative: what rounded parts of a target may come to above it
 GAUSSIAN = Gaussian(1e9, dict.fromkeys(ADJACENCIES, 1.0))
 IMPURE: list[Event] = [
@@ -57,7 +54,7 @@ IMPURE: list[Event] = [
     PoissonGaussian(100.0, 1e-6),
     WORGaussian(100.0, 1, 10**6),
     ApproxDP(0.1, 1e-12),
-    ApproxZCDP(0.1, 1e-12),
+    ZCDP(0.1, 1e-12),
     ZCDP(1e-6),
     GDP(1e-6),
     RDPCurve((2.0,), (0.1,)),
@@ -172,7 +169,7 @@ def test_a_sum_of_pure_epsilons_has_no_rounding_of_its_own():
     assert Ledger([Repeat(Pure(1e300), 10**9)]).epsilon(0.0, REPLACE_ONE) == math.inf
 
 
-@pytest.mark.parametrize("method", ["rdp", "gdp", "zcdp", "pld", "prv"])
+@pytest.mark.parametrize("method", ["rdp", "pld", "prv"])
 def test_no_other_method_answers_at_delta_0(method):
     accountant = Accountant()
     accountant.authorize(Pure(0.5))
@@ -180,8 +177,6 @@ def test_no_other_method_answers_at_delta_0(method):
         ValueError, match=rf"method must be 'best' or 'pure' at delta=0 \(got '{method}'\)"
     ):
         accountant.get_epsilon(0.0, method=method)
-    with pytest.raises(ValueError, match=r"delta must be in \(0, 1\)"):
-        accountant.get_epsilon(0.0, alphas=[2.0])
 
 
 def test_a_gaussian_among_pure_events_leaves_questions_at_a_delta_above_0_only():
@@ -236,33 +231,15 @@ def test_a_report_at_delta_0_leaves_out_adjacencies_without_a_pure_epsilon():
     assert set(accountant.report(1e-5).epsilons) == {REPLACE_ONE, ZERO_OUT}
 
 
-def test_a_replaced_record_costs_one_removed_and_one_added_at_delta_0():
-    accountant = Accountant(adjacency=REPLACE_ONE)
-    accountant.authorize(Laplace(4.0, {ADD_REMOVE: 1.0}), 3)
-    assert accountant.get_epsilon(0.0, allow_group=True) == 2 * 0.75
-    accountant.authorize(Gaussian(4.0, {ADD_REMOVE: 1.0}))
-    with pytest.raises(InfeasibleError, match="Gaussian noise"):
-        accountant.get_epsilon(0.0, allow_group=True)
-
-
 # -- budgets ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["gdp", "zcdp", "rdp", "rdp-mixture"])
+@pytest.mark.parametrize("mode", ["gdp", "rdp"])
 def test_a_mode_that_converts_divergences_needs_a_delta(mode):
-    orders = {"orders": 8.0} if mode == "rdp" else {}
     with pytest.raises(
-        ValueError, match=rf"delta must be > 0 in mode '{mode}' \(got 0.0\); .*'pure'"
+        ValueError, match=rf"delta must be > 0 in mode '{mode}' \(got 0.0\): .*'planned'"
     ):
-        Budget(1.0, 0.0, mode=mode, **orders)
-
-
-@pytest.mark.parametrize("mode", BOTH)
-def test_no_part_of_delta_0_can_be_set_aside(mode):
-    with pytest.raises(
-        ValueError, match=rf"failure must not be given in mode '{mode}' \(got 1e-09\)"
-    ):
-        Budget(1.0, 0.0, "replace_one", mode=mode, failure=1e-9)
+        Budget(1.0, 0.0, mode=mode)
 
 
 def test_a_pure_budget_is_a_value():
@@ -276,18 +253,12 @@ def test_a_pure_budget_is_a_value():
         repr(budget)
         == "Budget(epsilon=1.0, delta=0.0, adjacency='replace_one', unit='example', mode='planned')"
     )
-    assert (budget.adaptive, Budget(1.0, 0.0, "replace_one", mode="pure").adaptive) == (
-        False,
-        True,
-    )
-    with pytest.raises(ValueError, match=r"delta must be 0 in mode 'pure' \(got 1e-05\)"):
-        Budget(1.0, 1e-5, "replace_one", mode="pure")
+    assert not budget.adaptive
 
 
-@pytest.mark.parametrize("mode", BOTH)
 @pytest.mark.parametrize("event", IMPURE, ids=repr)
-def test_no_event_without_a_pure_epsilon_fits_a_budget_at_delta_0(event, mode):
-    accountant = Accountant(Budget(1e6, 0.0, "replace_one", mode=mode))
+def test_no_event_without_a_pure_epsilon_fits_a_budget_at_delta_0(event):
+    accountant = Accountant(Budget(1e6, 0.0, "replace_one"))
     accountant.authorize(Pure(0.5))
     before = image(accountant)
     for asked in (event, Parallel({"a": [event]}, "p"), Sequential((Pure(0.1), event))):
@@ -299,39 +270,35 @@ def test_no_event_without_a_pure_epsilon_fits_a_budget_at_delta_0(event, mode):
     accountant.authorize(Repeat(event, 0))  # nothing
 
 
-@pytest.mark.parametrize("mode", BOTH)
-def test_a_budget_at_delta_0_ends_where_the_sum_would_pass_it(mode):
-    accountant = Accountant(Budget(1.0, 0.0, "replace_one", mode=mode))
+def test_a_budget_at_delta_0_ends_where_the_sum_would_pass_it():
+    accountant = Accountant(Budget(1.0, 0.0, "replace_one"))
     assert accountant.max_steps(Pure(0.1)) == 10
     for _ in range(10):
         accountant.authorize(Pure(0.1))
     assert accountant.get_epsilon(0.0) == accountant.report().epsilon == 1.0
     told = refusal(accountant, Pure(1e-3))
-    assert "would bring epsilon to 1.00101, past the budget of 1" in told
-    assert "delta=0" in told
+    assert "would bring epsilon to 1.00101, past 1: the budget is epsilon 1 at delta 0" in told
     assert "room for 0 more" in told
     accountant.authorize(Pure(0.0), 7)
     assert len(accountant) == 17
 
 
-@pytest.mark.parametrize("mode", BOTH)
-def test_the_slack_of_a_pure_sum_is_4_units_in_the_last_place(mode):
-    run = make_filter(Budget(1.0, 0.0, "replace_one", mode=mode))
+def test_the_slack_of_a_pure_sum_is_4_units_in_the_last_place():
+    run = make_filter(Budget(1.0, 0.0, "replace_one"))
     assert run.admits(Ledger(), Pure(1.0 + 2.0**-50))
     assert not run.admits(Ledger(), Pure(1.0 + 2.0**-50 + 2.0**-52))
     # however many rounded parts: no slack of its own for each
     spent = Ledger([Pure(1.0), *(Pure(k * 2.0**-55) for k in (1, 2, 4, 8, 16))])
-    assert run.holds(spent)
+    assert run.admits(spent)
     assert not run.admits(spent, Pure(2.0**-51))
 
 
 @pytest.mark.cases(1, 1)
-@pytest.mark.parametrize("mode", BOTH)
 @pytest.mark.parametrize(
     ("target", "parts"), [(0.3, (0.1, 0.2)), (0.6, (0.2, 0.4)), (0.7, (0.15, 0.55))]
 )
-def test_parts_of_a_target_fit_it_and_are_quoted_as_the_target(target, parts, mode):
-    accountant = Accountant(Budget(target, 0.0, "replace_one", mode=mode))
+def test_parts_of_a_target_fit_it_and_are_quoted_as_the_target(target, parts):
+    accountant = Accountant(Budget(target, 0.0, "replace_one"))
     for part in parts:
         accountant.authorize(KNorm(part, 3))
     assert accountant.ledger.epsilon(0.0, REPLACE_ONE) > target
@@ -341,17 +308,13 @@ def test_parts_of_a_target_fit_it_and_are_quoted_as_the_target(target, parts, mo
     assert report.epsilon == target
     run = Run("Sgd", Full(100), KNorm(0.1, 3), 1, 1, True)
     assert make_statement(report, run).warnings == ()
-    assert (
-        accountant.get_epsilon(1e-5, method="pure") > target
-    )  # at another delta the figure as it is
 
 
 @pytest.mark.cases(1, 1)
-@pytest.mark.parametrize("mode", BOTH)
 @given(target=st.floats(0.01, 5.0), rows=charges)
 @settings(max_examples=60, deadline=None)
-def test_a_budget_at_delta_0_admits_exactly_what_fits(mode, target, rows):
-    accountant, taken = Accountant(Budget(target, 0.0, "replace_one", mode=mode)), []
+def test_a_budget_at_delta_0_admits_exactly_what_fits(target, rows):
+    accountant, taken = Accountant(Budget(target, 0.0, "replace_one")), []
     limit = Fraction(target) * (1 + SLACK)
     for partition, part, epsilon, count in rows:
         event, asked = (
@@ -380,29 +343,6 @@ def test_the_number_of_pure_steps_left_is_exact(target, spent, epsilon):
     if steps:
         assert accountant.admits(Pure(epsilon), steps)
     assert abs(max(0.0, (target - spent) / epsilon) - steps) <= 1 + 1e-6
-
-
-def test_a_pure_schedule_is_decided_as_a_whole():
-    budget = Budget(1.0, 0.0, "replace_one", schedule=[(Pure(0.1), 5), (KNorm(0.5, 4), 1)])
-    accountant = Accountant(budget)
-    accountant.authorize(KNorm(0.5, 4))
-    accountant.authorize(Pure(0.1), 5)
-    assert "declared steps" in refusal(accountant, Pure(0.1))
-    assert accountant.report().epsilon == 1.0
-    with pytest.raises(
-        BudgetExceeded, match=r"epsilon to 1\.1, past the budget of 1 .*declare fewer steps"
-    ):
-        Accountant(Budget(1.0, 0.0, "replace_one", schedule=[(Pure(0.1), 11)]))
-    with pytest.raises(
-        BudgetExceeded,
-        match=r"epsilon to inf.*has no finite pure epsilon \(delta = 0 has no Gaussian",
-    ):
-        Accountant(Budget(1.0, 0.0, "replace_one", schedule=[(Pure(0.1), 1), (GAUSSIAN, 1)]))
-    open_plan = Accountant(Budget(1.0, 0.0, "replace_one", schedule=()))
-    open_plan.declare(Pure(0.25), 4)
-    with pytest.raises(BudgetExceeded, match="Gaussian noise"):
-        open_plan.declare(GAUSSIAN, 1)
-    open_plan.authorize(Pure(0.25), 4)
 
 
 def test_what_was_recorded_past_a_pure_budget_ends_it():
@@ -442,7 +382,7 @@ def test_a_budget_with_a_delta_still_takes_pure_events():
 def worst_ratio(target: float, seed: int, depth: int) -> float:
     """The largest likelihood ratio of a run of randomized responses, each chosen at random from the answers before."""
     rule = random.Random(seed)
-    budget = make_filter(Budget(target, 0.0, "replace_one", mode="pure"))
+    budget = make_filter(Budget(target, 0.0, "replace_one"))
 
     def ratio(ledger: list[Event], left: int) -> float:
         event = Pure(rule.choice([0.1, 0.3, target / 2, rule.uniform(0.0, target)]))
@@ -467,7 +407,7 @@ def test_a_run_of_pure_releases_chosen_on_the_way_stays_within_its_target():
 
 
 def test_adaptive_pure_runs_quote_the_target_and_without_a_budget_the_sum():
-    accountant = Accountant(Budget(1.0, 0.0, "replace_one", mode="pure"))
+    accountant = Accountant(Budget(1.0, 0.0, "replace_one"))
     accountant.authorize(Pure(0.25), adaptive=True)
     assert (
         accountant.get_epsilon(0.0)
@@ -485,19 +425,11 @@ def test_adaptive_pure_runs_quote_the_target_and_without_a_budget_the_sum():
         free.get_epsilon(0.0)
 
 
-def test_a_planned_pure_budget_sends_adaptive_runs_to_the_pure_mode():
-    accountant = Accountant(Budget(1.0, 0.0, "replace_one"))
-    with pytest.raises(PrivacyError, match=r"Budget\(..., mode='pure'\), or no budget"):
-        accountant.authorize(Pure(0.25), adaptive=True)
-    assert len(accountant) == 0
-
-
 # -- what is stored ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", BOTH)
-def test_a_ledger_file_opened_again_knows_what_a_pure_budget_spent(tmp_path, mode):
-    budget, path = Budget(1.0, 0.0, "replace_one", mode=mode), tmp_path / "ledger"
+def test_a_ledger_file_opened_again_knows_what_a_pure_budget_spent(tmp_path):
+    budget, path = Budget(1.0, 0.0, "replace_one"), tmp_path / "ledger"
     accountant = Accountant(budget, ledger_path=path)
     accountant.authorize(KNorm(0.3, 5))
     with accountant.phase("a", partition="p"):
@@ -508,7 +440,7 @@ def test_a_ledger_file_opened_again_knows_what_a_pure_budget_spent(tmp_path, mod
     assert image(again) == before
     assert again.ledger.epsilon(0.0, REPLACE_ONE) == pytest.approx(0.7, rel=1e-15)
     assert again.max_steps(Pure(0.1)) == 3
-    assert "past the budget" in refusal(again, Pure(0.4))
+    assert "past 1" in refusal(again, Pure(0.4))
     assert "Gaussian noise" in refusal(again, GAUSSIAN)
     again.close()
 
@@ -602,16 +534,6 @@ def test_a_pure_statement_is_exact_in_json():
         math.exp(0.5) / (1 + math.exp(0.5)), rel=1e-12
     )
     assert facts["attack"]["accuracy"] >= math.exp(0.5) / (1 + math.exp(0.5))
-
-
-def test_a_tighter_curve_of_a_pure_release_is_told_beside_its_epsilon():
-    accountant = Accountant(Budget(1.0, 0.0, "replace_one"))
-    accountant.authorize(KNorm(1.0, 100))
-    run = OneRelease("OutputPerturbation", Full(100), KNorm(1.0, 100), 1, 1, True)
-    assert "Epsilon alone would allow 73.2 %." in str(
-        make_statement(accountant.report(), run)
-    ).replace("\n    ", " ")
-    assert "ideal K-norm noise" in str(accountant.report())
 
 
 def test_a_pure_statement_warns_of_weakness_and_of_what_is_to_come():

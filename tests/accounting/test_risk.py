@@ -24,7 +24,7 @@ from torch_dpsco.accounting.events import (
     clipped_gaussian,
 )
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.accounting.report.figures import attack_advantage, trade_off
+from torch_dpsco.accounting.report import attack_advantage, trade_off
 from torch_dpsco.errors import AdjacencyError
 
 RATES = st.floats(0.0, 1.0) | st.sampled_from([1e-9, 1e-4, 0.01, 1 - 1e-6])

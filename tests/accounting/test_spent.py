@@ -107,7 +107,7 @@ def test_the_repr_is_one_line_whatever_was_charged() -> None:
     assert repr(dp.Accountant()) == (
         "Accountant(epsilon 0 at delta 1e-06 under zero_out, events: 0, unit: example)"
     )
-    users = dp.Accountant(dp.Budget(2.0, 1e-5, adjacency="add_remove", unit="user", mode="zcdp"))
+    users = dp.Accountant(dp.Budget(2.0, 1e-5, adjacency="add_remove", unit="user", mode="gdp"))
     assert (
         repr(users)
         == "Accountant(epsilon 0 of 2 at delta 1e-05 under add_remove, events: 0, unit: user)"

@@ -21,8 +21,8 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.events import Pure
-from torch_dpsco.accounting.journal import Journal
 from torch_dpsco.accounting.ledger import LOCK
+from torch_dpsco.accounting.ledger_file import Journal
 from torch_dpsco.errors import BudgetExceeded, InfeasibleError, PrivacyError, SequenceError
 from torch_dpsco.estimators import LogisticRegression
 
@@ -95,7 +95,7 @@ def test_no_charge_of_16_threads_is_lost(attempt):
 @pytest.mark.parametrize("kinds", [1, 10])
 def test_no_number_of_threads_passes_the_budget(kinds):
     """Room for 500 events of one kind, or of 10 kinds, and 16 threads that each try for 100."""
-    accountant, granted = Accountant(Budget(5.0, 0.0, "replace_one", mode="pure")), []
+    accountant, granted = Accountant(Budget(5.0, 0.0, "replace_one")), []
 
     def work(number: int) -> None:
         for k in range(ROUNDS // 10):
@@ -122,7 +122,7 @@ def test_questions_asked_during_charges_leave_no_stale_answer(attempt):
             if number % 2:
                 accountant.authorize(STEP)
             else:
-                accountant.ledger._totals.clear()
+                accountant.ledger._sums.clear()
                 accountant.get_epsilon(
                     1e-5 * (1 + k / 1000), adjacency="add_remove", method="rdp"
                 )

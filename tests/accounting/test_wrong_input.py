@@ -21,7 +21,6 @@ from torch_dpsco.accounting.events import (
     ZCDP,
     AboveThreshold,
     ApproxDP,
-    ApproxZCDP,
     Failure,
     Gaussian,
     KNorm,
@@ -45,20 +44,19 @@ from torch_dpsco.errors import (
 SENS = {REPLACE_ONE: 1.0}
 GOOD: list[tuple[type, dict[str, Any]]] = [
     (Gaussian, {"sigma": 1.0, "sens": SENS, "failure": 0.1}),
-    (PoissonGaussian, {"noise_multiplier": 1.0, "q": 0.1, "k": 2}),
+    (PoissonGaussian, {"noise_multiplier": 1.0, "q": 0.1}),
     (WORGaussian, {"noise_multiplier": 1.0, "batch_size": 2, "dataset_size": 10}),
     (Laplace, {"scale": 1.0, "sens": SENS}),
     (AboveThreshold, {"b_threshold": 1.0, "b_query": 2.0, "sens": SENS, "num_positives": 1}),
     (Pure, {"eps": 1.0}),
     (ApproxDP, {"eps": 1.0, "delta": 0.1}),
-    (ZCDP, {"rho": 1.0, "xi": 0.1}),
-    (ApproxZCDP, {"rho": 1.0, "delta": 0.1}),
+    (ZCDP, {"rho": 1.0, "delta": 0.1}),
     (GDP, {"mu": 1.0}),
     (KNorm, {"eps": 1.0, "dim": 3}),
     (Failure, {"probability": 0.1}),
     (Repeat, {"event": NonPrivate(), "n": 2}),
 ]
-WHOLE_NUMBERS = {"k", "batch_size", "dataset_size", "num_positives", "dim", "n"}
+WHOLE_NUMBERS = {"batch_size", "dataset_size", "num_positives", "dim", "n"}
 NO_NUMBERS = [math.nan, -1, "1", None, True, [1.0], 1j]
 
 
@@ -99,7 +97,7 @@ def test_every_sensitivity_is_checked_and_named(event, bad):
         event(**(fields | {"sens": {"swap": 1.0}}))
 
 
-@pytest.mark.parametrize("event", [Pure, ApproxDP, ZCDP, ApproxZCDP, GDP, KNorm])
+@pytest.mark.parametrize("event", [Pure, ApproxDP, ZCDP, GDP, KNorm])
 def test_every_stated_adjacency_is_checked(event):
     fields = dict(GOOD)[event]
     with pytest.raises(ValueError, match=r"^adjacencies must name at least one"):
@@ -153,28 +151,9 @@ QUESTIONS = [
         (lambda a, e=e: a.get_delta(e), "epsilon must be")
         for e in (-1, math.nan, math.inf, "x", None)
     ],
-    *[
-        (lambda a, o=o: a.get_epsilon(DELTA, alphas=o), "alphas must be")
-        for o in (
-            [1],
-            [1.0],
-            [0.5],
-            [-2],
-            [math.nan],
-            [math.inf],
-            ["x"],
-            [None],
-            [],
-            [2, 1],
-            [1.001],
-            [10**9],
-        )
-    ],
     (lambda a: a.get_epsilon(DELTA, adjacency="both"), "adjacency must be one of"),
     (lambda a: a.get_epsilon(DELTA, method="prv"), "method must be one of"),
     (lambda a: a.get_epsilon(DELTA, method="gdp"), "method must be"),
-    (lambda a: a.get_epsilon(DELTA, poisson=False), "poisson must be True"),
-    (lambda a: a.get_rho(), "rho must be exact"),
     (lambda a: a.max_steps(STEP), "budget must be set"),
 ]
 
@@ -318,7 +297,7 @@ def altered_states() -> list[Any]:
         for key in keys
         for value in (None, 5, [], {})
     ]
-    return cases + [pytest.param(key, "missing", id=f"no {key}") for key in [*keys, "history"]]
+    return cases + [pytest.param(key, "missing", id=f"no {key}") for key in keys]
 
 
 @pytest.mark.parametrize(("key", "value"), altered_states())
@@ -348,15 +327,11 @@ def test_a_state_of_another_version_is_refused_with_the_one_that_is_read(used, v
 def test_a_foreign_state_is_never_added_to_what_was_charged(used, mechanism):
     before = image(used)
     state = {"mechanism": mechanism, "history": [(1.0, 0.1, 5)]}
-    with pytest.raises(ValueError, match="import_foreign=True"):
+    with pytest.raises(ValueError, match=r"accountant\.history = its history"):
         used.load_state_dict(state)
     with pytest.raises((PrivacyError, ValueError)):
-        used.load_state_dict(state, import_foreign=True)
+        used.history = state["history"]
     assert image(used) == before
     fresh = Accountant()
-    fresh.load_state_dict(state, import_foreign=True)
-    assert (fresh.history, fresh.adjacency, fresh.sampling) == (
-        state["history"],
-        ADD_REMOVE,
-        "asserted, not verified",
-    )
+    fresh.history = state["history"]
+    assert (fresh.history, fresh.adjacency) == (state["history"], ADD_REMOVE)

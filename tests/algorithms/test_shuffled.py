@@ -20,8 +20,8 @@ from torch_dpsco.accounting.analysis.convert import zcdp_epsilon
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     REPLACE_ONE,
+    ZCDP,
     ZERO_OUT,
-    ApproxZCDP,
     NonPrivate,
 )
 from torch_dpsco.algorithms.mechanisms import (
@@ -255,7 +255,7 @@ def test_calibrated_oracles_meet_their_target_exactly():
 def test_the_event_is_approximate_zcdp_and_without_bits_no_privacy():
     for kind in ("clipped", "median"):
         event = make(kind, ShuffleParameters(4, 500)).event()
-        assert isinstance(event, ApproxZCDP)
+        assert isinstance(event, ZCDP)
         assert set(event.adjacencies) == {REPLACE_ONE, ZERO_OUT}
         assert isinstance(make(kind).event(), NonPrivate)
         oracle = make(kind)

@@ -221,7 +221,6 @@ FINE = {
     "events.Repeat.n": COUNT,
     "events.Sequential.events": "",
     "events.ZCDP.rho": NONNEGATIVE,
-    "events.ApproxZCDP.rho": NONNEGATIVE,
     "Audit.contradicts.epsilon": "zero part huge inf",
     "OneRunAudit.result.claimed": "zero part huge inf",
     **dict.fromkeys(["audit.OneRunAudit.guess_in", "audit.OneRunAudit.guess_out"], COUNT),

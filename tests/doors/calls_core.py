@@ -30,28 +30,8 @@ from torch_dpsco.algorithms.mechanisms import vector_parameters
 
 
 simple("dp.Budget", dp.Budget, epsilon=1.0, delta=1e-5)
-simple(
-    "dp.Budget[rdp-mixture]",
-    dp.Budget,
-    epsilon=1.0,
-    delta=1e-5,
-    mode="rdp-mixture",
-    orders=(4.0, 20.0),
-    weights=(0.5, 0.5),
-)
-simple(
-    "dp.Budget[rdp]",
-    dp.Budget,
-    epsilon=1.0,
-    delta=1e-5,
-    mode="rdp",
-    schedule=((events.PoissonGaussian(2.0, 0.01), 2),),
-)
+simple("dp.Budget[rdp]", dp.Budget, epsilon=1.0, delta=1e-5, mode="rdp", orders=(4.0, 20.0))
 CALLS["dp.Budget.under"] = lambda: (budget().under, {"adjacency": "zero_out"})
-CALLS["dp.Budget.declaring"] = lambda: (
-    budget(schedule=()).declaring,
-    {"event": step_event(), "steps": 2},
-)
 simple("dp.Accountant", dp.Accountant, budget=budget)
 for _name, _more in {
     "admits": {"event": step_event, "count": 1},
@@ -61,7 +41,6 @@ for _name, _more in {
     "get_delta": {"epsilon": 1.0},
     "get_epsilon": {"delta": 1e-4},
     "get_mu": {},
-    "get_rho": {},
     "report": {},
     "bind": {"loader": lambda: DataLoader(records(), batch_size=10)},
     "require_unit": {"unit": "example", "adjacency": "zero_out"},
@@ -75,7 +54,7 @@ for _name, _more in {
         {k: v() if callable(v) else v for k, v in more.items()},
     )
 CALLS["dp.Accountant.declare"] = lambda: (
-    dp.Accountant(budget(schedule=())).declare,
+    dp.Accountant(budget()).declare,
     {"event": step_event(), "steps": 2},
 )
 CALLS["dp.Accountant.load_state_dict"] = lambda: (
@@ -121,7 +100,6 @@ simple(
     events.RandomAllocation,
     noise_multiplier=1.0,
     steps=10,
-    used=5,
     releases=2,
 )
 simple("events.Laplace", events.Laplace, scale=1.0, sens=lambda: {"replace_one": 1.0})
@@ -138,7 +116,6 @@ simple("events.Parallel", events.Parallel, parts=lambda: {"a": (step_event(),)},
 simple("events.Pure", events.Pure, eps=1.0)
 simple("events.ApproxDP", events.ApproxDP, eps=1.0, delta=1e-5)
 simple("events.ZCDP", events.ZCDP, rho=1.0)
-simple("events.ApproxZCDP", events.ApproxZCDP, rho=1.0, delta=1e-5)
 simple("events.GDP", events.GDP, mu=1.0)
 simple("events.KNorm", events.KNorm, dim=3, eps=1.0)
 simple("events.clipped_gaussian", events.clipped_gaussian, noise_multiplier=1.0)

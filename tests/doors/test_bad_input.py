@@ -45,11 +45,8 @@ EXEMPT = {
         "step.plan.Plan",
         "show.loggers.Numbers",
     ),
-    *(
-        "accounting.report.figures.PrivacyReport",
-        "accounting.report.figures.PrivacyReport.promising",
-    ),
-    *("accounting.report.statement.Statement", "accounting.report.statement.Statement.promising"),
+    "accounting.report.PrivacyReport",
+    *("accounting.statement.Statement", "accounting.statement.Statement.promising"),
     *(
         "accounting.analysis.risk.Risk",
         "estimators.Released",
@@ -92,7 +89,7 @@ EXEMPT = {
     *("integrations.opacus.Attached", "integrations.opacus.DPOptimizer.*"),
     *("integrations.transformers.PrivateTrainer", "integrations.transformers.PrivateTrainer.*"),
     # parts that plans, optimizers and loaders of the library make or use
-    *(f"Accountant.{name}" for name in ("continue_from", "expect", "marked", "require_planned")),
+    *(f"Accountant.{name}" for name in ("continue_from", "marked", "require_planned")),
     *("Budget.quoted", "Pilot.split", "Problem.require", "errors.warn", "show.loggers.in_single"),
     *(f"oracles.{name}" for name in ("Charge", "Release", "clip_weights", "joint_norm")),
     *(f"oracles.{name}" for name in ("ShuffledMedian", "UserFiltered", "UserSearched")),

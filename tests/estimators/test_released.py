@@ -178,7 +178,7 @@ def test_predictions_need_numpy_and_a_schema_alone():
     checks = {
         "torch_dpsco",
         "torch_dpsco._doors",
-        "torch_dpsco.accounting.report.statement",
+        "torch_dpsco.accounting.statement",
     }  # of arguments
     assert ours == {"torch_dpsco.estimators.schema"} | checks
     assert not any(name.split(".")[0] in ("torch", "sklearn", "pickle") for name in found)

@@ -13,7 +13,7 @@ from scipy import stats
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
-from torch_dpsco.accounting.report.grounds import HELD
+from torch_dpsco.accounting.report import HELD
 from torch_dpsco.errors import BudgetExceeded, ConditionError, PrivacyError, UnitError
 from torch_dpsco.estimators import Category, LinearSVC, LogisticRegression, Number, Ridge, Schema
 from torch_dpsco.rng import Repeatable

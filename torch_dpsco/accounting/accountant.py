@@ -5,28 +5,33 @@ Source: docs/proofs/accounting.md#planned-budgets, docs/proofs/accounting.md#fil
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import math
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextvars import ContextVar, Token
 from dataclasses import replace
-from typing import Any, NoReturn, TypeAlias, cast
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeAlias
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.book import (
-    FOREIGN,
     MECHANISM,
     History,
+    foreign_book,
     history_of,
     read_state,
     write_state,
 )
-from torch_dpsco.accounting.budgets import NO_BUDGET_DELTA, Budget
+from torch_dpsco.accounting.budgets import NO_BUDGET_DELTA, Budget, adaptive_epsilon, make_filter
+from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import (
-    REPLACE_ONE,
+    ADD_REMOVE,
     ZERO_OUT,
     Adjacency,
     Event,
@@ -36,24 +41,21 @@ from torch_dpsco.accounting.events import (
     Sequential,
     clipped_gaussian,
 )
-from torch_dpsco.accounting.filters import adaptive_epsilon, make_filter
-from torch_dpsco.accounting.grouped import replace_one_epsilon
-from torch_dpsco.accounting.journal import NO_NOTE, Note, open_journal
+from torch_dpsco.accounting.identify import opacus_step, recognize
 from torch_dpsco.accounting.ledger import LOCK, Ledger, locked
-from torch_dpsco.accounting.opacus import OpacusSteps, epsilon_at_orders, foreign_book
-from torch_dpsco.accounting.phases import Phase, Phases
+from torch_dpsco.accounting.ledger_file import open_journal
 from torch_dpsco.accounting.planning import Limit
-from torch_dpsco.accounting.report.figures import (
+from torch_dpsco.accounting.report import (
     PrivacyReport,
     Spent,
     make_report,
     of_adaptive_run,
-    rounded_up,
 )
-from torch_dpsco.errors import AdjacencyError, DpscoError, PrivacyError, UnitError
+from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError, UnitError
 
-_CACHED_QUERIES = 256
-_Question: TypeAlias = tuple[float, Adjacency, str, bool, Budget | None]
+_NONE: Mapping[str, int] = MappingProxyType({})
+_GENERATORS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+_Question: TypeAlias = tuple[float, Adjacency, str, Budget | None]
 
 
 class Accountant:
@@ -109,13 +111,11 @@ class Accountant:
             unit = budget.unit
             make_filter(budget)  # may raise, and must before a file is opened
         self._journal = open_journal(adjacency, unit, ledger_path, must_exist)
-        if budget is not None:
-            budget = budget.under(self._config["adjacency"])
         self._limit = Limit(self._journal, budget)
-        self._phases = Phases()
-        self._opacus = OpacusSteps()
-        # with the number of events that they are of
-        self._answers: dict[_Question, tuple[int, float]] = {}
+        self._opened: ContextVar[Phase | None] = ContextVar("opened", default=None)
+        self._bound: Design | None = None  # of the loader of Opacus
+        self._answers: dict[_Question, float] = {}
+        self._answered = 0  # number of events that they are of
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accountant:
         return self
@@ -174,15 +174,9 @@ class Accountant:
         return self._config["adjacency"] or ZERO_OUT
 
     @property
-    def suspicious_sampling(self) -> bool:
-        """Whether batches that were charged as Poisson looked fixed-size."""
-        return bool(self._config.get("suspicious"))
-
-    @property
     def adaptive(self) -> bool:
         """Whether some parameter was, or may be, chosen from what was released before."""
-        chosen = self._config.get("adaptive") or self._config.get("mode")
-        return bool(chosen) or (self.budget is not None and self.budget.adaptive)
+        return bool(self._config.get("adaptive")) or self._limit.adaptive
 
     @property
     def budget(self) -> Budget | None:
@@ -254,12 +248,22 @@ class Accountant:
         of = Parallel(
             {str(part): ()}, partition, kind, key_public
         )  # its checks, before anything runs
-        return Phase(self._phases, str(part), of)
+        return Phase(self._opened, str(part), of)
+
+    def _here(self) -> Phase | None:
+        """Returns the phase that the code which runs now charges to; None is all records."""
+        phase = self._opened.get()
+        return phase if phase is not None and phase.is_here() else None
+
+    def _placed(self, event: Event) -> Event:
+        """Returns what the code that runs now charges for an event."""
+        phase = self._here()
+        return event if phase is None else replace(phase.partition, parts={phase.part: (event,)})
 
     @property
     def place(self) -> str:
         """What is charged to here, in words: a part of a partition; "" for all records."""
-        phase = self._phases.here()
+        phase = self._here()
         return "" if phase is None else f" in part {phase.part} of {phase.partition.partition}"
 
     @typed
@@ -268,24 +272,17 @@ class Accountant:
         """Says before the first release what will be charged under a planned budget, as optimizers do when built.
 
         With one kind of event nothing need be declared: it may be charged while the budget lasts. Of several plans all
-        but one need a number of steps, and all must fit the budget together. A budget with a schedule takes the steps
-        into it. Without a planned budget nothing is promised, and nothing kept.
+        but one need a number of steps, and all must fit the budget together. Without a planned budget nothing is
+        promised, and nothing kept.
 
         Args:
             event: of a step, or of a run.
             steps: how often, >= 0; None for as long as the budget lasts.
 
         Raises:
-            SequenceError: something was released already (for a budget with a schedule).
             PrivacyError: something was released already, and the event was not planned then.
-            BudgetExceeded: the schedule would pass the budget.
         """
         self._limit.declare(event, steps)
-
-    @locked
-    def expect(self, event: Event, steps: int | None) -> None:
-        """Declares what an optimizer plans; a budget with a schedule, which its owner has written, stays as it is."""
-        self._limit.expect(event, steps)
 
     @locked
     def require_planned(self, event: Event) -> None:
@@ -307,17 +304,20 @@ class Accountant:
             count: how often, >= 0.
             adaptive: whether its parameters were chosen from what was released before.
         """
-        event = self._phases.placed(event)
+        event = self._placed(event)
         count = check.count(count=count)
-        with self._limit.planning(event, count, count, refuse=False):
-            self._charge(event, count, Note(("adaptive",) if adaptive else ()))
+        self._limit.record(event, count)
+        try:
+            self._charge(event, count, ("adaptive",) if adaptive else ())
+        finally:
+            self._limit.open_unused()
 
     def authorize(
         self,
         event: Event,
         count: int = 1,
         *,
-        planned: int = 1,
+        planned: int | Callable[[], int] = 1,
         adaptive: bool = False,
         releases: Mapping[str, int] | None = None,
     ) -> None:
@@ -326,8 +326,8 @@ class Accountant:
         Args:
             event: what is about to happen.
             count: how often, >= 0.
-            planned: how many such events are planned from here on, this one included; only `count` are charged now, but
-                if all fit, they are decided at once.
+            planned: how many such events are planned from here on, this one included, or what says so when it matters;
+                only `count` are charged now, but if all fit, they are decided at once.
             adaptive: whether its parameters were chosen from what was released before.
             releases: per run, how many of its releases may have been made from here on (see `Book.releases`); noted
                 even if the event is empty.
@@ -338,9 +338,10 @@ class Accountant:
             PrivacyError: the ledger file could not be written; nothing may be released. Or parameters may be chosen on
                 the way, and another run is inside of a pass of random allocation.
         """
-        if type(planned) is not int or not 0 < planned <= check.LARGEST_COUNT:
-            planned = check.positive_count(planned=planned)
-        adaptive = check.flag(adaptive=adaptive)
+        if not callable(planned):
+            most = check.positive_count(planned=planned)
+            planned = lambda: most  # noqa: E731
+        check.flag(adaptive=adaptive)
         if not isinstance(releases, (Mapping, type(None))):
             raise ValueError(
                 f"releases must be a mapping of runs to numbers (got {check.shown(releases)})"
@@ -348,55 +349,24 @@ class Accountant:
         # PRIVACY: between deciding and charging nobody else may charge (test_no_number_of_threads_passes_the_budget)
         with LOCK:
             if adaptive:
-                self.require_adaptive()
-            self._authorize(
-                self._phases.placed(event),
-                count,
-                Note(("adaptive",) if adaptive else (), releases or {}),
-                planned,
-            )
+                self._limit.require_adaptive()
+            if self._opened.get() is not None:
+                event = self._placed(event)
+            marks = ("adaptive",) if adaptive else ()
+            self._authorize(event, count, marks, releases or {}, planned)
 
     def _authorize(
-        self, event: Event, count: int, note: Note = NO_NOTE, planned: int = 1
+        self,
+        event: Event,
+        count: int,
+        marks: tuple[str, ...] = (),
+        releases: Mapping[str, int] = _NONE,
+        planned: Callable[[], int] = lambda: 1,
+        adjacency: Adjacency = ZERO_OUT,
     ) -> None:
-        if type(count) is not int or not 0 <= count <= check.LARGEST_COUNT:
+        if type(count) is not int or count < 0:
             count = check.count(count=count)
-        self._require_outside(event, count, note)
-        with self._limit.deciding(event, count, planned):
-            self._charge(event, count, note)
-
-    def _charge(self, event: Event, count: int, note: Note = NO_NOTE) -> None:
-        undecided = self._config["adjacency"] is None
-        if undecided:
-            # before the charge: the first line of a ledger file names it
-            known = note if self.budget is None else self.budget
-            self._config["adjacency"] = known.adjacency
-        added = 0
-        try:
-            added = self._journal.charge(event, count, note)
-        finally:
-            if undecided and not added and not note.releases:
-                self._config["adjacency"] = None
-        if self._is_inside(event, count, note):
-            # PRIVACY: it has happened; what it was chosen from counts as if all knew where records were
-            # (test_what_has_happened_inside_a_pass_takes_its_amplification_away)
-            for _, _, one, times in list(self.ledger.entries()):
-                if isinstance(one, RandomAllocation):
-                    self._journal.charge(clipped_gaussian(one.noise), times)
-
-    def _is_inside(self, event: Event, count: int, note: Note) -> bool:
-        """Returns whether an event may depend on releases of another run's pass that was charged as a whole."""
-        chosen = self.adaptive or "adaptive" in note.marks
-        return (
-            chosen
-            and count > 0
-            and event != Sequential(())
-            and self._journal.book.in_pass(note.releases)
-        )
-
-    def _require_outside(self, event: Event, count: int, note: Note) -> None:
-        """Raises PrivacyError if it may."""
-        if self._is_inside(event, count, note):
+        if self._is_inside(event, count, marks, releases):
             # PRIVACY: proved for events that are fixed before the pass
             # (test_no_adaptive_event_is_charged_inside_a_pass)
             raise PrivacyError(
@@ -404,18 +374,58 @@ class Accountant:
                 " random allocation is open: call finalize() on its optimizer first, or give it"
                 " Assigned(..., amplification=False)"
             )
+        left = self._limit.decide(event, count, planned)
+        try:
+            self._charge(event, count, marks, releases, adjacency)
+        finally:
+            self._limit.note(event, left - count)
+
+    def _charge(
+        self,
+        event: Event,
+        count: int,
+        marks: tuple[str, ...] = (),
+        releases: Mapping[str, int] = _NONE,
+        adjacency: Adjacency = ZERO_OUT,
+    ) -> None:
+        config = self._journal.book.config
+        undecided = config["adjacency"] is None
+        if undecided:
+            # before the charge: the first line of a ledger file names it
+            config["adjacency"] = adjacency if self.budget is None else self.budget.adjacency
+        added = 0
+        try:
+            added = self._journal.charge(event, count, marks, releases)
+        finally:
+            if undecided and not added and not releases:
+                config["adjacency"] = None
+        if self._is_inside(event, count, marks, releases):
+            # PRIVACY: it has happened; what it was chosen from counts as if all knew where records were
+            # (test_what_has_happened_inside_a_pass_takes_its_amplification_away)
+            for _, _, one, times in list(self.ledger.entries()):
+                if isinstance(one, RandomAllocation):
+                    self._journal.charge(clipped_gaussian(one.noise), times)
+
+    def _is_inside(
+        self, event: Event, count: int, marks: tuple[str, ...], releases: Mapping[str, int]
+    ) -> bool:
+        """Returns whether an event may depend on releases of another run's pass that was charged as a whole."""
+        book = self._journal.book
+        if not ("adaptive" in marks or self._limit.adaptive or book.config.get("adaptive")):
+            return False
+        return count > 0 and event != Sequential(()) and book.in_pass(releases)
 
     @typed
     @locked
     def admits(self, event: Event, count: int = 1) -> bool:
         """Returns whether the budget (always, without one) would admit the event; charges nothing."""
-        return self._limit.admits(self._phases.placed(event), check.count(count=count))
+        return self._limit.admits(self._placed(event), check.count(count=count))
 
     @typed
     @locked
     def max_steps(self, event: Event) -> int:
         """Returns how many more of this event fit the budget (at most 2^40), without charging anything."""
-        return self._limit.most(self._phases.placed(event))
+        return self._limit.most(self._placed(event))
 
     # -- steps of Opacus ----------------------------------------------------------------------------------------------
 
@@ -423,11 +433,6 @@ class Accountant:
     def mechanism(cls) -> str:
         """Returns the accountant's name in Opacus' registry."""
         return MECHANISM
-
-    @locked
-    def suspect(self) -> None:
-        """Notes that the sampling is probably not what was asserted."""
-        self._config["suspicious"] = True
 
     def bind(self, loader: Any) -> Design:
         """Returns the design of a loader, by which the steps of Opacus optimizers are charged from now on.
@@ -438,13 +443,10 @@ class Accountant:
         Raises:
             UnknownSamplerError: the law of its batches is not known; names the ways out.
         """
-        return self._opacus.bind(loader)
+        self._bound = recognize(loader)
+        return self._bound
 
-    @property
-    def sampling(self) -> str:
-        """How the sampling of steps that Opacus makes is known: "verified" or "asserted, not verified"."""
-        return "verified" if self._opacus.verified else "asserted, not verified"
-
+    @locked
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Charges one step that an Opacus optimizer has made.
 
@@ -452,13 +454,13 @@ class Accountant:
             noise_multiplier: noise std on the sum over the clip norm, >= 0.
             sample_rate: Poisson rate in [0, 1].
         """
-        self._spend_step(self._opacus.of_one_batch(noise_multiplier, sample_rate), happened=True)
+        event = opacus_step(self._bound, noise_multiplier, sample_rate)
+        self._charge(self._placed(event), 1, *self._of_opacus(event))
 
-    @locked
-    def _spend_step(self, event: Event, *, happened: bool) -> None:
-        """Charges a step; even past the budget if it has happened."""
-        charge = self._charge if happened else self._authorize
-        charge(self._phases.placed(event), 1, self._opacus.note(event))
+    def _of_opacus(self, event: Event) -> tuple[tuple[str, ...], Mapping[str, int], Adjacency]:
+        """Returns the facts noted with a step, no marks, and the default adjacency of a ledger that begins with it."""
+        marks = ("stepped",) if self._bound else ("stepped", "asserted")
+        return marks, _NONE, ADD_REMOVE if isinstance(event, PoissonGaussian) else ZERO_OUT
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:
         """Returns a hook that charges a step of Opacus' optimizer before it moves the parameters.
@@ -473,7 +475,16 @@ class Accountant:
 
         def hook(optimizer: Any) -> None:
             try:
-                self._charge_for(optimizer, sample_rate)
+                event = opacus_step(
+                    self._bound,
+                    optimizer.noise_multiplier,
+                    sample_rate,
+                    optimizer.accumulated_iterations,
+                )
+                with LOCK:
+                    marks, none, adjacency = self._of_opacus(event)
+                    event = self._placed(event)
+                    self._authorize(event, 1, marks, none, adjacency=adjacency)
             except BaseException:
                 # PRIVACY: a later step must not release what was refused (test_a_refused_step_leaves_no_gradient)
                 for parameter in optimizer.params:
@@ -482,12 +493,6 @@ class Accountant:
                 raise
 
         return hook
-
-    def _charge_for(self, optimizer: Any, rate: float) -> None:
-        event = self._opacus.of_optimizer(optimizer, rate)
-        self._spend_step(event, happened=False)
-        if isinstance(event, PoissonGaussian) and self._opacus.looks_fixed(optimizer, event.q):
-            self.suspect()
 
     # -- questions ----------------------------------------------------------------------------------------------------
 
@@ -562,70 +567,39 @@ class Accountant:
         delta: float,
         *,
         adjacency: Adjacency | None = None,
-        method: str | None = None,
-        alphas: Iterable[float] | None = None,
-        eps_error: float | None = None,
-        delta_error: float | None = None,
-        poisson: bool = True,
-        allow_group: bool = False,
+        method: str = "best",
     ) -> float:
         """Returns epsilon spent at delta.
 
         Args:
             delta: in [0, 1); at 0 epsilon is the sum of pure epsilons.
             adjacency: default the accountant's.
-            method: None or "best", or one of `curves.METHODS` for parameters fixed in advance.
-            alphas: Renyi orders to use, as Opacus' Renyi accountant has them; the default finds the best.
-            eps_error: of Opacus' numerical accountant; not needed.
-            delta_error: of Opacus' numerical accountant; not needed.
-            poisson: must be True; other sampling is declared by its events.
-            allow_group: for replace_one, where some event has no guarantee of its own: take the ledger's add_remove
-                curve for one record removed and one added (see `replace_one_epsilon`), which is larger.
+            method: "best", or another of `curves.METHODS`, for parameters fixed in advance.
 
         Raises:
             InfeasibleError: delta is 0 and some event has no pure epsilon; it is named.
             AdjacencyError: some event has no guarantee under this adjacency.
         """
-        if not poisson:
-            # PRIVACY: batches of another law are never accounted as Poisson
-            # (test_poisson_false_and_misspelled_keywords_are_refused)
-            raise ValueError(
-                "poisson must be True (got False): call accountant.bind(loader) on a loader that"
-                " shuffles, or record events that say how batches were drawn"
-            )
-        if eps_error is not None:
-            check.positive(eps_error=eps_error)
-        if delta_error is not None:
-            check.positive(delta_error=delta_error)
         adjacency = adjacency or self.adjacency
         # PRIVACY: a plain number: the answer to a tensor is not that to its later value
         # (test_a_tensor_as_delta_is_read_each_time)
         delta = check.below_one(delta=delta)
-        if alphas is not None:
-            return epsilon_at_orders(
-                lambda level: self.ledger.cost(adjacency, level), alphas, delta
-            )
-        # an adaptive answer is that of the budget
-        key = (delta, adjacency, method or "best", bool(allow_group), self.budget)
-        length, known = self._answers.get(key, (-1, 0.0))
-        if length == len(self):
-            return known
-        try:
-            found = self._epsilon(delta, adjacency, method or "best")
-        except AdjacencyError:
-            if not allow_group or self.adaptive or adjacency != REPLACE_ONE:
-                raise
-            found = replace_one_epsilon(self.ledger, delta)
-        if len(self._answers) >= _CACHED_QUERIES:
+        if self._answered != len(self):
             self._answers.clear()
-        self._answers[key] = len(self), found
-        return found
+            self._answered = len(self)
+        # an adaptive answer is that of the budget
+        key = (delta, adjacency, method, self.budget)
+        if key not in self._answers:
+            self._answers[key] = self._epsilon(delta, adjacency, method)
+        return self._answers[key]
 
     def _epsilon(self, delta: float, adjacency: Adjacency, method: str) -> float:
         if self.adaptive and method == "best":
             return adaptive_epsilon(self.ledger, delta, adjacency, self._limit.rule)
         epsilon = self.ledger.epsilon(delta, adjacency, method)
-        return epsilon if self.budget is None else self.budget.quoted(epsilon, delta)
+        if self.budget is None or delta > 0:
+            return epsilon
+        return self.budget.quoted(epsilon, delta)
 
     @typed
     @locked
@@ -646,56 +620,21 @@ class Accountant:
 
     @typed
     @locked
-    def get_mu(
-        self, *, adjacency: Adjacency | None = None, delta_min: float | None = None
-    ) -> float:
+    def get_mu(self, *, adjacency: Adjacency | None = None) -> float:
         """Returns mu of Gaussian differential privacy, exact for unsampled Gaussian noise.
 
-        Args:
-            adjacency: default the accountant's.
-            delta_min: in (0, 1), for sampled events: a mu whose Gaussian curve covers theirs where delta >= delta_min.
-                Quote it with that restriction, and do not compose it further.
-
         Raises:
-            ValueError: there is no such mu: sampled events without delta_min, failure probabilities, no known loss law,
-                parameters that may depend on what was released.
-        """
-        self._require_fixed_parameters()
-        if delta_min is not None:
-            check.open_interval(0.0, 1.0, delta_min=delta_min)
-        adjacency = adjacency or self.adjacency
-        cost = self.ledger.cost(adjacency)
-        if cost.mu_squared is not None and not cost.fails:
-            return math.sqrt(cost.mu_squared)
-        if delta_min is None or cost.fails:
-            raise ValueError(
-                "mu must be exact: the ledger holds sampled or failing events, ask get_epsilon"
-                " instead, or get_mu(delta_min=1e-10) for sampled events that were fixed in advance"
-            )
-        found = self.ledger.mu(adjacency, delta_min)
-        if found is None:
-            raise ValueError(
-                "mu must come from loss distributions, and some event has none: ask get_epsilon"
-                " instead"
-            )
-        return found
-
-    @typed
-    @locked
-    def get_rho(self, *, adjacency: Adjacency | None = None) -> float:
-        """Returns rho of zero-concentrated differential privacy.
-
-        Raises:
-            ValueError: some event has none, or a failure probability, or parameters may depend on what was released.
+            ValueError: there is no such mu: sampled events, failure probabilities, or parameters that may depend on
+                what was released.
         """
         self._require_fixed_parameters()
         cost = self.ledger.cost(adjacency or self.adjacency)
-        if cost.zcdp is None or cost.zcdp[0] or cost.fails:
+        if cost.mu_squared is None or cost.fails:
             raise ValueError(
-                "rho must be exact: the ledger holds sampled or failing events, ask get_epsilon"
+                "mu must be exact: the ledger holds sampled or failing events, ask get_epsilon"
                 " instead"
             )
-        return cost.zcdp[1]
+        return math.sqrt(cost.mu_squared)
 
     @typed
     @locked
@@ -731,22 +670,11 @@ class Accountant:
                 for adjacency in report.epsilons
             }
             report = of_adaptive_run(report, epsilons)
-        return replace(
-            report, assumptions=(*report.assumptions, *self._doubts()), ledger_id=self.ledger_id
-        )
-
-    def _doubts(self) -> Iterator[str]:
-        asserted = self._config.get("asserted", 0)
-        if asserted:
-            yield (
-                f"sampling of {asserted} steps asserted, not verified: accountant.bind(loader) was"
-                " not called"
-            )
-        if self.suspicious_sampling:
-            yield (
-                "SUSPICIOUS SAMPLING: batches charged as Poisson looked fixed-size, epsilon may be"
-                " under-reported"
-            )
+        trusted = self._config.get("asserted", 0)
+        if trusted:
+            doubt = f"sampling of {trusted} steps asserted, not verified: accountant.bind(loader) was not called"
+            report = replace(report, assumptions=(*report.assumptions, doubt))
+        return replace(report, ledger_id=self.ledger_id)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -794,31 +722,19 @@ class Accountant:
         return destination
 
     @locked
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], *, import_foreign: bool = False
-    ) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores a ledger; of two states of one history the later one wins, so that nothing charged is forgotten.
 
         Args:
-            state_dict: of an accountant of this class (versions 1 to 3), which shares nothing with it afterwards.
-            import_foreign: take the state of Opacus' "rdp", "prv" or "gdp" accountant; the ledger must be empty.
+            state_dict: of an accountant of this class, which shares nothing with it afterwards.
 
         Raises:
             ValueError: empty; wrong mechanism, version, adjacency, unit or digest.
             PrivacyError: the two states are of different histories, so that neither knows all charges; equal counts are
                 no proof of a common history.
         """
-        state = cast(Any, state_dict)
         mine = self._config
-        known = isinstance(state, Mapping) and state.get("mechanism")
-        if check.flag(import_foreign=import_foreign) and known in FOREIGN:
-            if "history" not in state:
-                raise ValueError("history must be in the state of an Opacus accountant")
-            book = foreign_book(
-                state["history"], secrets.token_hex(16), mine["adjacency"], self.unit
-            )
-        else:
-            book = read_state(state)
+        book = read_state(state_dict)
         for field in ("adjacency", "unit"):
             given = book.config.get(field)
             undecided = field == "adjacency" and None in (given, mine[field])
@@ -844,6 +760,69 @@ class Accountant:
         """Closes the ledger file, so that another accountant may open it; nothing can be charged here any more."""
         if self._journal.file is not None:
             self._journal.file.close()
+
+
+class Phase:
+    """A block whose charges go to a part: those of the context that entered it, until it is left.
+
+    Args:
+        opened: the open phase of each context, of a thread, a task or a callback, of one accountant.
+        part: its name.
+        partition: of which it is a part, without events.
+    """
+
+    def __init__(self, opened: ContextVar[Phase | None], part: str, partition: Parallel) -> None:
+        self.part = part
+        self.partition = partition
+        self._opened = opened
+        self._token: Token[Phase | None] | None = None
+
+    def __enter__(self) -> None:
+        _require_no_generator()
+        open_now = self._opened.get()
+        if open_now is not None and open_now.is_here():
+            raise SequenceError(
+                f"a phase on part {open_now.part!r} is open: phases must not be nested"
+            )
+        self._token = self._opened.set(self)
+
+    def __exit__(self, *_: Any) -> None:
+        token = self._token
+        self._token = None
+        if token is not None:
+            with contextlib.suppress(
+                ValueError, RuntimeError
+            ):  # left in another context: closed there all the same
+                self._opened.reset(token)
+
+    def is_here(self) -> bool:
+        """Returns whether the block is open in this context itself, and not in the one that this is a copy of."""
+        if self._token is None:
+            return False
+        try:
+            # PRIVACY: what is started inside of a phase inherits its context, and may release about all records
+            # (test_what_is_started_inside_of_a_phase_charges_to_all_records)
+            self._opened.reset(self._token)
+        except (ValueError, RuntimeError):  # a token is of the context in which it was made
+            return False
+        self._token = self._opened.set(self)
+        return True
+
+
+def _require_no_generator() -> None:
+    """Raises SequenceError where a phase would stay open while the callers of a generator run."""
+    frame = sys._getframe(2)
+    while (
+        frame.f_back is not None and frame.f_globals.get("__name__") == contextlib.__name__
+    ):  # as of an ExitStack
+        frame = frame.f_back
+    if frame.f_code.co_flags & _GENERATORS:
+        # PRIVACY: they would be charged to the part too (test_a_phase_is_not_opened_in_a_generator)
+        raise SequenceError(
+            f"a phase must not be opened in a generator ({frame.f_code.co_qualname}): what runs"
+            " between two of its values would be charged to the part; open it around what is"
+            " charged, or return accountant.phase(...)"
+        )
 
 
 def know_opacus() -> None:

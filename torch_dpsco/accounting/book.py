@@ -11,6 +11,8 @@ from typing import Any
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    Adjacency,
     Event,
     PoissonGaussian,
     event_from_json,
@@ -22,7 +24,6 @@ _VERSION = 3
 Row = dict[str, Any]
 History = list[tuple[float, float, int]]
 MECHANISM = "dpsco"
-FOREIGN = ("rdp", "prv", "gdp")  # accountants of Opacus, which all keep the same history
 
 # How far a book has come: the last run that charged, the events so far, and the releases that were marked.
 Place = tuple[str, int, int]
@@ -69,25 +70,15 @@ class Book:
         config = row.get("config", {})
         runs = row.get("runs", ())
         releases = row.get("releases", {})
-        pairs = isinstance(runs, Sequence) and all(
-            isinstance(run, Sequence) and len(run) == 2 for run in runs
-        )
-        if not pairs or not isinstance(config, Mapping) or not isinstance(releases, Mapping):
-            raise ValueError(
-                f"state must hold ledger, runs and config as they were written (got {runs!r},"
-                f" {config!r})"
-            )
         try:
+            if not all(isinstance(given, Mapping) for given in (config, releases)):
+                raise TypeError("config and releases must be mappings")
             runs = [(str(token), check.count(start=start)) for token, start in runs]
             known = {str(run): check.count(releases=made) for run, made in releases.items()}
-            return cls(
-                Ledger.from_json(row.get("ledger", ())), runs, dict(config), _id_of(row), known
-            )
-        except (
-            TypeError,
-            AttributeError,
-            RecursionError,
-        ) as error:  # the last one: nested without end
+            ledger = Ledger.from_json(row.get("ledger", ()))
+            return cls(ledger, runs, dict(config), _id_of(row), known)
+        # the last one: nested without end
+        except (TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"state must hold ledger, runs and config as they were written ({error})"
             ) from error
@@ -130,10 +121,6 @@ class Book:
         )
         return known and len(self.ledger) >= events and sum(self.releases.values()) >= releases
 
-    def release(self, run: str, number: int) -> None:
-        """Marks that a run may have made so many releases; less than is known changes nothing."""
-        self.releases[run] = max(number, self.releases.get(run, 0))
-
     def in_pass(self, others: Iterable[str] = ()) -> bool:
         """Returns whether a run, but for the others, may be inside of a pass that was charged as a whole."""
         runs = {name.removesuffix(OPEN) for name in self.releases if name.endswith(OPEN)}
@@ -156,7 +143,8 @@ class Book:
         if "run" in row:
             self.runs.append((str(row["run"]), at))
         for run, number in row.get("releases", {}).items():
-            self.release(str(run), check.count(releases=number))
+            known = self.releases.get(str(run), 0)
+            self.releases[str(run)] = max(check.count(releases=number), known)
         self.mark((name for name in MARKS if row.get(name)), len(self.ledger) - at)
 
 
@@ -182,8 +170,35 @@ def history_of(ledger: Ledger) -> History:
     return [
         (event.noise_multiplier, event.q, times)
         for partition, _, event, times in ledger.entries()
-        if not partition and isinstance(event, PoissonGaussian) and event.k == 1
+        if not partition and isinstance(event, PoissonGaussian)
     ]
+
+
+def foreign_book(
+    history: Iterable[Sequence[float]], run: str, adjacency: Adjacency | None, unit: str
+) -> Book:
+    """Returns the book of a history in Opacus' form, whose sampling is taken on trust.
+
+    Raises:
+        ValueError: an entry is not (noise multiplier >= 0, rate in [0, 1], steps >= 0).
+    """
+    book = Book(config={"adjacency": adjacency, "unit": unit})
+    if not isinstance(history, Iterable):
+        raise ValueError(
+            f"history must hold (noise_multiplier, sample_rate, steps) (got {history!r})"
+        )
+    entry: Any
+    for entry in history:
+        if not isinstance(entry, Sequence) or len(entry) != 3:
+            raise ValueError(
+                f"history must hold (noise_multiplier, sample_rate, steps) (got {entry!r})"
+            )
+        book.ledger.add(PoissonGaussian(entry[0], entry[1]), check.count(steps=entry[2]))
+    if len(book.ledger):
+        book.runs.append((run, 0))
+        book.config["adjacency"] = adjacency or ADD_REMOVE
+        book.mark(("stepped", "asserted"), len(book.ledger))
+    return book
 
 
 def write_state(book: Book) -> Row:
@@ -202,26 +217,19 @@ def read_state(state: Mapping[str, Any] | None) -> Book:
         raise ValueError(f"state_dict must be a mapping (got {check.shown(state)})")
     if not state:
         raise ValueError(f"state_dict must not be empty (got {state!r})")
-    version = state.get("version")
     mechanism = state.get("mechanism")
-    if mechanism in FOREIGN:
-        raise ValueError(
-            f"mechanism must be {MECHANISM!r} (got {mechanism!r}): load_state_dict(state,"
-            " import_foreign=True) takes the states of Opacus' accountants, whose sampling is then"
-            " taken on trust"
-        )
     if mechanism != MECHANISM:
-        raise ValueError(f"mechanism must be {MECHANISM!r} (got {mechanism!r})")
+        raise ValueError(
+            f"mechanism must be {MECHANISM!r} (got {check.shown(mechanism)}): the history of an accountant of Opacus"
+            " is taken on trust by accountant.history = its history"
+        )
+    version = state.get("version")
     if version != _VERSION:
         raise ValueError(f"version must be {_VERSION} (got {version!r})")
     book = Book.from_row(state)
     # PRIVACY: (test_one_altered_count_or_bit_of_a_float_is_noticed)
     if state.get("digest") != book.digest():
         raise ValueError("digest must match the ledger: the state was altered or is damaged")
-    history = state.get("history", ())
-    known = [list(entry) for entry in history_of(book.ledger)]
-    if not isinstance(history, Sequence) or [list(entry) for entry in history] != known:
-        raise ValueError("history must match the ledger: the state was altered or is damaged")
     return book
 
 

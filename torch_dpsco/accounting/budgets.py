@@ -1,51 +1,50 @@
-"""Budgets, and what a filter needs to decide before an event whether it still fits.
+"""Budgets, and the filters that decide before an event whether it still fits.
 
 Parameters are either fixed in advance or chosen during the run, and the two need different arithmetic:
 
 * "planned": noise, rates and numbers of steps are fixed in advance: the accountant refuses what was not planned before
-  the first release (see `plans`). An event is admitted while the composed epsilon stays within the target. Stopping
+  the first release (see `planning`). An event is admitted while the composed epsilon stays within the target. Stopping
   early because of what was released is post-processing of the planned run, so that the target (not the smaller epsilon
   of the steps made) is then the guarantee. A stop decided by private data in any other way (a validation loss) is a
-  release of its own. With a `schedule` only declared events are admitted. At delta = 0 the composed epsilon is the sum
-  of pure epsilons; nothing without one is admitted (no Gaussian noise).
-* "gdp", "zcdp", "rdp", "rdp-mixture", and "pure" at delta = 0: adaptive. Every parameter may be chosen from everything
-  released before, and so may the stop; the target holds all the same, because the budget was fixed in advance. See
-  `filter_modes`.
+  release of its own. At delta = 0 the composed epsilon is the sum of pure epsilons, which bounds adaptive runs too;
+  nothing without one is admitted (no Gaussian noise).
+* "gdp", "rdp": adaptive. Every parameter may be chosen from everything released before, and so may the stop; the target
+  holds all the same, because the budget was fixed in advance.
+
+A filter is a pure function of the budget (fixed in advance) and the ledger: it keeps nothing, so that a refusal cannot
+change anything, a cheaper event may still fit, and a resumed run needs the ledger alone. Charging is `Ledger.add`.
+
+What every adaptive mode rests on: fix two neighboring data sets. Each event, given everything released before it, has a
+cost that bounds the divergence of its two output laws, in both directions; for events on parts of a partition the pair
+lies in one part, so that its cost is at most the largest over parts. The filter admits an event only while the sum of
+the costs stays within a number fixed in advance, on every path. Then, whatever rule chose the events and the stop:
+
+* "gdp": sum of mu_t^2 <= m^2 gives m-GDP (Smith and Thakurta 2022): no overhead over parameters fixed in advance.
+* "rdp": let L be the privacy loss of the releases so far and S_a the sum of their Renyi costs at order a. For K fixed
+  orders, M = sum over a of e^((a - 1) (L - S_a)) / K is a nonnegative supermartingale of mean at most 1. If, where the
+  run stops, delta/K sum_a e^((a-1) (l - S_a)) >= 1 - e^(epsilon - l) for every l > epsilon, then
+  (1 - e^(epsilon - L))_+ <= delta M, and optional stopping bounds its mean, the hockey stick, by delta. The costs only
+  grow, so that the condition is checked before each event with the event included.
+
+Without a budget there is the odometer: by Ville's inequality M < 1/delta for ever, except with probability delta, so
+that L <= epsilon_t at all times t, where epsilon_t solves sum_a e^((a-1) (epsilon_t - S_a)) = K/delta.
+
+A release that may fail has no cost in adaptive modes.
 
 Source: docs/proofs/accounting.md#planned-budgets, docs/proofs/accounting.md#filters,
-docs/proofs/accounting.md#budgets-for-a-risk.
-
-Whether delta is small beside the number of records that it is to protect.
-
-Privacy loss of runs whose parameters, and whose end, are chosen from earlier outputs.
-
-Let L be the privacy loss of the releases so far and S_a the sum of their Renyi costs at order a, each cost chosen by
-the past. For fixed weights w_a that sum to 1,
-
-    M = sum over a of w_a e^((a - 1) (L - S_a))
-
-is a nonnegative supermartingale of mean at most 1. Three statements follow; the orders and weights must be fixed before
-the first release, and the costs hold in both directions.
-
-* Odometer. By Ville's inequality M < 1/delta for ever, except with probability delta: L <= epsilon_t at all times t,
-  where epsilon_t solves sum_a w_a e^((a-1) (epsilon_t - S_a)) = 1/delta.
-* Filter over a mixture of orders. If, where the run stops, delta sum_a w_a e^((a-1) (l - S_a)) >= 1 - e^(epsilon - l)
-  for every l > epsilon, then (1 - e^(epsilon - L))_+ <= delta M, and optional stopping bounds its mean, the hockey
-  stick, by delta: the run is (epsilon, delta)-DP. The costs only grow, so that the condition is checked before each
-  event with the event included.
-* Filters of one order, of zCDP and of unsampled Gaussians compare a sum with a fixed budget: no overhead.
-
-Source: docs/proofs/accounting.md#odometer-and-mixture-filter; Feldman and Zrnic 2021; Whitehouse, Ramdas, Rogers and
-Wu 2023; Smith and Thakurta 2022.
+docs/proofs/accounting.md#odometer-and-mixture-filter, docs/proofs/accounting.md#budgets-for-a-risk; Feldman and Zrnic
+2021; Whitehouse, Ramdas, Rogers and Wu 2023; Smith and Thakurta 2022.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -53,29 +52,29 @@ from numpy.typing import ArrayLike
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
 from torch_dpsco._words import in_our_words
-from torch_dpsco.accounting.analysis.convert import zcdp_rho
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
-from torch_dpsco.accounting.analysis.rdp import FloatArray, curve_of, rdp_epsilon_at_order
+from torch_dpsco.accounting.analysis.rdp import FloatArray, curve_of
 from torch_dpsco.accounting.analysis.risk import line_of_advantage, line_of_rates
+from torch_dpsco.accounting.calibrate import MOST, largest, rounded_up
+from torch_dpsco.accounting.curves import orders_at
 from torch_dpsco.accounting.events import ZERO_OUT, Adjacency, Event
-from torch_dpsco.errors import warn
+from torch_dpsco.accounting.ledger import Ledger, impurity
+from torch_dpsco.errors import InfeasibleError, warn
 
-_WITH_DELTA = (
-    "gdp",
-    "zcdp",
-    "rdp",
-    "rdp-mixture",
-)  # adaptive modes that have no room at delta = 0
-ADAPTIVE_MODES = (*_WITH_DELTA, "pure")
-MODES = ("planned", *ADAPTIVE_MODES)
+_TAKES = {
+    "planned": "any event",
+    "gdp": "unsampled Gaussian noise that cannot fail only",
+    "rdp": "any event that cannot fail",
+}
+MODES = tuple(_TAKES)
 
 _MISSING = float("nan")  # told from a nan that was given by identity
 NO_BUDGET_DELTA = 1e-6  # of figures where no delta is part of a target
 
 _ROUNDING = 1e-14  # relative to the largest term or exponent of a sum: more than its rounding
-_SLACK = 1.0 + 1e-12  # rounding of a sum of spends
 _LEAST_ORDER = 1.01  # closer to 1 the conversion multiplies errors of the curve by more than 100
-_LARGEST_ORDER = 2.0**20  # of the grid on which curves are kept
+_LARGEST_ORDER = 2.0**14  # of the grid on which curves are kept
+_ULP = 2.0**-52
 
 
 @in_our_words
@@ -88,32 +87,22 @@ class Budget:
     probability of failure of the noise, but it is what failures may take: an advantage of 0.1 also allows to publish a
     record with probability 0.1, and hardly limits the true positive rate at a small false positive rate; `tpr` does.
 
-    Everything that an adaptive mode compares with is fixed here, before the run: a budget must not be chosen or changed
-    after the first release.
+    A budget must not be chosen or changed after the first release.
 
     Args:
         epsilon: > 0; chosen for a risk.
-        delta: in [0, 1); chosen for a risk. 0 is pure differential privacy: modes "planned" and "pure", and events with
-            a pure epsilon.
+        delta: in [0, 1); chosen for a risk. 0 is pure differential privacy: mode "planned", and events with a pure
+            epsilon, which may then be chosen on the way too.
         adjacency: "zero_out" (a record is emptied; n is public), "replace_one" or "add_remove". None for "zero_out",
             or for what the plan or ledger that takes this budget needs or names (see `under`). Budgets of different
             adjacencies are different promises and are never compared.
         unit: what one record is; "example" or "user".
-        mode: "planned": parameters fixed in advance. Adaptive: "gdp" (unsampled Gaussians, no overhead), "zcdp" (what
-            has a rho), "rdp" (any event, Renyi orders fixed in advance), "rdp-mixture" (any event, order not known),
-            "pure" (delta = 0: what has a pure epsilon).
-        orders: Renyi orders. "rdp": one number or several, all of which must stay within their budgets (more orders
-            only refuse earlier), or None for the one order that lets the `schedule` run longest. "rdp-mixture": at
-            least one; None for those of the odometer.
-        weights: of the orders of "rdp-mixture", > 0, with sum 1; None for equal ones.
-        failure: adaptive modes: part of delta set aside, in advance, for failure probabilities of events; the noise
-            is judged at delta - failure. In [0, delta).
-        schedule: (event, steps) pairs. "planned": None takes the plans of optimizers and of `Accountant.declare`;
-            otherwise only declared events are admitted, in any order, each at most as often as declared (() admits
-            nothing until something is declared, see `declaring`). "rdp": the plan for which the order is chosen; no
-            restriction.
+        mode: "planned": parameters fixed in advance. Adaptive: "gdp" (unsampled Gaussians, no overhead), "rdp" (any
+            event that cannot fail).
+        orders: Renyi orders of mode "rdp", in (1.01, 2^14], one number or several, fixed before the run; None for those
+            of the odometer, a little above the best one.
         advantage: largest (true - false positive rate) of any test which of two neighboring data sets was used, in
-            (0, 1), in place of epsilon and delta. Not in mode "pure".
+            (0, 1), in place of epsilon and delta.
         tpr: largest true positive rate of such a test, in (fpr, 1), in place of epsilon and delta, with `fpr`.
         fpr: its false positive rate, in (0, 1).
 
@@ -135,9 +124,6 @@ class Budget:
     unit: str = "example"
     mode: str = "planned"
     orders: float | Iterable[float] | None = None
-    weights: Iterable[float] | None = None
-    failure: float = 0.0
-    schedule: Iterable[tuple[Event, int]] | None = None
     advantage: float | None = None
     tpr: float | None = None
     fpr: float | None = None
@@ -157,20 +143,14 @@ class Budget:
         check.fields(self, epsilon=check.positive, delta=check.below_one)
         check.choice(("example", "user"), unit=self.unit)
         check.choice(MODES, mode=self.mode)
-        self._check_delta()
-        self._check_use()
-        check.fields(self, failure=check.nonnegative)
-        if self.failure and self.failure >= self.delta:
+        if self.delta == 0 and self.adaptive:
+            # PRIVACY: conversions divide by delta (test_a_mode_that_converts_divergences_needs_a_delta)
             raise ValueError(
-                f"failure must be < delta={self.delta:g}, of which it is a part (got"
-                f" {self.failure})"
+                f"delta must be > 0 in mode {self.mode!r} (got 0.0): at delta = 0 take mode 'planned', whose sums hold"
+                " for events that are chosen on the way too"
             )
-        if self.schedule is not None:
-            check.fields(self, schedule=_steps)
-        if self.orders is not None or self.mode == "rdp-mixture":
+        if self.orders is not None:
             check.fields(self, orders=self._checked_orders)
-        if self.weights is not None:
-            check.fields(self, weights=self._checked_weights)
 
     def _set_line(self, free: bool) -> None:
         """Sets epsilon and delta to those that imply the risk, if a risk is the target."""
@@ -185,10 +165,6 @@ class Budget:
             return
         given = [name for name in ("advantage", "tpr", "fpr") if getattr(self, name) is not None]
         check.fields(self, **dict.fromkeys(given, check.positive))
-        if self.mode == "pure":
-            raise ValueError(
-                "advantage, tpr and fpr must not be given in mode 'pure': give epsilon, and delta=0"
-            )
         if self.advantage is not None:
             line = line_of_advantage(self.advantage)
         else:
@@ -204,70 +180,20 @@ class Budget:
         object.__setattr__(self, "epsilon", line[0])
         object.__setattr__(self, "delta", line[1])
 
-    def _check_delta(self) -> None:
-        """Raises ValueError if the mode does not take this delta."""
-        if self.delta == 0 and self.mode in _WITH_DELTA:
-            # PRIVACY: their conversions divide by delta (test_a_mode_that_converts_divergences_needs_a_delta)
+    def _checked_orders(self, orders: float | Iterable[float]) -> tuple[float, ...]:
+        if self.mode != "rdp":
+            raise ValueError(f"orders must not be given in mode {self.mode!r} (got {orders!r})")
+        found = tuple(map(float, orders if isinstance(orders, Iterable) else (orders,)))
+        if not found or not all(_LEAST_ORDER < order <= _LARGEST_ORDER for order in found):
             raise ValueError(
-                f"delta must be > 0 in mode {self.mode!r} (got 0.0); at delta = 0 take mode 'pure'"
+                f"orders must be in ({_LEAST_ORDER}, 2^14], >= 1 of them (got {found})"
             )
-        if self.delta > 0 and self.mode == "pure":
-            raise ValueError(f"delta must be 0 in mode 'pure' (got {self.delta})")
-
-    def _check_use(self) -> None:
-        """Raises ValueError if a field is given that the mode does not use: it would promise what is not done."""
-        used = {
-            "orders": ("rdp", "rdp-mixture"),
-            "weights": ("rdp-mixture",),
-            "failure": _WITH_DELTA,
-            "schedule": ("planned", "rdp"),
-        }
-        for name, modes in used.items():
-            value = getattr(self, name)
-            if self.mode not in modes and value is not None and value != 0.0:
-                raise ValueError(
-                    f"{name} must not be given in mode {self.mode!r} (got {value!r})"
-                )
-        if self.mode == "rdp" and self.orders is None and not self.schedule:
-            raise ValueError(
-                "orders must be given in mode 'rdp' (got None), or a schedule of (event, steps) to"
-                " choose one order for"
-            )
-
-    def _checked_orders(self, orders: float | Iterable[float] | None) -> tuple[float, ...]:
-        given = (
-            ODOMETER_ORDERS
-            if orders is None
-            else orders
-            if isinstance(orders, Iterable)
-            else (orders,)
-        )
-        found = tuple(check.order(orders=order) for order in given)
-        if not found or len(set(found)) < len(found):
-            raise ValueError(
-                f"orders must be different from each other, >= 1 of them (got {found})"
-            )
-        for order in found:
-            if not _LEAST_ORDER < order <= _LARGEST_ORDER:
-                raise ValueError(f"orders must be in ({_LEAST_ORDER}, 2^20] (got {order})")
-            if self.mode == "rdp":
-                renyi_budget(order, self.epsilon, self.noise_delta)
-        return found
-
-    def _checked_weights(self, weights: Iterable[float]) -> tuple[float, ...]:
-        found = tuple(check.positive(weights=weight) for weight in weights)
-        if self.orders is None or len(found) != len(tuple(self.orders)):  # type: ignore[arg-type]
-            raise ValueError(
-                f"weights must be as many as orders, which must be given (got {len(found)})"
-            )
-        if abs(math.fsum(found) - 1.0) > 1e-12:
-            raise ValueError(f"weights must sum to 1 (got {math.fsum(found)})")
         return found
 
     @property
     def adaptive(self) -> bool:
         """Whether parameters may be chosen from what was released before."""
-        return self.mode in ADAPTIVE_MODES
+        return self.mode != "planned"
 
     @property
     def risk(self) -> str | None:
@@ -283,23 +209,14 @@ class Budget:
     @property
     def target(self) -> str:
         """What is promised, in words."""
-        return self.line if self.risk is None else f"{self.risk} (by {self.line})"
-
-    @property
-    def line(self) -> str:
-        """Epsilon and delta in words."""
-        return f"epsilon {self.epsilon:g} at delta {self.delta:g}"
+        line = f"epsilon {self.epsilon:g} at delta {self.delta:g}"
+        return line if self.risk is None else f"{self.risk} (by {line})"
 
     @property
     def quoted_delta(self) -> float:
         """The delta at which epsilon is quoted: of the target, or 1e-6 where that is a risk, planned in advance."""
         # adaptive modes promise the target alone: at another delta the odometer's epsilon would say more than the risk
         return self.delta if self.risk is None or self.adaptive else NO_BUDGET_DELTA
-
-    @property
-    def noise_delta(self) -> float:
-        """The part of delta left for the noise: delta - failure, rounded down by more than sums of failures round."""
-        return self.delta - self.failure * (1.0 + 2.0 * (_SLACK - 1.0))
 
     def quoted(self, epsilon: float, delta: float) -> float:
         """Returns the epsilon to quote for a composed one: the target, where rounding alone puts it above.
@@ -332,31 +249,15 @@ class Budget:
         """Whether the budget was made with an adjacency; else that of a plan or ledger takes its place."""
         return not vars(self)["_unsaid"]
 
-    def declaring(self, event: Event, steps: int) -> Budget:
-        """Returns a budget whose schedule holds `steps` more of the event.
-
-        Raises:
-            ValueError: there is no schedule to add to, or the mode is adaptive.
-        """
-        if self.mode != "planned" or self.schedule is None:
-            raise ValueError(
-                "schedule must be given, as () at least, for a planned budget to take declarations"
-            )
-        said = self.adjacency if self.says_adjacency else None
-        schedule = (*self.schedule, (event, check.count(steps=steps)))
-        return replace(self, adjacency=said, schedule=schedule)  # type: ignore[arg-type]
-
     def __repr__(self) -> str:
-        shown = {field.name: getattr(self, field.name) for field in fields(self)}
-        extra = ("orders", "weights", "schedule", "advantage", "tpr", "fpr")
-        hidden = {name for name in extra if shown[name] is None} | (
-            {"failure"} if self.failure == 0 else set()
-        )
-        return f"Budget({', '.join(f'{name}={value!r}' for name, value in shown.items() if name not in hidden)})"
-
-
-def _steps(schedule: Iterable[tuple[Event, int]]) -> tuple[tuple[Event, int], ...]:
-    return tuple((event, check.count(steps=steps)) for event, steps in schedule)
+        extra = ("orders", "advantage", "tpr", "fpr")
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown = [
+            f"{name}={value!r}"
+            for name, value in values.items()
+            if name not in extra or value is not None
+        ]
+        return f"Budget({', '.join(shown)})"
 
 
 def within(spent: float, limit: float) -> bool:
@@ -367,25 +268,6 @@ def within(spent: float, limit: float) -> bool:
         (True, False, False)
     """
     return spent <= limit * (1.0 + 2.0**-50)
-
-
-def renyi_budget(order: float, epsilon: float, delta: float) -> float:
-    """Returns the largest Renyi cost D at one order that converts to (epsilon, delta), rounded down.
-
-    D = epsilon + (log(delta) + log(a)) / (a - 1) - log((a - 1) / a), the conversion of `analysis.rdp` solved for D.
-
-    Raises:
-        ValueError: the order is too small for the target (no budget is left), or an argument is out of range.
-    """
-    overhead = rdp_epsilon_at_order(0.0, order, delta)
-    # PRIVACY: rounded down by more than the error of the sum (test_an_exhausted_mode_is_its_target_exactly)
-    budget = epsilon - overhead - _ROUNDING * (epsilon + abs(overhead))
-    if budget <= 0:
-        raise ValueError(
-            f"order must leave a budget: at order {order:g} the conversion alone costs"
-            f" {overhead:.4g} of epsilon={epsilon:g}; take a larger order"
-        )
-    return budget
 
 
 _IN_PARTS: ContextVar[bool] = ContextVar("in_parts", default=False)
@@ -444,16 +326,253 @@ ODOMETER_ORDERS = (
 _GAP = 1e-10  # how far below the minimum of the filter's function its lower bound may lie
 
 
-def odometer_epsilon(
-    orders: ArrayLike, spent: ArrayLike, delta: float, weights: ArrayLike | None = None
+class Filter(ABC):
+    """Decides whether an event fits a budget, given a ledger. Nothing is ever charged here.
+
+    Args:
+        budget: fixed before the first event.
+    """
+
+    resource = "epsilon"
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self.limit = budget.epsilon
+
+    @abstractmethod
+    def spent(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> float:
+        """Returns how much is used, with the event as if it had been charged `count` more times.
+
+        Raises:
+            AdjacencyError: an event has no guarantee under the budget's adjacency.
+        """
+
+    def admits(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> bool:
+        """Returns whether `count` such events, if any, fit after those of the ledger; raises as `spent` does."""
+        # limits of adaptive modes are rounded down by more than this lets pass
+        return within(self.spent(ledger, event, count), self.limit)
+
+    def max_steps(self, ledger: Ledger, event: Event) -> int:
+        """Returns how many such events fit, 0 to 2^40: that many are admitted and one more is not."""
+        return largest(lambda count: -1.0 if self.admits(ledger, event, count) else 1.0, MOST)
+
+    def refusal(self, ledger: Ledger, event: Event, count: int = 1) -> str:
+        """Returns why the event is refused: what was asked, the limit, what is spent, and how many would fit."""
+        budget = self.budget
+        spent = self.spent(ledger)
+        asked = rounded_up(self.spent(ledger, event, count), 6)
+        return (
+            f"{count} x {event} would bring {self.resource} to {asked}, past {self.limit:.6g}: the budget is"
+            f" {budget.target} ({budget.adjacency}; mode {budget.mode!r} takes {_TAKES[budget.mode]}); spent"
+            f" {rounded_up(spent, 6)} in {len(ledger)} events, remaining {max(0.0, self.limit - spent):.6g},"
+            f" room for {self.max_steps(ledger, event)} more of this event"
+        )
+
+
+class PlannedFilter(Filter):
+    """Parameters fixed in advance, which the accountant enforces: the composed epsilon stays within the target."""
+
+    def spent(
+        self,
+        ledger: Ledger,
+        event: Event | None = None,
+        count: int = 1,
+        method: str = "best",
+        enough: float = 0.0,
+    ) -> float:
+        """Returns epsilon; see `Ledger.evaluate`."""
+        budget = self.budget
+        return ledger.evaluate(
+            budget.delta, budget.adjacency, method, extra=event, count=count, enough=enough
+        ).epsilon
+
+    def admits(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> bool:
+        """Returns whether `count` such events, if any, fit after those of the ledger."""
+        # any bound decides, the cheap ones first: loss distributions only near the end of the budget
+        return self.spent(ledger, event, count, enough=self.limit) <= self.limit
+
+    def max_steps(self, ledger: Ledger, event: Event) -> int:
+        """Returns how many such events fit, 0 to 2^40, without charging anything."""
+
+        def excess(count: int, method: str = "best") -> float:
+            return self.spent(ledger, event, count, method) - self.limit
+
+        by_renyi = largest(lambda count: excess(count, "rdp"), MOST)  # never more, and fast
+        return largest(excess, MOST, guess=by_renyi)
+
+
+class PureFilter(Filter):
+    """delta = 0: the sum of pure epsilons stays within the target. Parameters may depend on what was released before.
+
+    Whatever rule chose the events, the density ratio of the run is at most e to the sum along its path (see
+    `Ledger.pure`). The sum is exact, and may pass the target by 4 units in the last place: what parts of a target that
+    are each rounded can come to.
+    """
+
+    def spent(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> float:
+        """Returns the sum of pure epsilons, inf if some event has none."""
+        # PRIVACY: without a pure epsilon nothing fits (test_no_event_without_a_pure_epsilon_fits_a_budget_at_delta_0)
+        return ledger.pure(self.budget.adjacency, event, count)
+
+    def refusal(self, ledger: Ledger, event: Event, count: int = 1) -> str:
+        """Returns why the event is refused; names the event that has no pure epsilon, if that is it."""
+        culprit = ledger.find_impure(self.budget.adjacency, event, count)
+        if culprit is None:
+            return super().refusal(ledger, event, count)
+        return f"{count} x {event}: {impurity(culprit)}"
+
+
+class GDPFilter(Filter):
+    """Sum of mu_t^2 within mu(epsilon, delta)^2, for parameters chosen on the way: exact, no overhead."""
+
+    resource = "the sum of mu^2"
+
+    def __init__(self, budget: Budget) -> None:
+        super().__init__(budget)
+        # PRIVACY: the square rounds to nearest (test_the_gdp_budget_is_not_above_the_square_of_mu)
+        self.limit = gaussian_mu(budget.epsilon, budget.delta) ** 2 * (1.0 - 3e-16)
+
+    def spent(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> float:
+        """Returns the sum of mu^2; inf with other events, and with those that may fail."""
+        cost = ledger.cost(self.budget.adjacency, 0, event, count)
+        # PRIVACY: (test_what_may_fail_fits_no_adaptive_budget)
+        if cost.mu_squared is None or cost.fails:
+            return math.inf
+        return cost.mu_squared * _rounding(ledger, event)
+
+
+class RDPFilter(Filter):
+    """Renyi costs, for parameters chosen on the way: a mixture of orders, of which the best need not be known.
+
+    Raises:
+        InfeasibleError: not even an empty run meets the target.
+    """
+
+    resource = "epsilon of the Renyi mixture"
+
+    def __init__(self, budget: Budget) -> None:
+        super().__init__(budget)
+        if not self.admits(Ledger()):
+            raise InfeasibleError(
+                f"epsilon must be >= {rounded_up(self.spent(Ledger()))}, the smallest that these orders grant an empty"
+                f" run at delta={budget.delta:g} (got {budget.epsilon:g}); take larger orders"
+            )
+
+    def _costs(
+        self, ledger: Ledger, event: Event | None, count: int
+    ) -> tuple[FloatArray, FloatArray]:
+        orders = tuple(self.budget.orders or ODOMETER_ORDERS)  # type: ignore[arg-type]
+        return _renyi_costs(ledger, self.budget.adjacency, orders, event, count)
+
+    def admits(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> bool:
+        """Returns whether `count` such events, if any, fit after those of the ledger."""
+        costs = self._costs(ledger, event, count)
+        return mixture_filter_admits(self.limit, self.budget.delta, *costs)
+
+    def spent(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> float:
+        """Returns the least target, to 1e-6 relative and rounded up, that would admit these costs."""
+        costs = self._costs(ledger, event, count)
+        high = self.limit
+        while not mixture_filter_admits(high, self.budget.delta, *costs):
+            if high > 1e300:
+                return math.inf
+            high *= 2.0
+        low = 0.0
+        while high - low > 1e-6 * high and high > 1e-12:
+            middle = (low + high) / 2.0
+            if mixture_filter_admits(middle, self.budget.delta, *costs):
+                high = middle
+            else:
+                low = middle
+        return high
+
+
+def _rounding(ledger: Ledger, event: Event | None = None) -> float:
+    """Returns a factor that exceeds the rounding of a sum over the entries of a ledger, and an event."""
+    return 1.0 + 2.0 * _ULP * max(0, ledger.size + (event is not None) - 1)
+
+
+def _renyi_costs(
+    ledger: Ledger,
+    adjacency: Adjacency,
+    orders: Sequence[float],
+    event: Event | None = None,
+    count: int = 1,
+) -> tuple[FloatArray, FloatArray]:
+    """Returns the next larger orders of the grid on which costs are kept, and the sums of costs there."""
+    level = 0 if max(orders) <= orders_at(0)[-1] else 1
+    places = np.searchsorted(orders_at(level), orders)
+    cost = ledger.cost(adjacency, level, event, count)
+    # PRIVACY: (test_what_may_fail_fits_no_adaptive_budget)
+    sums = np.full(len(places), math.inf) if cost.fails else cost.rdp[places]
+    return orders_at(level)[places], sums * _rounding(ledger, event)
+
+
+@lru_cache(maxsize=64)
+def make_filter(budget: Budget) -> Filter:
+    """Returns the filter of a budget's mode.
+
+    Raises:
+        InfeasibleError: the mode leaves no room at this target; the smallest target is named.
+
+    Guarantee:
+        If every event was admitted before its noise was drawn, the run is (epsilon, delta)-DP under the budget's
+        adjacency. "planned": for parameters fixed in advance, or at delta = 0 any. Adaptive modes: for any choice of
+        events and of the stop from what was released before. Source: docs/proofs/accounting.md#filters.
+
+    Example:
+        >>> from torch_dpsco.accounting.events import Gaussian
+        >>> run, ledger = make_filter(Budget(1.0, 1e-5, mode="gdp")), Ledger()
+        >>> loud, quiet = Gaussian(4.0, {"zero_out": 1.0}), Gaussian(10.0, {"zero_out": 1.0})
+        >>> ledger.add(loud)
+        >>> run.admits(ledger, loud), run.max_steps(ledger, quiet)
+        (False, 0)
+    """
+    if budget.delta == 0:
+        return PureFilter(budget)
+    modes = {"planned": PlannedFilter, "gdp": GDPFilter, "rdp": RDPFilter}
+    return modes[budget.mode](budget)
+
+
+def adaptive_epsilon(
+    ledger: Ledger, delta: float, adjacency: Adjacency, budget: Budget | None = None
 ) -> float:
+    """Returns the epsilon to quote at delta for a run whose parameters may depend on what was released.
+
+    The target of an adaptive budget is the guarantee while the ledger is within it and delta is at least its delta.
+    Otherwise the odometer: the privacy loss passes the value returned at no time, except with probability delta. The
+    composed epsilon of parameters fixed in advance is smaller and is no guarantee here. At delta = 0 the odometer is
+    the sum of pure epsilons.
+
+    Args:
+        ledger: what was charged.
+        delta: in [0, 1).
+        adjacency: that of the question.
+        budget: that of the run, if it has one.
+
+    Returns:
+        epsilon >= 0; inf where some event may fail.
+
+    Raises:
+        InfeasibleError: delta is 0 and some event has no pure epsilon.
+    """
+    if budget is not None and (budget.adaptive or budget.delta == 0):
+        asked = budget.adjacency == adjacency and delta >= budget.delta
+        if asked and make_filter(budget).admits(ledger):
+            return budget.epsilon
+    if delta == 0:
+        return ledger.epsilon(delta, adjacency)
+    orders, costs = _renyi_costs(ledger, adjacency, ODOMETER_ORDERS)
+    return odometer_epsilon(orders, costs, delta) if costs.any() else 0.0
+
+
+def odometer_epsilon(orders: ArrayLike, spent: ArrayLike, delta: float) -> float:
     """Returns the privacy loss that is exceeded at no time of an adaptive run, except with probability delta.
 
     Args:
         orders: (K,) orders, each > 1, fixed before the run.
         spent: (K,) sum of the Renyi costs so far at each order, each >= 0 (inf: the order no longer counts).
         delta: in (0, 1).
-        weights: (K,) positive weights that sum to 1, fixed before the run; None: uniform.
 
     Returns:
         epsilon_t > 0, rounded up; inf if every order is spent.
@@ -470,7 +589,7 @@ def odometer_epsilon(
         >>> round(odometer_epsilon(orders, 0.1 * orders, delta=1e-5), 4)
         2.4562
     """
-    excess, cost, log_weight = _state(orders, spent, weights)
+    excess, cost, log_weight = _state(orders, spent)
     target = -math.log(check.open_interval(0.0, 1.0, delta=delta))
     # at this epsilon one order alone suffices
     high = float(np.min(cost + (target - log_weight) / excess, initial=math.inf))
@@ -499,7 +618,6 @@ def mixture_filter_admits(
     delta: float,
     orders: ArrayLike,
     spent: ArrayLike,
-    weights: ArrayLike | None = None,
 ) -> bool:
     """Returns whether a run with these costs, the event asked for included, is within (epsilon, delta).
 
@@ -508,7 +626,6 @@ def mixture_filter_admits(
         delta: in (0, 1), the budget.
         orders: (K,) orders, each > 1, fixed before the run.
         spent: (K,) sum of the Renyi costs at each order, the event asked for included.
-        weights: (K,) positive weights that sum to 1, fixed before the run; None: uniform.
 
     Returns:
         True only if the condition of the module's docstring holds; False also within rounding of its boundary.
@@ -526,15 +643,13 @@ def mixture_filter_admits(
         [True, False]
     """
     target = -math.log(check.open_interval(0.0, 1.0, delta=delta))
-    return mixture_filter_log_margin(epsilon, orders, spent, weights) >= target * (1 + _ROUNDING)
+    return mixture_filter_log_margin(epsilon, orders, spent) >= target * (1 + _ROUNDING)
 
 
-def mixture_filter_log_margin(
-    epsilon: float, orders: ArrayLike, spent: ArrayLike, weights: ArrayLike | None = None
-) -> float:
+def mixture_filter_log_margin(epsilon: float, orders: ArrayLike, spent: ArrayLike) -> float:
     """Returns a lower bound on h = min over x > 0 of log(sum_a W_a e^((a-1) x)) - log(1 - e^-x).
 
-    W_a = w_a e^((a-1) (epsilon - S_a)); e^-h is the smallest delta that the filter can grant at epsilon. Both terms are
+    W_a = 1/K e^((a-1) (epsilon - S_a)); e^-h is the smallest delta that the filter can grant at epsilon. Both terms are
     convex in x, so that between a point with a negative slope and one with a positive slope the function lies above
     both tangents: where these cross is the bound. Bisection on the slope ends when the bound is within 1e-10 of a value
     of the function; values are lowered and slopes padded by their rounding. So the minimum is never overestimated.
@@ -543,7 +658,6 @@ def mixture_filter_log_margin(
         epsilon: >= 0.
         orders: (K,) orders, each > 1.
         spent: (K,) sum of the Renyi costs at each order, each >= 0.
-        weights: (K,) positive weights that sum to 1; None: uniform.
 
     Returns:
         h, rounded down, by less than 1e-9 and a relative 1e-12 of its exponents; -inf if every order is spent.
@@ -560,7 +674,7 @@ def mixture_filter_log_margin(
         1.0
     """
     epsilon = check.nonnegative(epsilon=epsilon)
-    excess, cost, log_weight = _state(orders, spent, weights)
+    excess, cost, log_weight = _state(orders, spent)
     if excess.size == 0:
         return -math.inf
     exponents = log_weight + excess * (epsilon - cost)
@@ -589,82 +703,11 @@ def mixture_filter_log_margin(
     return bound
 
 
-def zcdp_filter_budget(epsilon: float, delta: float, failure_budget: float = 0.0) -> float:
-    """Returns the rho that adaptive releases may spend in total, beside failures of at most `failure_budget` in total.
-
-    Args:
-        epsilon: >= 0.
-        delta: in (0, 1).
-        failure_budget: d in [0, delta), fixed in advance.
-
-    Returns:
-        rho >= 0, rounded down: the run is (epsilon, delta)-DP while the sum of rho_t is at most it and the sum of the
-        failures of approximate zCDP at most d.
-
-    Raises:
-        ValueError: an argument is out of range.
-
-    Guarantee: full adaptivity, for the adjacency of the rho_t.
-
-    Source: docs/proofs/accounting.md#filters; Whitehouse, Ramdas, Rogers and Wu 2023.
-
-    Example:
-        >>> round(zcdp_filter_budget(1.0, 1e-5), 5), round(zcdp_filter_budget(1.0, 1e-5, failure_budget=9e-6), 5)
-        (0.03056, 0.02436)
-    """
-    delta = check.open_interval(0.0, 1.0, delta=delta)
-    failure = check.nonnegative(failure_budget=failure_budget)
-    if failure >= delta:
-        raise ValueError(f"failure_budget must be < delta = {delta:g} (got {failure:g})")
-    # margin: the difference rounds to nearest (docs/proofs/rounding.md#model-of-arithmetic)
-    return zcdp_rho(epsilon, (delta - failure) * (1 - 3e-16))
-
-
-def gdp_filter_budget(epsilon: float, delta: float) -> float:
-    """Returns the sum of mu_t^2 that adaptive unsampled Gaussian releases may reach: mu(epsilon, delta)^2.
-
-    Args:
-        epsilon: >= 0.
-        delta: in (0, 1).
-
-    Returns:
-        mu^2 > 0, rounded down. Exact and free of overhead.
-
-    Raises:
-        ValueError: an argument is out of range.
-
-    Guarantee: full adaptivity, for the adjacency of the mu_t.
-
-    Source: docs/proofs/accounting.md#filters; Smith and Thakurta 2022.
-
-    Example:
-        >>> round(gdp_filter_budget(1.0, 1e-5), 5)
-        0.07185
-    """
-    # PRIVACY: the square rounds to nearest (test_the_gdp_budget_is_not_above_the_square_of_mu)
-    return gaussian_mu(epsilon, delta) ** 2 * (1 - 3e-16)
-
-
-def _state(
-    orders: ArrayLike, spent: ArrayLike, weights: ArrayLike | None
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Returns a - 1, S_a and log w_a of the orders with a finite cost, all checked."""
+def _state(orders: ArrayLike, spent: ArrayLike) -> tuple[FloatArray, FloatArray, float]:
+    """Returns a - 1 and S_a of the orders with a finite cost, and the logarithm of the weight of each order."""
     order, cost = curve_of(orders, spent, "spent")
-    weight = (
-        np.full(order.size, 1 / order.size)
-        if weights is None
-        else np.asarray(weights, dtype=np.float64)
-    )
-    if weight.shape != order.shape:
-        raise ValueError(
-            f"weights must have the length of orders (got {weight.shape} and {order.shape})"
-        )
-    for bad in weight[~((weight > 0) & (weight <= 1))]:
-        raise ValueError(f"weights must be in (0, 1] (got {bad})")
-    if abs(float(weight.sum()) - 1) > 1e-12:
-        raise ValueError(f"weights must sum to 1 (got {weight.sum()})")
     kept = np.isfinite(cost)
-    return order[kept] - 1, cost[kept], np.log(weight[kept])
+    return order[kept] - 1, cost[kept], -math.log(order.size)
 
 
 def _log_sum(exponents: FloatArray, excess: FloatArray, size: FloatArray) -> tuple[float, float]:

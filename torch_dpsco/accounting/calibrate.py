@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from decimal import ROUND_CEILING, Context
 
 import scipy
 
@@ -16,10 +17,22 @@ from torch_dpsco.accounting.analysis.allocation import allocation_noise
 from torch_dpsco.accounting.designs import Assigned, Design
 from torch_dpsco.accounting.events import Adjacency, check_adjacency, clipped_gaussian
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.errors import InfeasibleError
 
+MOST = 2**40  # steps that are counted
 _HUGE = 1e300  # in place of infinity, which has no line through it
+
+
+def rounded_up(value: float, digits: int = 4) -> str:
+    """Returns the value >= 0 with that many significant digits (1 to 15), never less than it is.
+
+    Example:
+        >>> rounded_up(0.99991), rounded_up(1e-5), rounded_up(float("inf"))
+        ('1', '1e-05', 'inf')
+    """
+    # PRIVACY: printed figures are quoted, and typed in again as a budget (test_no_printed_epsilon_is_rounded_down)
+    exact = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(repr(float(value)))
+    return f"{float(exact):.{digits}g}"
 
 
 def largest(excess: Callable[[int], float], limit: int, guess: int = 1) -> int:
@@ -125,8 +138,7 @@ def noise_multiplier(
     delta: float,
     *,
     design: Design,
-    steps: int | None = None,
-    epochs: float | None = None,
+    steps: int,
     adjacency: Adjacency,
     method: str = "best",
     rtol: float = 1e-4,
@@ -137,8 +149,7 @@ def noise_multiplier(
         epsilon: target, > 0.
         delta: target, in (0, 1).
         design: how batches are drawn.
-        steps: number of releases, >= 1; or give epochs.
-        epochs: number of passes, > 0, on average (see `epoch_steps`).
+        steps: number of releases, >= 1; those of some passes are `epoch_steps`.
         adjacency: neighboring relation of the target.
         method: see `curves.epsilon_of`.
         rtol: relative accuracy of the result, in [1e-12, 1].
@@ -149,22 +160,16 @@ def noise_multiplier(
     """
     check.positive(epsilon=epsilon)
     check.open_interval(0.0, 1.0, delta=delta)
-    if (steps is None) == (epochs is None):
-        raise ValueError(
-            f"steps or epochs must be given, and not both (got {steps} and {epochs})"
-        )
-    releases = (
-        check.positive_count(steps=steps) if epochs is None else epoch_steps(design, epochs)
-    )
+    check.positive_count(steps=steps)
     check.between(1e-12, 1.0, rtol=rtol)
 
     def epsilon_at(noise: float, method: str = method) -> float:
         return design_epsilon(
-            noise, delta, design=design, steps=releases, adjacency=adjacency, method=method
+            noise, delta, design=design, steps=steps, adjacency=adjacency, method=method
         )
 
     if isinstance(design, Assigned) and design.amplification and method in ("best", "pld"):
-        passes = math.ceil(releases / design.batches)
+        passes = math.ceil(steps / design.batches)
         return allocation_noise(
             epsilon, delta, design.batches, check_adjacency(adjacency), epochs=passes
         )
@@ -175,7 +180,7 @@ def noise_multiplier(
         high = min(2.0 * high, _HIGHEST)
     if high == _HIGHEST and epsilon_at(high) > epsilon:
         raise InfeasibleError(
-            f"epsilon must be >= {rounded_up(epsilon_at(high))}, the smallest that {releases} steps"
+            f"epsilon must be >= {rounded_up(epsilon_at(high))}, the smallest that {steps} steps"
             f" reach at delta={delta:g} with any noise up to {_HIGHEST:g} (got {epsilon:g}); take"
             " fewer steps or a larger delta"
         )

@@ -1,7 +1,7 @@
 """What events cost: each one under an adjacency, and how costs compose and convert to epsilon.
 
 A `Cost` holds what composes by addition, each where it is defined: the Renyi curve on a grid of orders, mu^2 of
-Gaussian differential privacy (exact for unsampled Gaussians), (xi, rho) of zero-concentrated privacy, the sum of pure
+Gaussian differential privacy (exact for unsampled Gaussians), rho of zero-concentrated privacy, the sum of pure
 epsilons, and failure probabilities of the three kinds. Sequential composition adds costs, parallel composition takes
 their pointwise maximum (valid for each measure by itself: the differing record lies in one part).
 
@@ -21,17 +21,17 @@ Source: docs/proofs/accounting.md#dominating-laws, docs/proofs/accounting.md#los
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, singledispatch
-from itertools import islice, product
+from itertools import product
 
 import numpy as np
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting import events
 from torch_dpsco.accounting.analysis.allocation import allocation_law, allocation_renyi
-from torch_dpsco.accounting.analysis.convert import epsilon_with_failures, gdp_upper, zcdp_epsilon
+from torch_dpsco.accounting.analysis.convert import epsilon_with_failures, zcdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
 from torch_dpsco.accounting.analysis.objective import Change, objpert_rdp
 from torch_dpsco.accounting.analysis.pld import pld_delta, pld_epsilon
@@ -56,7 +56,6 @@ from torch_dpsco.accounting.analysis.rdp import (
     rdp_delta,
     rdp_epsilon,
     rdp_poisson_gaussian,
-    rdp_poisson_gaussian_group,
     rdp_poisson_gaussian_replace_one,
     rdp_wor_gaussian,
 )
@@ -76,34 +75,25 @@ from torch_dpsco.accounting.events import (
 )
 from torch_dpsco.errors import AdjacencyError
 
-METHODS = ("best", "gdp", "rdp", "zcdp", "pure", "pld")
-_MAX_LEVEL = 7  # orders up to 2^20
-_SCALARS, _SURVIVAL = (
-    7,
-    3,
-)  # numbers of a row behind its Renyi curve; place of log_survival, from the end
+METHODS = ("best", "rdp", "pld")
+_SCALARS = 6  # numbers of a row behind its Renyi curve
+_SURVIVAL = 3  # place of log_survival, from the end
 _MANY_LAWS = (
     64  # laws of all combinations of parts, beyond which they take more than about half a second
 )
 
 
-@lru_cache(maxsize=_MAX_LEVEL + 1)
+@cache
 def orders_at(level: int) -> FloatArray:
-    """Returns the order grid: to 2^8 at level 0, to 2^14 at level 1, with one more doubling per further level.
+    """Returns the order grid: to 2^8 at level 0, to 2^14 at level 1.
 
     It is denser than the default orders, which alone cost up to 1 % of epsilon. Steps of 0.1 below 11 are those of
     Opacus, so that our figure is never larger than its; ratios of 1.02 above 64 leave 5e-5. Most runs are decided at
     small orders, and those above 2^8 take two thirds of the time.
     """
-    if level <= 1:
-        dense = np.concatenate(
-            [np.arange(11, 110) / 10.0, np.round(np.geomspace(64.0, 2.0**14, 281)), [2.0**8]]
-        )
-        grid = np.union1d(default_orders(), dense)
-        grid = grid[grid <= 2.0**8] if level == 0 else grid
-    else:
-        grid = orders_at(level - 1)
-        grid = np.concatenate([grid, np.round(grid[-1] * 2 ** (np.arange(1, 9) / 8))])
+    dense = [np.arange(11, 110) / 10.0, np.round(np.geomspace(64.0, 2.0**14, 281)), [2.0**8]]
+    grid = np.union1d(default_orders(), np.concatenate(dense))
+    grid = grid[grid <= (2.0**8, 2.0**14)[level]]
     grid.setflags(write=False)
     return grid
 
@@ -115,7 +105,7 @@ class Cost:
     Args:
         rdp: Renyi divergence bound per order of `orders_at(level)`.
         mu_squared: mu^2 of Gaussian differential privacy, None unless all events have one.
-        zcdp: (xi, rho) of zero-concentrated privacy, None unless all events have one.
+        rho: of zero-concentrated privacy, None unless all events have one.
         pure: sum of pure epsilons, inf where there is none.
         log_survival: sum of log(1 - failure) of couplings.
         transcript: sum of transcript failures.
@@ -124,7 +114,7 @@ class Cost:
 
     rdp: FloatArray
     mu_squared: float | None = None
-    zcdp: tuple[float, float] | None = None
+    rho: float | None = None
     pure: float = math.inf
     log_survival: float = 0.0
     transcript: float = 0.0
@@ -133,25 +123,30 @@ class Cost:
     @classmethod
     def zero(cls, level: int) -> Cost:
         """Returns the cost of nothing."""
-        return cls(np.zeros_like(orders_at(level)), 0.0, (0.0, 0.0), 0.0)
+        return cls(np.zeros_like(orders_at(level)), 0.0, 0.0, 0.0)
 
     @property
     def row(self) -> FloatArray:
         """All numbers in one vector, nan for what is not defined: sums of costs are sums of rows."""
         mu_squared = math.nan if self.mu_squared is None else self.mu_squared
-        xi, rho = (math.nan, math.nan) if self.zcdp is None else self.zcdp
-        rest = mu_squared, xi, rho, self.pure, self.log_survival, self.transcript, self.per_side
+        rho = math.nan if self.rho is None else self.rho
+        rest = mu_squared, rho, self.pure, self.log_survival, self.transcript, self.per_side
         return np.concatenate([self.rdp, rest])
 
     @classmethod
     def of_row(cls, row: FloatArray) -> Cost:
         """Returns the cost of a row."""
-        mu_squared, xi, rho, pure, log_survival, transcript, per_side = map(
-            float, row[-_SCALARS:]
-        )
-        zcdp = None if math.isnan(rho) else (xi, rho)
+        mu_squared, rho, pure, log_survival, transcript, per_side = map(float, row[-_SCALARS:])
         mu = None if math.isnan(mu_squared) else mu_squared
-        return cls(row[:-_SCALARS], mu, zcdp, pure, log_survival, transcript, per_side)
+        return cls(
+            row[:-_SCALARS],
+            mu,
+            None if math.isnan(rho) else rho,
+            pure,
+            log_survival,
+            transcript,
+            per_side,
+        )
 
     def __add__(self, other: Cost) -> Cost:
         return Cost.of_row(self.row + other.row)
@@ -192,12 +187,12 @@ def _cost(event: SimpleEvent, adjacency: Adjacency, orders: FloatArray) -> Cost:
 
 @_cost.register
 def _(event: events.NonPrivate, adjacency: Adjacency, orders: FloatArray) -> Cost:
-    return Cost(np.full_like(orders, math.inf), math.inf, (0.0, math.inf), math.inf)
+    return Cost(np.full_like(orders, math.inf), math.inf, math.inf, math.inf)
 
 
 def _of_mu(mu: float, orders: FloatArray) -> Cost:
     rho = mu * mu / 2.0
-    return Cost(rho * orders, mu * mu, (0.0, rho), 0.0 if mu == 0 else math.inf)
+    return Cost(rho * orders, mu * mu, rho, 0.0 if mu == 0 else math.inf)
 
 
 @_cost.register
@@ -214,21 +209,11 @@ def _(event: events.GDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
 
 @_cost.register
 def _(event: events.PoissonGaussian, adjacency: Adjacency, orders: FloatArray) -> Cost:
-    if event.k > 1 and adjacency == REPLACE_ONE:
-        raise AdjacencyError(
-            f"{event} is not defined under replace_one: no tight pair is proved for several records"
-        )
     if event.q in (0.0, 1.0):  # nothing, or the whole data set: an unsampled Gaussian
-        scale = event.q * event.k * (2.0 if adjacency == REPLACE_ONE else 1.0)
+        scale = event.q * CLIP_UNITS[adjacency]
         return _cost(Gaussian(event.noise_multiplier, {adjacency: scale}), adjacency, orders)
     q = event.q
     noise = event.noise_multiplier
-    if event.k > 1:
-        both = (
-            rdp_poisson_gaussian_group(q, noise, event.k, orders, way)
-            for way in ("remove", "add")
-        )
-        return Cost(np.maximum(*both))
     if adjacency == REPLACE_ONE:
         return Cost(rdp_poisson_gaussian_replace_one(q, noise, orders))
     # the remove direction is the larger one at every order
@@ -256,7 +241,7 @@ def _(event: events.RandomAllocation, adjacency: Adjacency, orders: FloatArray) 
     return Cost(
         allocation_renyi(event.noise, event.steps, orders, adjacency),
         None,
-        (0.0, _rho(event.noise, adjacency)),
+        _rho(event.noise, adjacency),
     )
 
 
@@ -267,12 +252,12 @@ def _rho(noise: float, adjacency: Adjacency) -> float:
 
 def _of_pure(epsilon: float, orders: FloatArray, rdp: FloatArray | None = None) -> Cost:
     if math.isinf(epsilon):
-        return Cost(np.full_like(orders, math.inf), None, (0.0, math.inf), math.inf)
+        return Cost(np.full_like(orders, math.inf), None, math.inf, math.inf)
     mu_squared = 0.0 if epsilon == 0 else None
     return Cost(
         rdp_pure(epsilon, orders) if rdp is None else rdp,
         mu_squared,
-        (0.0, rho_pure(epsilon)),
+        rho_pure(epsilon),
         epsilon,
     )
 
@@ -319,12 +304,7 @@ def _(event: events.KNorm, adjacency: Adjacency, orders: FloatArray) -> Cost:
 
 @_cost.register
 def _(event: events.ZCDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
-    return Cost(event.xi + event.rho * orders, None, (event.xi, event.rho))
-
-
-@_cost.register
-def _(event: events.ApproxZCDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
-    return Cost(event.rho * orders, None, (0.0, event.rho), log_survival=math.log1p(-event.delta))
+    return Cost(event.rho * orders, None, event.rho, log_survival=math.log1p(-event.delta))
 
 
 @_cost.register
@@ -339,7 +319,7 @@ def _(event: events.RDPCurve, adjacency: Adjacency, orders: FloatArray) -> Cost:
 
 @_cost.register
 def _(event: events.Failure, adjacency: Adjacency, orders: FloatArray) -> Cost:
-    nothing = Cost(np.zeros_like(orders), 0.0, (0.0, 0.0), 0.0)
+    nothing = Cost(np.zeros_like(orders), 0.0, 0.0, 0.0)
     if event.kind == "transcript":
         return replace(nothing, transcript=event.probability)
     if event.kind == "per_side":
@@ -357,7 +337,7 @@ class Evaluation:
 
 
 def _rdp_evaluation(cost_at: Callable[[int], Cost], delta: float) -> Evaluation:
-    for level in range(_MAX_LEVEL + 1):
+    for level in (0, 1):
         orders = orders_at(level)
         best = rdp_epsilon(orders, cost_at(level).rdp, delta)
         if not math.isfinite(best.epsilon) or best.order < orders[-1] or best.epsilon == 0:
@@ -378,20 +358,18 @@ def epsilon_of(
         cost_at: the cost on the order grid of a level (more orders are asked for when the last one is the best).
         delta: in (0, 1).
         laws: of the same events.
-        method: "best" (the least bound there is, with loss distributions if they take at most 64 laws), "gdp", "zcdp",
-            "pure", "rdp", or "pld" (loss distributions of any number of events; the best of the others where there is
-            no figure).
+        method: "best" (the least bound there is, with loss distributions if they take at most 64 laws), "rdp" (Renyi
+            divergences alone), or "pld" (loss distributions of any number of events; the best of the others where
+            there is no figure).
         enough: an epsilon below which a cheaper bound will do, >= 0.
 
     Raises:
-        ValueError: unknown method, or one that is not defined for these events.
+        ValueError: unknown method.
     """
     check.open_interval(0.0, 1.0, delta=delta)
     check.choice(METHODS, method=method)
     cost_at = cache(cost_at)
     cost = cost_at(0)
-    if (method == "gdp" and cost.mu_squared is None) or (method == "zcdp" and cost.zcdp is None):
-        raise ValueError(f"method must be 'best' or 'rdp' for sampled events (got {method!r})")
     if not cost.fails:
         return _converted(cost_at, delta, laws, method, enough)
 
@@ -424,40 +402,21 @@ def _converted(
     enough: float = 0.0,
 ) -> Evaluation:
     cost = cost_at(0)
-    if cost.mu_squared is not None and method in (
-        "best",
-        "gdp",
-        "pld",
-    ):  # exact: nothing is below it
-        exact = (
-            math.inf
-            if math.isinf(cost.mu_squared)
-            else gaussian_epsilon(math.sqrt(cost.mu_squared), delta)
-        )
-        return Evaluation(exact, "gdp")
-    if method == "pld":
-        tightest = laws.epsilon(delta)
+    if method == "rdp":
+        return _rdp_evaluation(cost_at, delta)
+    if cost.mu_squared is not None:  # exact: nothing is below it
+        mu = math.sqrt(cost.mu_squared)
+        return Evaluation(gaussian_epsilon(mu, delta) if mu < math.inf else math.inf, "gdp")
+    found = [_rdp_evaluation(cost_at, delta)]
+    if cost.rho is not None:
+        rho = cost.rho
+        found.append(Evaluation(zcdp_epsilon(rho, delta) if rho < math.inf else math.inf, "zcdp"))
+    found.append(Evaluation(cost.pure, "pure"))
+    if method == "pld" or min(bound.epsilon for bound in found) > enough:
+        tightest = laws.epsilon(delta, math.inf if method == "pld" else _MANY_LAWS)
         if tightest is not None:
-            return Evaluation(tightest, "pld")
-        method = "best"
-    found = list(_cheap(cost_at, cost, delta, method))
-    if method == "best" and min(bound.epsilon for bound in found) > enough:
-        tightest = laws.epsilon(delta, _MANY_LAWS)
-        if tightest is not None:
-            found.append(Evaluation(tightest, "pld"))
+            found = [Evaluation(tightest, "pld"), *(found if method == "best" else ())]
     return min(found, key=lambda evaluation: evaluation.epsilon)
-
-
-def _cheap(
-    cost_at: Callable[[int], Cost], cost: Cost, delta: float, method: str
-) -> Iterator[Evaluation]:
-    if method in ("best", "rdp"):
-        yield _rdp_evaluation(cost_at, delta)
-    if cost.zcdp is not None and method in ("best", "zcdp"):
-        xi, rho = cost.zcdp
-        yield Evaluation(math.inf if math.isinf(rho) else xi + zcdp_epsilon(rho, delta), "zcdp")
-    if method in ("best", "pure"):
-        yield Evaluation(cost.pure, "pure")
 
 
 def delta_of(cost_at: Callable[[int], Cost], epsilon: float, laws: ComposedLaws) -> float:
@@ -551,7 +510,7 @@ def laws_of(event: SimpleEvent, adjacency: Adjacency) -> tuple[LossLaw, ...] | N
     if isinstance(event, PoissonGaussian):
         if adjacency == REPLACE_ONE:
             return (ReplaceOneLoss(event.q, event.noise_multiplier),)
-        return (PoissonLoss(event.q, event.noise_multiplier, event.k),)
+        return (PoissonLoss(event.q, event.noise_multiplier),)
     if isinstance(event, RandomAllocation):
         return (allocation_law(event.noise, event.steps, adjacency),)
     if isinstance(event, WORGaussian):
@@ -588,10 +547,6 @@ class ComposedLaws:
             lambda laws: None if (r := pld_delta(laws, epsilon)) is None else r.delta, most
         )
 
-    def mu(self, delta_min: float) -> float | None:
-        """Returns a mu that covers the curve where delta >= delta_min (see `pld_gdp`); None without a figure."""
-        return self._worst(lambda laws: gdp_upper(laws, delta_min), math.inf)
-
     def _worst(self, read: Callable[[_Counted], float | None], most: float) -> float | None:
         parts = self._parts(most)
         if parts is None or math.prod(map(len, parts)) > _MOST_COMBINATIONS:
@@ -608,9 +563,6 @@ class ComposedLaws:
         known = [figure for figure in found if figure is not None]
         return max(known, default=0.0) if len(known) == len(found) else None
 
-    def _sampled(self, counts: Iterable[SimpleEvent]) -> Iterator[SimpleEvent]:
-        return (event for event in counts if spread_of(event, self._adjacency) is not None)
-
     def _parts(self, most: float) -> list[set[_Counted]] | None:
         """Returns the different parts of each partition as laws with counts.
 
@@ -619,45 +571,13 @@ class ComposedLaws:
         partitions: dict[str, set[_Counted]] = {}
         for (partition, _), counts in self._counts().items():
             laws: dict[LossLaw, int] = {}
-            sampled = 0
-            if (
-                math.isfinite(most)
-                and sum(1 for _ in islice(self._sampled(counts), int(most) + 1)) > most
-            ):
-                return None  # before any of them is asked what it costs
+            others = 0  # Gaussians merge into one
             for event, times in counts.items():
                 known = laws_of(event, self._adjacency)
-                sampled += sum(law.mu is None and law not in laws for law in known or ())
-                if known is None or sampled > most:
+                others += sum(law.mu is None and law not in laws for law in known or ())
+                if known is None or others > most:
                     return None
                 for law in known:
                     laws[law] = laws.get(law, 0) + times
             partitions.setdefault(partition, set()).add(tuple(sorted(laws.items(), key=repr)))
         return list(partitions.values())
-
-
-_LEAST = 2.0**-10
-
-
-_LARGEST = 2.0**40
-
-
-def spread_of(event: SimpleEvent, adjacency: Adjacency) -> float | None:
-    """Returns the number s of a sampled release; None for events of other kinds, which are charged one by one.
-
-    Example:
-        >>> spread_of(PoissonGaussian(1.0, 0.01), "add_remove"), spread_of(PoissonGaussian(1.0, 1.0), "add_remove")
-        (0.5, None)
-    """
-    if (
-        not isinstance(event, (PoissonGaussian, WORGaussian))
-        or not _LEAST < event.noise_multiplier < _LARGEST
-    ):
-        return None
-    if isinstance(event, WORGaussian):
-        return 1.0 if event.batch_size < event.dataset_size else None
-    if not 0 < event.q < 1:
-        return None
-    if event.k > 1:
-        return math.sqrt((event.k + 1) ** 2 / 3 - event.k) * (1 + 1e-15)
-    return 1.0 if adjacency == REPLACE_ONE else 0.5

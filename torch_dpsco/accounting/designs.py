@@ -20,7 +20,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import ClassVar, TypeAlias, TypeGuard, cast
 
 from torch_dpsco import _validate as check
@@ -105,6 +104,13 @@ class Design(ABC):
             draws: number of draws, >= 0.
         """
         return Repeat(self.draw_event(base, Draw(0)), draws)
+
+    def _require_room(self, draws: int) -> None:
+        """Raises ValueError for more draws than a design of a fixed number has."""
+        if check.count(draws=draws) > self.steps_per_epoch:
+            raise ValueError(
+                f"draws must be <= {self.steps_per_epoch}, those of {self} (got {draws})"
+            )
 
     def between(
         self, start: int, stop: int, bases: Sequence[BaseEvent], partition: str = "planned"
@@ -286,10 +292,7 @@ class Disjoint(CutDesign):
 
     def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws."""
-        if check.count(draws=draws) > self.steps_per_epoch:
-            raise ValueError(
-                f"draws must be <= {self.steps_per_epoch}, one pass over the data (got {draws})"
-            )
+        self._require_room(draws)
         return Repeat(positional_event(base), min(draws, 1))
 
 
@@ -414,10 +417,7 @@ class Assigned(SizedDesign):
 
     def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws: a pass that is begun counts as a whole one."""
-        if check.count(draws=draws) > self.steps_per_epoch:
-            raise ValueError(
-                f"draws must be <= {self.steps_per_epoch}, the planned passes (got {draws})"
-            )
+        self._require_room(draws)
         return Repeat(self._whole(base), math.ceil(draws / self.batches))
 
     def between(
@@ -492,10 +492,7 @@ class Cyclic(CutDesign):
 
     def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws."""
-        if check.count(draws=draws) > self.steps_per_epoch:
-            raise ValueError(
-                f"draws must be <= {self.steps_per_epoch}, the planned ones (got {draws})"
-            )
+        self._require_room(draws)
         return Repeat(positional_event(base), math.ceil(draws / self.batches))
 
     def between(
@@ -532,8 +529,8 @@ class Parts(Design):
     Example:
         >>> from torch_dpsco.accounting.events import clipped_gaussian
         >>> design = Parts(((Full(50), 3), (Full(25), 4)), n=100)
-        >>> design.steps_per_epoch, design.part_of(3), design.event(clipped_gaussian(2.0), 4).n
-        (7, 1, 3)
+        >>> design.steps_per_epoch, design.part_of(3), len(design.event(clipped_gaussian(2.0), 4).items())
+        (7, 1, 2)
     """
 
     parts: tuple[tuple[Full | Poisson | Fixed | Disjoint | Assigned, int], ...]
@@ -615,20 +612,8 @@ class Parts(Design):
 
     def event(self, base: BaseEvent, draws: int = 1) -> Event:
         """Returns the event of the first `draws` draws: that of the part of which most cost is used."""
-        if check.count(draws=draws) > self.steps_per_epoch:
-            raise ValueError(
-                f"draws must be <= {self.steps_per_epoch}, the planned ones (got {draws})"
-            )
-        if {type(design) for design, _ in self.parts} != {Full}:
-            return self.between(0, draws, [base] * len(self.parts))
-        starts = accumulate(
-            [draws for _, draws in self.parts], initial=0
-        )  # a form that needs no partition
-        most = max(
-            min(count, max(0, draws - start))
-            for (_, count), start in zip(self.parts, starts, strict=False)
-        )
-        return Repeat(positional_event(base), most)
+        self._require_room(draws)
+        return self.between(0, draws, [base] * len(self.parts))
 
     @property
     def secret(self) -> bool:
@@ -710,14 +695,6 @@ class AssignedParts(Parts):
         used = sum(design.n for design, _ in self.parts)
         if used != self.n:
             raise ValueError(f"parts must have n={self.n} records together (got {used})")
-
-    def event(self, base: BaseEvent, draws: int = 1) -> Event:
-        """Returns the event of the first `draws` draws: that of the part of which most cost is used."""
-        if check.count(draws=draws) > self.steps_per_epoch:
-            raise ValueError(
-                f"draws must be <= {self.steps_per_epoch}, the planned ones (got {draws})"
-            )
-        return self.between(0, draws, [base] * len(self.parts))
 
     def _parallel(self, used: dict[str, tuple[Event, ...]], partition: str) -> Event:
         # PRIVACY: as for `Assigned` (test_records_are_assigned_to_parts_under_every_adjacency)

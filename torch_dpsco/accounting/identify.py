@@ -5,6 +5,12 @@ draw log is needed, for Opacus' Poisson sampler. A shuffled or sequential loader
 of its steps is an unsampled one. Everything else is refused: a shuffled or fixed-size loader accounted as Poisson
 under-reports epsilon by more than 10 times.
 
+What a step of an Opacus optimizer costs follows from the design. Facts of Opacus 1.6 that give the accountant's
+interface to it its shape: `create_accountant` calls the class without arguments. Noise is calibrated by assigning
+`accountant.history` in a loop. The hook runs after noise is added and before the parameters move, so that an exception
+in it prevents the release. Opacus multiplies the rate by the number of accumulated batches; that is wrong (a record may
+be in several of them), so that accumulated batches are refused.
+
 Source: docs/proofs/accounting.md#sampling-designs.
 """
 
@@ -12,16 +18,29 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
 from torch_dpsco import _validate as check
 from torch_dpsco._loaded import of_opacus, of_torch
-from torch_dpsco.accounting.designs import BaseEvent, Design, Draw, Shuffled, poisson_event
-from torch_dpsco.accounting.events import Event
-from torch_dpsco.errors import UnknownSamplerError
+from torch_dpsco.accounting.designs import (
+    BaseEvent,
+    Design,
+    Draw,
+    Poisson,
+    Shuffled,
+    poisson_event,
+)
+from torch_dpsco.accounting.events import (
+    REPLACE_ONE,
+    ZERO_OUT,
+    Event,
+    PoissonGaussian,
+    clipped_gaussian,
+)
+from torch_dpsco.errors import SequenceError, UnknownSamplerError
 
 _UNIFORMS = 2**24  # values of a float32 from torch.rand
 
@@ -176,3 +195,39 @@ def _names(loader: Any) -> str:
     return " > ".join(
         [type(loader).__name__, *(type(part).__name__ for part in parts if part is not None)]
     )
+
+
+_poisson = lru_cache(maxsize=64)(PoissonGaussian)
+
+
+def opacus_step(design: Design | None, noise: float, rate: float, batches: int = 1) -> Event:
+    """Returns the event of a step that an Opacus optimizer makes.
+
+    Args:
+        design: of the loader that was seen; None takes Opacus' word for the sampling.
+        noise: noise std on the sum over the clip norm, >= 0.
+        rate: Poisson rate that Opacus says, in [0, 1].
+        batches: accumulated.
+
+    Raises:
+        SequenceError: several batches.
+    """
+    rate = check.between(0.0, 1.0, sample_rate=rate)
+    if check.positive_count(accumulated_iterations=batches) > 1:
+        # PRIVACY: a record may be in several of them (test_accumulated_batches_are_refused)
+        raise SequenceError(
+            f"accumulated batches must be 1 (got {batches}): a record could be in two of them; split one large batch"
+            " by BatchMemoryManager"
+        )
+    if design is None:
+        # the same plain numbers are checked once; a tensor could change its value
+        return _poisson(noise, rate) if type(noise) is float else PoissonGaussian(noise, rate)
+    if isinstance(design, (Poisson, RatePoisson)):
+        # PRIVACY: the loader knows its rate better (test_a_bound_loader_corrects_a_smaller_rate)
+        return PoissonGaussian(noise, max(rate, design.sample_rate))
+    base = clipped_gaussian(noise)
+    if design.positional or design.one_pass:
+        # PRIVACY: one pass costs one Gaussian, but where passes begin cannot be seen from here, so that each step
+        # counts (test_a_bound_shuffled_loader_is_never_accounted_as_poisson)
+        return base.only(ZERO_OUT, REPLACE_ONE)
+    return design.draw_event(base, Draw(design.batch_size))

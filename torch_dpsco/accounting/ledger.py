@@ -16,17 +16,9 @@ child finds the lock free and every ledger whole.
 Source: docs/proofs/accounting.md#composition, docs/proofs/accounting.md#parts-of-a-partition,
 docs/proofs/accounting.md#pure-sums.
 
-Sums of costs: what counted events cost together, kept up to date as counts grow.
-
-Equal events share one counter, so that a million equal steps cost one entry; one row of costs per distinct event makes
-a sum over events one product.
-
-Source: docs/proofs/accounting.md#composition, docs/proofs/accounting.md#parts-of-a-partition,
-docs/proofs/accounting.md#between-two-noises.
-
-replace_one from add_remove: a replaced record is one removed and one added, a group of two.
-
-Source: docs/proofs/accounting.md#replacing-from-adding-and-removing.
+Sums of costs: equal events share one counter, so that a million equal steps cost one entry; one row of costs per
+distinct event makes a sum over events one product. Of sampled releases with more than 64 different noises each counts
+as one with the next lower noise of a grid: the rest of its noise is post-processing of that.
 """
 
 from __future__ import annotations
@@ -38,9 +30,10 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from fractions import Fraction
-from functools import wraps
-from itertools import product
+from functools import lru_cache, reduce, wraps
+from itertools import islice, product
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -55,7 +48,6 @@ from torch_dpsco.accounting.curves import (
     delta_of,
     epsilon_of,
     laws_of,
-    spread_of,
 )
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
@@ -63,13 +55,14 @@ from torch_dpsco.accounting.events import (
     Adjacency,
     Event,
     Parallel,
+    PoissonGaussian,
     Repeat,
     Sequential,
     SimpleEvent,
+    WORGaussian,
     event_from_json,
     event_to_json,
 )
-from torch_dpsco.accounting.noise_levels import MANY, Levels
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
 
 
@@ -127,14 +120,10 @@ _POSITIONAL = ("positional", False)
 _MOST_CHOICES = 16  # of parts, that are composed one by one
 _Place = tuple[str, str]
 _Counts = dict[SimpleEvent, int]
+_Part = tuple[tuple[SimpleEvent, int], ...]
 _Kinds = dict[
     str, tuple[str, bool]
 ]  # per partition: how it was cut, and whether its key is public
-
-
-def size_of(event: Event, count: int) -> int:
-    """Returns by how much a ledger grows longer when an event is recorded `count` times."""
-    return sum(times for _, _, times in _flatten(event, count))
 
 
 def _flatten(event: Event, count: int) -> Iterator[tuple[_Place, SimpleEvent, int]]:
@@ -204,12 +193,10 @@ class Ledger:
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self._length = 0
-        self._latest: Event | None = None  # event that touches all records
         self.distinct: set[SimpleEvent] = set()  # wherever they were charged
         self._counts: dict[_Place, _Counts] = {}
         self._kinds: _Kinds = {}
-        self._parts: dict[str, list[_Place]] = {}
-        self._totals: dict[tuple[Adjacency, int], Totals] = {}
+        self._sums: dict[tuple[Adjacency, int], Sum] = {}  # of the events that touch all records
         for event in events:
             self.add(event)
 
@@ -255,45 +242,24 @@ class Ledger:
     def add(self, event: Event, count: int = 1) -> None:
         """Records an event `count` times. The whole event is checked before anything is recorded."""
         with LOCK:
-            known = isinstance(event, SimpleEvent) and (
-                event is self._latest or event in self._counts.get(_BASE, {})
-            )
-            if known and type(count) is int and count > 0:  # what most steps are
-                self._add_again(event, count)
-            else:
-                self._add(event, count)
-
-    def _add(self, event: Event, count: int) -> None:
-        entries = list(_flatten(event, check.count(count=count)))
-        kinds = self._kinds_with(event)
-        if not entries:
-            return  # a part without events rules no adjacency out (test_a_charge_of_nothing_changes_no_answer)
-        self._require_room(sum(times for _, _, times in entries))
-        self._kinds = kinds
-        # PRIVACY: sums that Ctrl-C interrupted are made anew (test_an_interrupted_charge_leaves_no_stale_answer)
-        totals = self._totals
-        self._totals = {}
-        for place, simple, times in entries:
-            if place not in self._counts:
-                self._counts[place] = {}
-                self._parts.setdefault(place[0], []).append(place)
-            counts = self._counts[place]
-            counts[simple] = counts.get(simple, 0) + times
-            self.distinct.add(simple)
-            self._length += times
-            self._update(totals, place, simple)
-        self._totals = totals
-
-    def _add_again(self, event: Any, count: int) -> None:
-        self._require_room(count)
-        totals, self._totals = self._totals, {}  # as in `add`
-        counts = self._counts[_BASE]
-        counts[event] = times = counts[event] + count
-        self._length += count
-        for known in totals.values():  # each has the event already
-            known.base.put(event, times)
-        self._totals = totals
-        self._latest = event
+            entries = [(_BASE, event, count)]
+            if not isinstance(event, SimpleEvent) or type(count) is not int or count < 1:
+                entries = list(_flatten(event, check.count(count=count)))
+                kinds = self._kinds_with(event)
+                if not entries:
+                    return  # a part without events rules no adjacency out (test_a_charge_of_nothing_changes_no_answer)
+                self._kinds = kinds
+            self._require_room(sum(times for _, _, times in entries))
+            # PRIVACY: sums that Ctrl-C interrupted are made anew (test_an_interrupted_charge_leaves_no_stale_answer)
+            sums, self._sums = self._sums, {}
+            for place, simple, times in entries:
+                counts = self._counts.setdefault(place, {})
+                counts[simple] = counts.get(simple, 0) + times
+                self.distinct.add(simple)
+                self._length += times
+                if place == _BASE:
+                    self._put(sums, simple, counts[simple])
+            self._sums = sums
 
     def _require_room(self, events: int) -> None:
         length = self._length + events
@@ -301,6 +267,15 @@ class Ledger:
             raise ValueError(
                 f"count must leave at most {sys.maxsize} events in the ledger (got {length})"
             )
+
+    def _put(
+        self, sums: dict[tuple[Adjacency, int], Sum], event: SimpleEvent, times: int
+    ) -> None:
+        for key, known in list(sums.items()):
+            try:
+                known.put(event, times)
+            except AdjacencyError:  # recorded all the same; a query under that adjacency raises
+                del sums[key]
 
     def _kinds_with(self, event: Event | None) -> _Kinds:
         kinds = dict(self._kinds)
@@ -310,27 +285,6 @@ class Ledger:
                     f"partition {name!r} must be cut in one way (got {kinds[name]} and {kind})"
                 )
         return kinds
-
-    def _update(
-        self, known: dict[tuple[Adjacency, int], Totals], place: _Place, event: SimpleEvent
-    ) -> None:
-        for key, totals in list(known.items()):
-            try:
-                if place == _BASE:
-                    totals.base.put(event, self._counts[place][event])
-                else:
-                    totals.grow(place[0], total_of(self._counts[place], *key))
-            except AdjacencyError:  # recorded all the same; a query under that adjacency raises
-                del known[key]
-
-    def _totals_at(self, adjacency: Adjacency, level: int) -> Totals:
-        if (adjacency, level) not in self._totals:
-            totals = Totals(adjacency, level, self._counts.get(_BASE, {}))
-            for place, counts in self._counts.items():
-                if place != _BASE:
-                    totals.grow(place[0], total_of(counts, adjacency, level))
-            self._totals[adjacency, level] = totals
-        return self._totals[adjacency, level]
 
     def changed(self, extra: Event | None, count: int) -> dict[_Place, _Counts]:
         """Returns the counts that recording an event `count` times would change, as they would be."""
@@ -353,7 +307,7 @@ class Ledger:
         for place, counts in changed.items():
             others = [
                 self._counts[other]
-                for other in self._parts.get(place[0], ())[:2]
+                for other in islice((o for o in self._counts if o[0] == place[0]), 2)
                 if other != place
             ]
             # PRIVACY: (test_only_a_part_within_another_one_adds_nothing)
@@ -373,14 +327,22 @@ class Ledger:
             AdjacencyError: some event has no guarantee under this adjacency.
         """
         _require_defined(self._kinds_with(extra), adjacency)
-        totals = self._totals_at(adjacency, level)
-        changed = self.changed(extra, count)
-        base = changed.pop(_BASE, None)
-        after = {place: self._counts.get(place, {}) | counts for place, counts in changed.items()}
-        parts = (
-            (place[0], total_of(counts, adjacency, level)) for place, counts in after.items()
-        )
-        return totals.cost(base, parts)
+        if (adjacency, level) not in self._sums:
+            self._sums[adjacency, level] = Sum(adjacency, level, self._counts.get(_BASE, {}))
+        total = self._sums[adjacency, level].cost(self.changed(extra, count).get(_BASE))
+        parts = self._parts(extra, count)
+        for partition in sorted(parts):  # in one order: the same events always give the same bits
+            if partition:
+                costs = (_cost_of_part(part, adjacency, level) for part in parts[partition])
+                total = total + reduce(Cost.maximum, costs)
+        return total
+
+    def _parts(self, extra: Event | None, count: int) -> dict[str, list[_Part]]:
+        """Returns the different parts of each partition; of "" the only one."""
+        parts: dict[str, dict[_Part, None]] = {}
+        for (partition, _), counts in self.counts(extra, count).items():
+            parts.setdefault(partition, {})[tuple(counts.items())] = None
+        return {partition: list(known) for partition, known in parts.items()}
 
     @locked
     def evaluate(
@@ -434,10 +396,7 @@ class Ledger:
         They do not where something fails, whose failure is not to be added to the losses of another part, or where some
         part has Renyi divergences alone, which are not to be all that is known of another.
         """
-        parts: dict[str, list[_Counts]] = {}
-        for (partition, _), counts in self.counts(extra, count).items():
-            known = parts.setdefault(partition, [])
-            known += [counts] if counts not in known else []
+        parts = self._parts(extra, count)
         if not 1 < math.prod(map(len, parts.values())) <= _MOST_CHOICES:
             return []
         # PRIVACY: one choice alone does not know how records were cut (test_choices_of_parts_need_a_cut_that_holds)
@@ -445,13 +404,13 @@ class Ledger:
         lawless = any(
             laws_of(event, adjacency) is None
             for known in parts.values()
-            for counts in known
-            for event in counts
+            for part in known
+            for event, _ in part
         )
         if not lawless and not self.cost(adjacency, 0, extra, count).fails:
             return []
         return [
-            Ledger(Repeat(event, times) for counts in chosen for event, times in counts.items())
+            Ledger(Repeat(event, times) for part in chosen for event, times in part)
             for chosen in product(*parts.values())
         ]
 
@@ -472,15 +431,15 @@ class Ledger:
         _require_defined(self._kinds_with(extra), adjacency)
         if self.find_impure(adjacency, extra, count) is not None:
             return math.inf
-        largest: dict[str, Fraction] = {}
-        for (partition, _), counts in self.counts(extra, count).items():
-            part = sum(
-                times * Fraction(pure_epsilon(event, adjacency))
-                for event, times in counts.items()
+        largest = [
+            max(
+                sum(times * Fraction(pure_epsilon(event, adjacency)) for event, times in part)
+                for part in parts
             )
-            largest[partition] = max(Fraction(part), largest.get(partition, Fraction()))
+            for parts in self._parts(extra, count).values()
+        ]
         try:
-            return float(sum(largest.values()))
+            return float(sum(largest))
         except OverflowError:
             return math.inf
 
@@ -518,14 +477,6 @@ class Ledger:
         return Risk(lambda epsilon: events.delta(epsilon, adjacency), pure)
 
     @locked
-    def mu(self, adjacency: Adjacency, delta_min: float) -> float | None:
-        """Returns a mu whose Gaussian curve covers that of the ledger where delta >= delta_min; None without a figure.
-
-        Not Gaussian differential privacy (see `pld.gdp_upper`); failures are not covered.
-        """
-        return ComposedLaws(self.counts, adjacency).mu(delta_min)
-
-    @locked
     def counts(self, extra: Event | None = None, count: int = 1) -> dict[_Place, _Counts]:
         """Returns the counts per (partition, part), with `extra` as if it had been recorded `count` more times."""
         changed = self.changed(extra, count)
@@ -561,63 +512,30 @@ class Ledger:
 Counts = Mapping[SimpleEvent, int]
 
 
-class Rows:
-    """Sequential composition of counted events under one adjacency, on one order grid, each with its own cost.
+MANY = 64  # different noises of sampled releases, beyond which they count by the grid
+_LEVELS = 256  # of the grid per factor of 2: epsilon is up to half a percent larger
 
-    Args:
-        adjacency: neighboring relation.
-        level: of the order grid (`curves.orders_at`).
-    """
 
-    def __init__(self, adjacency: Adjacency, level: int) -> None:
-        self._adjacency = adjacency
-        self._level = level
-        self._places: dict[SimpleEvent, int] = {}
-        self._rows = np.empty((1, len(Cost.zero(level).row)))
-        self._times = np.empty(1)
+def _is_sampled(event: SimpleEvent) -> bool:
+    return isinstance(event, (PoissonGaussian, WORGaussian)) and event.noise_multiplier > 0
 
-    def put(self, event: SimpleEvent, times: int) -> bool:
-        """Sets how often an event happened, >= 1; returns whether it is new; raises AdjacencyError if not defined."""
-        known = self._places.get(event)
-        place = self._write(len(self._places), event) if known is None else known
-        self._places[event], self._times[place] = place, times
-        return known is None
 
-    def counts(self) -> dict[SimpleEvent, int]:
-        """Returns how often each event happened."""
-        return {event: int(self._times[place]) for event, place in self._places.items()}
-
-    def _write(self, place: int, event: SimpleEvent) -> int:
-        row = cost_of(event, self._adjacency, self._level).row
-        if place == len(self._rows):
-            self._rows = np.concatenate([self._rows, np.empty_like(self._rows)])
-            self._times = np.concatenate([self._times, np.empty_like(self._times)])
-        self._rows[place] = row
-        return place
-
-    def cost(self, changed: Counts | None = None) -> Cost:
-        """Returns the composed cost, as if some events had happened another number of times, >= 1."""
-        last = len(self._places)
-        places = []
-        for event in changed or ():
-            place = self._places.get(event)
-            if place is None:  # written behind the known ones, where `put` will write it too
-                place = self._write(last, event)
-                last += 1
-            places.append(place)
-        if not last:
-            return Cost.zero(self._level)
-        times = self._times[:last].copy()
-        times[places] = list((changed or {}).values())
-        with np.errstate(invalid="ignore"):  # nan marks what is not defined
-            return Cost.of_row(times @ self._rows[:last])
+@lru_cache(maxsize=1024)
+def _on_grid(event: SimpleEvent) -> SimpleEvent:
+    """Returns a sampled release with the next lower noise of the grid; others as they are."""
+    if not isinstance(event, (PoissonGaussian, WORGaussian)) or not event.noise_multiplier:
+        return event
+    noise = event.noise_multiplier
+    lower = 2.0 ** (math.floor(_LEVELS * math.log2(noise)) / _LEVELS)
+    # PRIVACY: never more than was drawn (test_many_noises_cost_no_less_than_each_by_itself)
+    return replace(event, noise_multiplier=min(lower, noise))
 
 
 class Sum:
-    """Sequential composition of counted events under one adjacency, on one order grid.
+    """Sequential composition of counted events under one adjacency, on one order grid, each with its own cost.
 
     Changing a count, or adding an event, takes no new sum over the others. The result depends on the counts and on the
-    order in which events came, and on nothing else. More than 64 noises of sampled releases count as `Levels` say.
+    order in which events came, and on nothing else.
 
     Args:
         adjacency: neighboring relation.
@@ -634,72 +552,66 @@ class Sum:
         self._begin(counts)
 
     def _begin(self, counts: Counts) -> None:
-        self._rows = Rows(self._adjacency, self._level)
-        self._sampled: set[SimpleEvent] = set()  # while they count one by one
-        many = sum(map(self._is_sampled, counts)) > MANY
-        self._levels = Levels(self._adjacency, self._level) if many else None
+        self._counts: dict[SimpleEvent, int] = {}
+        self._noises = 0  # different ones of sampled releases
+        self._coarse = sum(map(_is_sampled, counts)) > MANY
+        self._places: dict[SimpleEvent, int] = {}
+        self._rows = np.empty((1, len(Cost.zero(self._level).row)))
+        self._times = np.zeros(1)
         for event, times in counts.items():
             self.put(event, times)
 
     def put(self, event: SimpleEvent, times: int) -> None:
         """Sets how often an event happened, >= 1; raises AdjacencyError if it has no guarantee."""
-        if self._levels is not None and self._is_sampled(event):
-            self._levels.put(event, times)
-        elif self._rows.put(event, times) and self._is_sampled(event):
-            self._sampled.add(event)
-            if len(self._sampled) > MANY:
-                self._begin(self._rows.counts())
+        before = self._counts.get(event, 0)
+        place = self._place(event)
+        if place is None:
+            place = self._write(len(self._places), event)
+            self._places[self._key(event)] = place
+        self._counts[event] = times
+        self._times[place] += times - before
+        if not before:
+            self._noises += _is_sampled(event)
+            if self._noises > MANY and not self._coarse:
+                self._begin(self._counts)
 
-    def _is_sampled(self, event: SimpleEvent) -> bool:
-        return spread_of(event, self._adjacency) is not None
+    def _key(self, event: SimpleEvent) -> SimpleEvent:
+        return _on_grid(event) if self._coarse else event
+
+    def _place(self, event: SimpleEvent) -> int | None:
+        return self._places.get(self._key(event))
+
+    def _write(self, place: int, event: SimpleEvent) -> int:
+        row = cost_of(self._key(event), self._adjacency, self._level).row
+        if place == len(self._rows):
+            self._rows = np.concatenate([self._rows, np.empty_like(self._rows)])
+            self._times = np.concatenate([self._times, np.zeros_like(self._times)])
+        self._rows[place] = row
+        return place
 
     def cost(self, changed: Counts | None = None) -> Cost:
         """Returns the composed cost, as if some events had happened another number of times, >= 1."""
         changed = changed or {}
-        sampled = {event: times for event, times in changed.items() if self._is_sampled(event)}
-        if self._levels is not None:
-            others = {event: times for event, times in changed.items() if event not in sampled}
-            return self._rows.cost(others) + Cost(self._levels.rdp(sampled))
-        if len(self._sampled | sampled.keys()) > MANY:
-            return Sum(self._adjacency, self._level, self._rows.counts() | dict(changed)).cost()
-        return self._rows.cost(changed)
+        more = sum(_is_sampled(event) for event in changed if event not in self._counts)
+        if self._noises + more > MANY and not self._coarse:
+            return Sum(self._adjacency, self._level, self._counts | dict(changed)).cost()
+        new: dict[SimpleEvent, int] = {}  # behind the known ones, where `put` will write them too
+        for event in changed:
+            if self._place(event) is None:
+                new.setdefault(self._key(event), len(self._places) + len(new))
+                self._write(new[self._key(event)], event)
+        last = len(self._places) + len(new)
+        if not last:
+            return Cost.zero(self._level)
+        times = self._times[:last].copy()
+        for event, count in changed.items():
+            place = self._place(event)
+            place = new[self._key(event)] if place is None else place
+            times[place] += count - self._counts.get(event, 0)
+        with np.errstate(invalid="ignore"):  # nan marks what is not defined
+            return Cost.of_row(times @ self._rows[:last])
 
 
-def total_of(counts: Counts, adjacency: Adjacency, level: int) -> Cost:
-    """Returns the sequential composition of counted events."""
-    return Sum(adjacency, level, counts).cost()
-
-
-class Totals:
-    """What a ledger costs under one adjacency, on one order grid.
-
-    Args:
-        adjacency: neighboring relation.
-        level: of the order grid.
-        base: counts of the events that touch all records.
-    """
-
-    def __init__(self, adjacency: Adjacency, level: int, base: Counts) -> None:
-        self.base = Sum(adjacency, level, base)
-        self._largest: dict[str, Cost] = {}  # per partition
-
-    def grow(self, partition: str, part: Cost) -> None:
-        """Notes the cost of a part. It only ever grows, so that the running maximum over parts stays exact."""
-        _grow(self._largest, partition, part)
-
-    def cost(self, base: Counts | None, parts: Iterable[tuple[str, Cost]]) -> Cost:
-        """Returns the composed cost, as if base events had other counts, and there were these parts of partitions."""
-        largest = dict(self._largest)
-        for partition, part in parts:
-            _grow(largest, partition, part)
-        total = self.base.cost(base)
-        for partition in sorted(
-            largest
-        ):  # in one order, so that the same events always give the same bits
-            total = total + largest[partition]
-        return total
-
-
-def _grow(largest: dict[str, Cost], partition: str, part: Cost) -> None:
-    known = largest.get(partition)
-    largest[partition] = part if known is None else known.maximum(part)
+@lru_cache(maxsize=4096)
+def _cost_of_part(part: _Part, adjacency: Adjacency, level: int) -> Cost:
+    return Sum(adjacency, level, dict(part)).cost()

@@ -23,30 +23,30 @@ it; a *charge* adds an event:
 `at` is the number of events before the line. `run` names a new process, in its first charge. Facts about a charge are
 `MARKS`. `releases` names the run of an optimizer, and how many releases it may have made once the line is there.
 
-A long file is made short when it is opened: a new file, whose one line is the state of all lines, takes its place at
-once. A crash leaves the old file or the new one under the name, and both know every charge.
-
-The charges and where they come from, as a value, with the formats in which they are stored.
+The journal of an accountant charges events to a book, on the disk first if it has a file, in only one process.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import stat
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping
 from hashlib import sha256
+from types import MappingProxyType
 from typing import Any
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.book import Book, Place, Row
+from torch_dpsco.accounting.book import MARKS, Book, Place, Row, charge_row
+from torch_dpsco.accounting.events import Adjacency, Event, Repeat
+from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import PrivacyError, UtilityWarning
 
+_NONE: Mapping[str, int] = MappingProxyType({})
 _SIZE = 256  # bytes: written at once, within one sector
-_START = b'{"config": '  # of each first line
 
 
 class HighWater:
@@ -132,9 +132,6 @@ except ImportError:  # Windows: no lock; a second writer is then found by the si
     fcntl = None
 
 _NOWHERE: Place = ("", 0, 0)
-_LONG = (
-    2**18
-)  # bytes, of about 1,500 charges; a shorter file is read in 0.1 s and keeps its lines
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND  # O_APPEND: no write can hit an earlier line
 
 
@@ -142,8 +139,7 @@ class LedgerFile:
     """An append-only ledger file, locked against other writers while it is open.
 
     An existing file is read back and verified. A last line without its end was torn by a crash: then `authorize` had
-    not returned and no noise was drawn for it, so that it is dropped. Without a mark nobody knows that, and it is
-    charged, as a repetition of the charge before it.
+    not returned and no noise was drawn for it, so that it is dropped; not without a mark, where nobody knows that.
 
     Args:
         path: of the file; made if it does not exist (its folder must).
@@ -190,7 +186,6 @@ class LedgerFile:
         try:
             known = self._mark.read()
             self.book = self._read(known)
-            self._shorten()
             self._sync(lambda: self._mark.write(self.book.place, safe=True))
             # PRIVACY: the name too must survive, whoever made or moved the file before it could see to that
             # (test_the_name_of_the_file_is_on_the_disk_before_anything_is_charged)
@@ -283,12 +278,11 @@ class LedgerFile:
             lines = file.read().split(b"\n")
         torn = lines.pop()
         book = Book()
-        last = None
-        if not lines and known is None and not torn.startswith(_START[: len(torn)]):
-            # a crash leaves a beginning of a first line; what else is there is somebody's own file, not to be cut
+        if torn and known is None:
+            # PRIVACY: only the mark tells that nothing was released for it (test_a_torn_line_without_a_mark_is_refused)
             raise PrivacyError(
-                f"ledger file {self.path!r} must be new, empty, or one that a ledger wrote (got"
-                " another content): nothing of it was changed; name another file"
+                f"ledger file {self.path!r} must end with a line that a ledger wrote, or have its mark beside it (got"
+                " another end, and no mark): nothing of it was changed; restore both, or name another file"
             )
         for number, line in enumerate(lines, start=1):
             row = self._verified(line)
@@ -297,10 +291,10 @@ class LedgerFile:
                     f"line {number} of ledger file {self.path!r} is damaged or altered: what was"
                     " spent is not known; restore the file from a copy, or name the right file"
                 )
-            book, last = self._follow(book, row, number)
+            book = self._follow(book, row, number)
             self._size += len(line) + 1
         self._require_all(book, known)
-        return self._mend(torn, book, last, marked=known is not None) if torn else book
+        return self._mend(torn, book) if torn else book
 
     def _require_all(self, book: Book, known: Place | None) -> None:
         """Raises PrivacyError if the mark knows of more than the complete lines; warns without a mark."""
@@ -333,24 +327,24 @@ class LedgerFile:
         self._digest = digest
         return row
 
-    def _follow(self, book: Book, row: Row, number: int) -> tuple[Book, Row]:
+    def _follow(self, book: Book, row: Row, number: int) -> Book:
         try:
             if "ledger" in row:
-                return Book.from_row(row), row
+                return Book.from_row(row)
             book.apply(row)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise PrivacyError(
                 f"line {number} of ledger file {self.path!r} cannot be understood ({error})"
             ) from error
-        return book, row
+        return book
 
-    def _mend(self, torn: bytes, book: Book, last: Row | None, *, marked: bool) -> Book:
-        """Ends a torn line that is complete, drops another one, or without a mark replaces it by the one before."""
+    def _mend(self, torn: bytes, book: Book) -> Book:
+        """Ends a torn line that is complete, drops another one."""
         self._sync(lambda: os.ftruncate(self._fd, self._size))
         before = self._digest
         row = self._verified(torn)
         self._digest = before
-        if row is None and marked:
+        if row is None:
             # PRIVACY: the mark follows each line, before its noise
             # (test_a_dropped_line_is_off_the_disk_before_it_is_told)
             self._sync(lambda: os.fsync(self._fd))
@@ -358,18 +352,9 @@ class LedgerFile:
                 "is dropped: it was not complete, so that nothing was released for it"
             )
             return book
-        if row is None:
-            # PRIVACY: over-counts, since authorize had not returned
-            # (test_a_torn_last_line_is_dropped_and_told_or_charged_without_a_mark)
-            if last is None or "event" not in last:
-                self._sync(lambda: os.fsync(self._fd))
-                return book  # since the last state no charge was completed
-            row = {key: value for key, value in last.items() if key != "run"} | {
-                "at": len(book.ledger)
-            }
         self.append(row)
         self._tell_of_torn("is charged although nothing was released for it")
-        return self._follow(book, row, number=0)[0]
+        return self._follow(book, row, number=0)
 
     def _tell_of_torn(self, what: str) -> None:
         warnings.warn(
@@ -377,32 +362,6 @@ class LedgerFile:
             UtilityWarning,
             stacklevel=2,
         )
-
-    # -- making it short ----------------------------------------------------------------------------------------------
-
-    def _shorten(self) -> None:
-        """Replaces a long file by the state that its lines add up to; leaves it unchanged where that cannot be done."""
-        old = os.fstat(self._fd)
-        if (
-            self._size < _LONG or old.st_nlink != 1
-        ):  # under a second name the old file would live on, and fall behind
-            return
-        line, digest = _line("", self.book.to_row())
-        # PRIVACY: only what reads back as the same book (test_a_state_that_loses_a_charge_replaces_nothing)
-        if (
-            2 * len(line) > self._size
-            or Book.from_row(json.loads(line)).digest() != self.book.digest()
-        ):
-            return
-        new = _replaced(
-            os.path.realpath(self.path), line, old
-        )  # the file itself, where the name is a link
-        if new is None:
-            return
-        self._closer()
-        self._fd, self._closer = new, weakref.finalize(self, os.close, new)
-        self._size = len(line)
-        self._digest = digest
 
 
 class LedgerCopy(LedgerFile):
@@ -432,7 +391,7 @@ class LedgerCopy(LedgerFile):
     def close(self) -> None:
         """Does nothing: the file is closed."""
 
-    def _mend(self, torn: bytes, book: Book, last: Row | None, *, marked: bool) -> Book:
+    def _mend(self, torn: bytes, book: Book) -> Book:
         raise PrivacyError(
             f"the last line of ledger file {self.path!r} has no end: it is being written, or was"
             " torn by a crash; an accountant on the file mends it"
@@ -471,34 +430,6 @@ def _lock(fd: int, path: str) -> None:
         ) from error
 
 
-def _replaced(path: str, content: bytes, old: os.stat_result) -> int | None:
-    """Puts a locked file with that content, owner and mode in the place of another; None if it could not be done."""
-    draft = f"{path}.draft"
-    fd = -1
-    try:
-        with suppress(FileNotFoundError):
-            os.unlink(draft)  # of a crash
-        fd = os.open(draft, _FLAGS | os.O_EXCL, 0o600)
-        os.chmod(draft, stat.S_IMODE(old.st_mode))
-        made = os.fstat(fd)
-        if (made.st_uid, made.st_gid) != (old.st_uid, old.st_gid):
-            raise OSError("the file belongs to somebody else, who must be able to open it")
-        _lock(fd, draft)
-        _write(fd, content)
-        os.fsync(fd)
-        # PRIVACY: whole and on the disk before it gets the name (test_a_crash_at_any_point_leaves_the_old_or_the_new)
-        os.replace(draft, path)
-    except BaseException as error:
-        if fd >= 0:
-            os.close(fd)
-        with suppress(OSError):
-            os.unlink(draft)
-        if isinstance(error, OSError):
-            return None  # no room, no right: the old file is as good
-        raise
-    return fd
-
-
 def _line(before: str, row: Row) -> tuple[bytes, str]:
     """Returns the line of a row, and its digest, which the next line continues."""
     digest = _chained(before, row)
@@ -523,3 +454,206 @@ def sync_folder(path: str) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+class Journal:
+    """An append-only book, and the file in which each charge is written first.
+
+    Args:
+        book: what is charged so far.
+        file: write-ahead file, or None.
+    """
+
+    def __init__(self, book: Book, file: LedgerFile | None = None) -> None:
+        self.book = book
+        self.file = file
+        self._filed = (
+            len(book.ledger) if file is not None and not file.is_empty else -1
+        )  # events that the file knows
+        self._facts = _facts(book)  # and the facts, if it knows any events
+        self._process = os.getpid()
+        self._charging = False
+        self._follows = False  # whether the file is another process's
+
+    def charge(
+        self,
+        event: Event,
+        count: int,
+        marks: Collection[str] = (),
+        releases: Mapping[str, int] = _NONE,
+    ) -> int:
+        """Adds an event; returns how many simple events that are.
+
+        Args:
+            event: to be charged.
+            count: how often.
+            marks: facts, of `MARKS`, noted with it.
+            releases: of `Book.releases`, noted even if the event is empty.
+
+        Raises:
+            ValueError: bad event or count; nothing is changed.
+            PrivacyError: another process than the one that made the journal, or the file could not be written.
+        """
+        self.require_own_process()
+        book = self.book
+        ledger = book.ledger
+        start = len(ledger)
+        if self.file is not None or not self._charging:
+            self._charge_first(event, count, marks, releases)
+        # PRIVACY: on the disk before it is in the book, in the book before noise
+        # (test_kill_between_the_disk_and_the_noise_over_counts_by_one)
+        ledger.add(event, count)
+        added = len(ledger) - start
+        if marks and added:
+            book.mark(marks, added)
+        for run, number in releases.items():
+            book.releases[run] = max(number, book.releases.get(run, 0))
+        if (added or releases) and self.file is not None:
+            self._filed = len(ledger)
+            self.file.note(book.place)
+        return added
+
+    def _charge_first(
+        self, event: Event, count: int, marks: Collection[str], releases: Mapping[str, int]
+    ) -> None:
+        """Names the run, and writes the charge ahead; does nothing for a charge of nothing."""
+        # the whole event is checked here, before the file sees it
+        if not len(Ledger([Repeat(event, count)])) and not releases:
+            return
+        at = len(self.book.ledger)
+        run = None
+        if not self._charging:
+            # who charged, and from which event on: tells an earlier state of this ledger from another of equal counts
+            run = secrets.token_hex(16)
+        if self.file is not None:
+            if (self._filed, self._facts) != (
+                at,
+                _facts(self.book),
+            ):  # new file, new facts, a ledger added to by hand
+                self.file.append(self.book.to_row())
+            self._filed, self._facts = -1, _facts(self.book)  # until the book has the charge too
+            self.file.append(charge_row(event, count, at, run, marks, releases))
+        if run is not None:
+            self.book.runs.append((run, at))
+            self._charging = True
+
+    def introduce(self) -> None:
+        """Gives an empty file the name of its ledger, so that a checkpoint made now is known to go with it."""
+        if self.file is not None and self.file.awaits_name and os.getpid() == self._process:
+            self.replace(self.book)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the file knows runs of earlier processes, and nothing was charged in this one."""
+        return self._is_filed and bool(self.book.releases) and not self._charging
+
+    @property
+    def _is_filed(self) -> bool:
+        return self.file is not None or self._follows
+
+    def follow(self, name: str) -> None:
+        """Notes that another process, which charges the same events, has the file of this ledger, with its name."""
+        self.book.id = name
+        self._follows = True
+
+    def continue_from(self, book: Book) -> Mapping[str, int]:
+        """Returns the releases that are marked, if the file is a later state of a checkpoint's book.
+
+        Raises:
+            PrivacyError: no file, one of another ledger, or one that is older than the book.
+        """
+        mine = self.book
+        brought = len(book.ledger) <= mine.config.get("brought", -1)
+        # PRIVACY: only the run's own file knows what was released since; a rank that has taken the book of rank 0's
+        # file over knows what that knows (test_a_run_is_resumed_with_its_own_ledger_file_only)
+        if not self._is_filed or book.id != mine.id or brought or not mine.knows(book):
+            raise PrivacyError(
+                "accountant must have the ledger file of the run, as new as its checkpoint (got"
+                f" ledger {mine.id}, {len(mine.ledger)} events,"
+                f" {'no file' if self.file is None else 'a file'}; the checkpoint has ledger"
+                f" {book.id}, {len(book.ledger)} events): Accountant(budget, ledger_path=...)."
+                " Without it nobody knows what was released after the checkpoint"
+            )
+        return dict(mine.releases)
+
+    def require_own_process(self) -> None:
+        """Raises PrivacyError in a forked copy."""
+        if os.getpid() != self._process:
+            # PRIVACY: a fork copies the noise stream too (test_a_forked_copy_cannot_spend_unseen_or_repeat_the_noise)
+            raise PrivacyError(
+                "an accountant must be charged in the process that made it: a forked copy would"
+                " spend unseen and repeat the noise; make optimizer and accountant in the worker"
+                " and bring their state_dict() back"
+            )
+
+    def load(self, book: Book) -> None:
+        """Takes over a book of which this one is an earlier state, or keeps what it knows itself.
+
+        Raises:
+            PrivacyError: the two books have different histories, so that neither knows all charges.
+        """
+        mine = self.book
+        if mine.knows(book):
+            self._tell_of_rollback(len(mine.ledger) - len(book.ledger))
+            return  # a rolled-back run: what was charged since stays charged
+        if not book.knows(mine):
+            raise PrivacyError(
+                "loading would forget events charged here: the two ledgers have different"
+                " histories; load a checkpoint before the accountant is charged for anything else"
+            )
+        if self.file is not None:
+            # PRIVACY: the file that was charged after this state was made is another one
+            # (test_a_file_that_was_filled_from_a_checkpoint_is_not_that_of_its_run)
+            book.config["brought"] = len(book.ledger)
+        self.replace(book)
+
+    def replace(self, book: Book) -> None:
+        """Replaces the book by another, on the disk first."""
+        self.require_own_process()
+        if self.file is not None:
+            self.file.append(book.to_row())
+            self.file.note(book.place)
+        self.book = book
+        self._charging = False
+        self._filed = len(book.ledger)
+        self._facts = _facts(book)
+
+    def _tell_of_rollback(self, released: int) -> None:
+        # PRIVACY: the file wins over the checkpoint (test_a_file_ahead_of_the_checkpoint_wins)
+        if released and self.file is not None:
+            warnings.warn(
+                f"ledger file {self.file.path!r} is {released} released events ahead of the"
+                " checkpoint: they were rolled back but stay charged, and the run repeats them"
+                " with fresh noise",
+                UtilityWarning,
+                stacklevel=5,
+            )
+
+
+def _facts(book: Book) -> dict[str, Any]:
+    """Returns what is known besides the charges and their marks, which each have a line of their own."""
+    return {name: value for name, value in book.config.items() if name not in MARKS}
+
+
+def open_journal(
+    adjacency: Adjacency | None, unit: str, path: str | os.PathLike[str] | None, must_exist: bool
+) -> Journal:
+    """Returns an empty journal, or that of a ledger file."""
+    book = Book(config={"adjacency": adjacency, "unit": unit})
+    if path is None:
+        if must_exist:
+            raise ValueError("ledger_path must be given with must_exist=True (got None)")
+        return Journal(book)
+    file = LedgerFile(path, must_exist=must_exist)
+    if file.is_empty:
+        return Journal(book, file)
+    known = file.book.config
+    if known.get("unit") != unit or (
+        adjacency is not None and known.get("adjacency") != adjacency
+    ):
+        file.close()
+        raise ValueError(
+            f"ledger file must be for {adjacency or 'any adjacency'} and the unit {unit!r} (got "
+            f"{known.get('adjacency')!r} and {known.get('unit')!r} in {file.path!r})"
+        )
+    return Journal(file.book, file)

@@ -6,10 +6,15 @@ and at most one event more that may be repeated as often as the budget admits.
 
 Guarantee: let M be the fixed events with k repetitions of the open one, k the largest number for which M is within
 (epsilon, delta). Every run charges a part of M, in an order and up to a stop that may depend on what was released. By
-the induction of `filters.ScheduledFilter` its divergence is at most that of all of M. Where records are cut into
+the induction below its divergence is at most that of all of M. Where records are cut into
 parts, fix the pair, and with it the part of each partition in which the two data sets differ. A partition is matched to
 a planned one by its first event, once and for all, and its parts by their names, so that no output chooses which part
 of M the record meets. A partition that is not planned counts as its largest part, event by event, for all records.
+
+The induction: let V(M) be the largest hockey stick of any rule that runs the events M, each once, in an order of its
+choice. Whatever x is first, the rest is a rule for M - x given the output of x, so that V(M) is at most that of x
+composed with the dominating pairs of M - x: by induction, of all of M, in which the order does not matter. An event
+left out is post-processing of one that was run and ignored.
 
 Source: docs/proofs/accounting.md#planned-budgets.
 """
@@ -17,15 +22,14 @@ Source: docs/proofs/accounting.md#planned-budgets.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.budgets import Budget
-from torch_dpsco.accounting.calibrate import largest
+from torch_dpsco.accounting.budgets import Budget, Filter, make_filter
+from torch_dpsco.accounting.calibrate import MOST, largest
 from torch_dpsco.accounting.events import (
     Event,
     Parallel,
@@ -35,9 +39,8 @@ from torch_dpsco.accounting.events import (
     event_from_json,
     event_to_json,
 )
-from torch_dpsco.accounting.filters import Filter, make_filter
-from torch_dpsco.accounting.journal import Journal
-from torch_dpsco.accounting.ledger import Ledger, size_of
+from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.ledger_file import Journal
 from torch_dpsco.errors import BudgetExceeded, PrivacyError, SequenceError
 
 _Counts: TypeAlias = dict[SimpleEvent, int]
@@ -178,10 +181,6 @@ def _shape(
     return dict(counts.get(("", ""), {})), list(partitions.values())
 
 
-def _has_room(fixed: _Counts, asked: _Counts) -> bool:
-    return all(times <= fixed.get(event, 0) for event, times in asked.items())
-
-
 def _has(slot: _Parts, event: SimpleEvent) -> bool:
     return any(event in held for held in slot.values())
 
@@ -215,8 +214,7 @@ def _renamed(event: Event, tag: str) -> Event:
     )
 
 
-_ADAPTIVE = "mode='rdp' or 'rdp-mixture'; full batches: 'gdp'"
-_MOST = 2**40
+_ADAPTIVE = "mode='rdp'; full batches: 'gdp'"
 
 
 class Limit:
@@ -244,8 +242,12 @@ class Limit:
     @property
     def _ended(self) -> bool:
         """Whether parameters were adapted under a planned budget, which then authorizes nothing more."""
-        adapted = bool(self._config.get("adaptive"))
-        return adapted and self.budget is not None and not self.budget.adaptive
+        return bool(self._config.get("adaptive")) and self._is_planned_only
+
+    @property
+    def _is_planned_only(self) -> bool:
+        """Whether the budget takes no event that was chosen on the way; at delta = 0 sums hold for these too."""
+        return self.rule is not None and not self.rule.adaptive and self.rule.delta > 0
 
     def reread(self) -> None:
         """Follows a new budget or book, whose adjacency a budget takes that says none."""
@@ -253,18 +255,17 @@ class Limit:
             # PRIVACY: else a restored ledger is held to the cheaper adjacency (test_a_budget_follows_a_restored_ledger)
             self.budget = self.budget.under(self._config["adjacency"])
         self._closed: PlannedEvents | None = None  # the plan, as far as it is known
-        # number of events of a ledger that is a part of the plan's fixed ones, these, and whether they fit the budget
-        self._covered = -1
-        self._fixed = cast(_Counts, {})
-        self._fixed_fits = False
         # (event, budget and events charged so far), and how many more of the event are then known to fit
-        self._allowance: tuple[tuple[Event, Budget, int], int] | None = None
-        rule = self.budget
-        turned = self._config.get("mode") == "gdp"
-        if turned and rule is not None and rule.delta > 0 and not rule.adaptive:
-            rule = replace(rule, mode="gdp", schedule=None)
-        self.rule = rule  # the budget in the mode that it is in
-        self._filter: Filter | None = None if rule is None else make_filter(rule)
+        self._allowance: tuple[tuple[Event, Budget, int] | None, int] = (None, 0)
+        self.rule = self.budget  # the budget in the mode that it is in
+        if self._config.get("mode") == "gdp" and self._is_planned_only:
+            assert self.rule is not None
+            self.rule = replace(self.rule, mode="gdp")
+        self._filter: Filter | None = None if self.rule is None else make_filter(self.rule)
+        # whether events may be chosen on the way
+        self.adaptive = bool(self._config.get("mode")) or (
+            self.rule is not None and self.rule.adaptive
+        )
 
     def change(self, budget: Budget | None) -> None:
         """Takes another budget; raises PrivacyError where what was charged rests on this one."""
@@ -272,8 +273,7 @@ class Limit:
             budget = budget.under(self._config["adjacency"])
         charged = len(self._ledger) > 0
         for known in (self.rule, budget):
-            bound = known is not None and (known.adaptive or known.schedule)
-            if charged and budget != self.budget and bound:
+            if charged and budget != self.budget and known is not None and known.adaptive:
                 # PRIVACY: a target chosen from outputs is no filter (test_an_adaptive_budget_is_fixed_once_charged)
                 raise PrivacyError(
                     f"budget must be fixed before the first event in this mode (got {budget})"
@@ -301,32 +301,15 @@ class Limit:
 
     def require_adaptive(self) -> None:
         """Raises PrivacyError if the budget is a planned one."""
-        if self.rule is not None and not self.rule.adaptive:
+        if self._is_planned_only:
             # PRIVACY: composition of fixed parameters is no bound here (test_adaptive_noise_needs_an_adaptive_budget)
-            modes = _ADAPTIVE if self.rule.delta > 0 else "mode='pure'"
             raise PrivacyError(
                 "budget must be adaptive for events that depend on what was released before (got"
-                f" mode {self.rule.mode!r}): Budget(..., {modes}), or no budget, where get_epsilon"
-                " is an odometer"
+                f" mode 'planned'): Budget(..., {_ADAPTIVE}), or no budget, where get_epsilon is an odometer"
             )
 
     def declare(self, event: Event, steps: int | None) -> None:
-        """Notes what will be charged, in the budget's schedule if it has one."""
-        budget = self.budget
-        if budget is None or budget.mode != "planned" or budget.schedule is None:
-            self.expect(event, steps)
-            return
-        if len(self._ledger):
-            raise SequenceError(
-                f"steps must be declared before the first event ({len(self._ledger)} were charged)"
-            )
-        declaring = budget.declaring(event, check.count(steps=steps))
-        make_filter(declaring)  # may raise
-        self.budget = declaring
-        self.reread()
-
-    def expect(self, event: Event, steps: int | None) -> None:
-        """Notes what will be charged; a budget's schedule stays as it is."""
+        """Notes what will be charged."""
         # an interrupted run that was planned may be resumed; each charge is checked again
         if not self._journal.interrupted:
             self.require_planned(event)
@@ -334,32 +317,20 @@ class Limit:
 
     def require_planned(self, event: Event) -> None:
         """Raises PrivacyError if the budget is planned, something was released, and the event was not planned then."""
-        if not self._has_closed:
+        if not self._has_closed or self.plan().names(event) or self._gaussian(event):
             return
-        if not self.plan().names(event) and not self._gaussian(event):
-            # PRIVACY: what was released may have chosen it (test_an_event_chosen_by_the_last_output_passes_the_target)
-            raise PrivacyError(
-                f"event must be planned before the first release (got {event}, after"
-                f" {len(self._ledger)} events of another plan): under mode 'planned' no output may"
-                " choose what comes next. Build all optimizers of the accountant, or call"
-                " accountant.declare(event, steps), before anything is released; or take"
-                f" Budget(..., {_ADAPTIVE}), or no budget"
-            )
-
-    @property
-    def _keeps_plan(self) -> bool:
-        """Whether events must be planned; at delta = 0 the sum holds for events chosen on the way too."""
-        rule = self.rule
-        return (
-            rule is not None
-            and rule.mode == "planned"
-            and rule.schedule is None
-            and rule.delta > 0
+        # PRIVACY: what was released may have chosen it (test_an_event_chosen_by_the_last_output_passes_the_target)
+        raise PrivacyError(
+            f"event must be planned before the first release (got {event}, after"
+            f" {len(self._ledger)} events of another plan): under mode 'planned' no output may"
+            " choose what comes next. Build all optimizers of the accountant, or call"
+            " accountant.declare(event, steps), before anything is released; or take"
+            f" Budget(..., {_ADAPTIVE}), or no budget"
         )
 
     @property
     def _has_closed(self) -> bool:
-        return self._keeps_plan and len(self._ledger) > 0
+        return self._is_planned_only and len(self._ledger) > 0
 
     def plan(self) -> PlannedEvents:
         """Returns the plan that the first charge closed."""
@@ -378,62 +349,8 @@ class Limit:
         plan = self.plan()
         if plan.is_plain:
             return plan.names(event)
-        if self.within_fixed(event, count):
-            return self._fixed_fits
         reserved = plan.reserved(self._ledger, event, count)
         return reserved is not None and _fit_together(self.rule, reserved)
-
-    def within_fixed(self, event: Event, count: int) -> bool:
-        """Returns whether the ledger with the event is known to be a part of the plan's fixed events."""
-        if self._covered != len(self._ledger):
-            return False
-        changed = self._ledger.changed(event, count)
-        if any(any(place) for place in changed):
-            return False
-        return all(_has_room(self._fixed, counts) for counts in changed.values())
-
-    def _cover(self) -> None:
-        """Notes whether the ledger as it is is a part of these, none of them on parts of the records."""
-        fixed, partitions = _shape(Ledger(self.plan().fixed))
-        asked, cut = _shape(self._ledger)
-        self._covered = -1
-        self._fixed = fixed
-        self._fixed_fits = False
-        if not partitions and not cut and _has_room(fixed, asked):
-            assert self.rule is not None
-            self._covered = len(self._ledger)
-            self._fixed_fits = _fit_together(self.rule, Sequential(self.plan().fixed))
-
-    @contextmanager
-    def planning(self, event: Event, count: int, planned: int, *, refuse: bool) -> Iterator[None]:
-        """Closes the plan for the first charge, which is inside; later refuses, or notes, what was not planned."""
-        if not self._keeps_plan or not count:
-            yield
-            return
-        if len(self._ledger):
-            # PRIVACY: a ledger that grows by more is no part of the plan (test_what_is_charged_besides_is_decided_anew)
-            after = -1
-            if self.within_fixed(event, count):
-                after = len(self._ledger) + size_of(event, count)
-            if refuse:
-                self._adapt(event, count)
-            elif (plan := self.plan()).reserved(self._ledger, event, count) is None:
-                self._close(PlannedEvents((*plan.fixed, Repeat(event, count)), plan.open))
-            yield
-            self._covered = after
-            return
-        try:
-            plan = PlannedEvents.closing(self._declared, event, max(count, planned))
-            if refuse:
-                self._require_room_for(plan)
-            self._close(plan)
-            yield
-            if len(plan.fixed) > 1:
-                self._cover()
-        finally:
-            if not len(self._ledger):
-                self._config.pop("plan", None)
-                self._closed = None
 
     def _require_room_for(self, plan: PlannedEvents) -> None:
         assert self.rule is not None
@@ -463,11 +380,16 @@ class Limit:
             return
         self.require_planned(event)
         if self._gaussian(event):
-            run = self._deciding(event, count)
+            run = self._of_gaussians
             if not run.admits(self._ledger, event, count):
                 raise BudgetExceeded(run.refusal(self._ledger, event, count))
             self._config["mode"] = "gdp"
             self.reread()
+
+    @property
+    def _of_gaussians(self) -> Filter:
+        assert self.rule is not None
+        return make_filter(replace(self.rule, mode="gdp"))
 
     def _gaussian(self, event: Event) -> bool:
         """Returns whether the event, and all that is planned, is unsampled Gaussian noise.
@@ -482,45 +404,66 @@ class Limit:
 
     # -- what fits ----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def deciding(self, event: Event, count: int, planned: int) -> Iterator[None]:
-        """Refuses an event that does not fit; it is charged inside.
+    def decide(self, event: Event, count: int, planned: Callable[[], int]) -> int:
+        """Returns how many of an event are known to fit, `count` at least, or refuses them; the first closes the plan.
 
         Args:
             event: about to happen.
             count: how often.
-            planned: of it, all decided at once if they fit.
+            planned: says how many are planned, all decided at once if they fit.
         """
         if self.rule is None:
-            yield
-            return
+            return count
+        known, left = self._allowance
+        if known == (event, self.rule, len(self._ledger)) and count <= left:
+            return left  # equal events are decided once
         if self._ended:
             # PRIVACY: what was spent has no planned epsilon (test_a_planned_budget_ends_where_parameters_were_adapted)
             self.require_adaptive()
-        known, left = self._allowance or (None, 0)
-        if known == (event, self.rule, len(self._ledger)) and count <= left:
-            yield  # equal events are decided once
-        else:
-            with self.planning(event, count, planned, refuse=True):
-                left = self._room(self.rule, event, count, planned)
-                yield
-        self._allowance = (event, self.rule, len(self._ledger)), left - count
+        most = max(count, planned())
+        if not self._is_planned_only or not count:
+            return self._room(event, count, most)
+        if len(self._ledger):
+            self._adapt(event, count)
+            return self._room(event, count, most)
+        plan = PlannedEvents.closing(self._declared, event, most)
+        self._require_room_for(plan)
+        left = self._room(event, count, most)
+        self._close(plan)
+        return left
 
-    def _room(self, budget: Budget, event: Event, count: int, planned: int) -> int:
+    def note(self, event: Event, left: int) -> None:
+        """Notes after a charge how many more of the event fit; whatever else is charged is decided anew."""
+        if self.rule is not None:
+            self._allowance = (event, self.rule, len(self._ledger)), left
+            self.open_unused()
+
+    def open_unused(self) -> None:
+        """Opens the plan again if nothing was charged."""
+        if not len(self._ledger):
+            self._config.pop("plan", None)
+            self._closed = None
+
+    def record(self, event: Event, count: int) -> None:
+        """Adds to the plan what has happened."""
+        if not self._is_planned_only or not count:
+            return
+        if not len(self._ledger):
+            self._close(PlannedEvents.closing(self._declared, event, count))
+        elif (plan := self.plan()).reserved(self._ledger, event, count) is None:
+            self._close(PlannedEvents((*plan.fixed, Repeat(event, count)), plan.open))
+
+    def _room(self, event: Event, count: int, planned: int) -> int:
         """Returns how many of the event are known to fit, at least those that are asked for, or refuses them."""
-        known, _ = self._allowance or (None, 0)
+        known, _ = self._allowance
         # whether the ledger as it is was within the budget
-        decided = known is not None and known[1:] == (budget, len(self._ledger))
-        alike = (
-            budget.mode == "planned"
-            and budget.schedule is None
-            and len(self._ledger.distinct) == 1
-        )
+        decided = known is not None and known[1:] == (self.rule, len(self._ledger))
+        alike = self._is_planned_only and len(self._ledger.distinct) == 1
         if decided and alike and self._ledger.adds_nothing(event, count):
             return count
-        if planned > count and self.admits(event, planned, decided):
+        if planned > count and self.admits(event, planned):
             return planned
-        if not self.admits(event, count, decided):
+        if not self.admits(event, count):
             assert self._filter is not None
             if self._is_planned(event, count):
                 raise BudgetExceeded(self._filter.refusal(self._ledger, event, count))
@@ -530,36 +473,30 @@ class Limit:
             )
         return self.most(event) if known is not None and known[0] == event else count
 
-    def admits(self, event: Event, count: int, decided: bool = False) -> bool:
-        """Returns whether the event fits; `decided` where the ledger as it is is known to be within the budget."""
+    def admits(self, event: Event, count: int) -> bool:
+        """Returns whether the event fits."""
         if self._filter is None:
             return True
         if self._ended:
             return False
-        if self._keeps_plan and self.within_fixed(event, count):
-            # PRIVACY: a part of what fits as a whole (test_part_of_a_plan_that_fits_is_not_decided_again)
-            return self._fixed_fits
-        run = self._deciding(event, count)
-        return (run.admits_next if decided else run.admits)(self._ledger, event, count)
+        if not self._is_planned(event, count):
+            return self._gaussian(event) and self._of_gaussians.admits(self._ledger, event, count)
+        # PRIVACY: a part of what fits as a whole (test_part_of_a_plan_that_fits_is_not_decided_again)
+        whole = self._has_closed and not self.plan().is_plain
+        return whole or self._filter.admits(self._ledger, event, count)
 
     def most(self, event: Event) -> int:
         """Returns how many more of the event fit, at most 2^40."""
         if self._filter is None:
             raise ValueError("budget must be set to count the steps left (got None)")
-        if self._has_closed and not self.plan().is_plain:
-            return largest(lambda count: -1.0 if self.admits(event, count) else 1.0, _MOST)
-        return 0 if self._ended else self._deciding(event, 1).max_steps(self._ledger, event)
-
-    def _deciding(self, event: Event, count: int) -> Filter:
-        """Returns the filter that decides about an event: of what was not planned, that of mode "gdp", or none."""
-        assert self.rule is not None
-        assert self._filter is not None
-        if self._is_planned(event, count):
-            return self._filter
-        mode: dict[str, Any] = {"mode": "gdp"} if self._gaussian(event) else {"schedule": ()}
-        return make_filter(replace(self.rule, **mode))
+        if self._ended:
+            return 0
+        plain = not self._has_closed or (self.plan().is_plain and self.plan().names(event))
+        if plain:
+            return self._filter.max_steps(self._ledger, event)
+        return largest(lambda count: -1.0 if self.admits(event, count) else 1.0, MOST)
 
 
 @lru_cache(maxsize=256)
 def _fit_together(budget: Budget, events: Event) -> bool:
-    return make_filter(budget).holds(Ledger([events]))
+    return make_filter(budget).admits(Ledger([events]))

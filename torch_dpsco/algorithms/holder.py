@@ -232,8 +232,8 @@ class HolderSGD(PlannedOptimizer):
                 dp.Full(n), which has batch_size and n.
             noise: "adaptive" (default: bound at the iterate), "constant" (bound over the feasible set), "paper", or
                 "absolute": bound at the iterate, noise of the std `noise_std`. A step then costs what the iterate makes
-                it cost: the budget must be of an adaptive mode ("rdp", "rdp-mixture"; "gdp" and "zcdp" for full
-                batches), and the run stops where a step is refused; without a budget `get_epsilon` is an odometer.
+                it cost: the budget must be of an adaptive mode ("rdp"; "gdp" for full batches), and the run stops where
+                a step is refused; without a budget `get_epsilon` is an odometer.
             average: default "weighted"; without the rule "last" for smooth losses or where the noise is given, else
                 "uniform".
             adjacency: default the budget's, or "zero_out" ("replace_one" without n).

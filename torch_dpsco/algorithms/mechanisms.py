@@ -85,7 +85,7 @@ there are:
 The budget g + sqrt(d) holds after L2 clipping only: with it, Algorithm 13 would be billed at epsilon = 0.97 where its
 exact delta is 0.046 instead of 1e-5 (d = 10, n = 1000, g = 64, b = 314).
 
-The cost is one event of the ledger, `ApproxZCDP(rho, failure)`: a coupling failure (noise off the window) and, given
+The cost is one event of the ledger, `ZCDP(rho, failure)`: a coupling failure (noise off the window) and, given
 that there is none, D_a <= rho a for all orders. It adds up under composition like all others, and takes 1 % of rho
 compared with a curve of one order at a time.
 
@@ -131,7 +131,7 @@ from torch_dpsco.accounting.analysis.convert import zcdp_rho
 from torch_dpsco.accounting.analysis.pure import bad_pass_probability
 from torch_dpsco.accounting.analysis.rounding import upper
 from torch_dpsco.accounting.analysis.shuffle import ShuffleCost, zcdp_shuffle
-from torch_dpsco.accounting.events import REPLACE_ONE, ZERO_OUT, Adjacency, ApproxZCDP
+from torch_dpsco.accounting.events import REPLACE_ONE, ZCDP, ZERO_OUT, Adjacency
 from torch_dpsco.accounting.events import AboveThreshold as AboveThresholdEvent
 from torch_dpsco.errors import ConditionError, InfeasibleError, SequenceError
 from torch_dpsco.noise import uniform, words
@@ -697,9 +697,9 @@ def _honest(n: int, honest_fraction: float) -> int:
     return honest
 
 
-def shuffle_event(cost: ShuffleCost) -> ApproxZCDP:
+def shuffle_event(cost: ShuffleCost) -> ZCDP:
     """Returns the ledger's event of a cost: under replace_one and zero_out (removing a user changes the public n)."""
-    return ApproxZCDP(cost.rho, cost.failure, (REPLACE_ONE, ZERO_OUT))
+    return ZCDP(cost.rho, cost.failure, (REPLACE_ONE, ZERO_OUT))
 
 
 def vector_parameters(

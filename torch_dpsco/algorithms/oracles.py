@@ -104,9 +104,9 @@ from torch_dpsco.accounting.designs import Design, Draw
 from torch_dpsco.accounting.events import (
     CLIP_UNITS,
     REPLACE_ONE,
+    ZCDP,
     ZERO_OUT,
     Adjacency,
-    ApproxZCDP,
     Gaussian,
     NonPrivate,
     clipped_gaussian,
@@ -371,9 +371,7 @@ class _Shuffled(GroupedMean):
         self.honest_fraction = check.between(0.0, 1.0, honest_fraction=honest_fraction)
         largest_count(self.group_size, parameters)
         bits = parameters.noise_bits
-        self._event: ApproxZCDP | NonPrivate = (
-            shuffle_event(self.cost()) if bits else NonPrivate()
-        )
+        self._event: ZCDP | NonPrivate = shuffle_event(self.cost()) if bits else NonPrivate()
         self._noise: BinomialNoise | None = None
         self._places: list[Tensor] = []
 
@@ -438,8 +436,8 @@ class _Shuffled(GroupedMean):
         """Forgets the rows observed since open."""
         self._places = []
 
-    def event(self) -> ApproxZCDP | NonPrivate:
-        """Returns the event of a release: `ApproxZCDP` for replace_one and zero_out, or `NonPrivate` without bits."""
+    def event(self) -> ZCDP | NonPrivate:
+        """Returns the event of a release: `ZCDP` for replace_one and zero_out, or `NonPrivate` without bits."""
         return self._event
 
     def counts(self, generator: Source) -> Tensor:
@@ -503,7 +501,7 @@ class ShuffledClipped(_Shuffled):
         honest_fraction: of the users whose noise is as the protocol says, in (0, 1].
 
     Guarantee:
-        Replace-one and zero-out, unit: one row per record, batch size public. Event: ApproxZCDP(rho, failure) of
+        Replace-one and zero-out, unit: one row per record, batch size public. Event: ZCDP(rho, failure) of
         `vector_cost`. Assumes that a record's row does not depend on other records and that at least
         floor(honest_fraction s) users of each batch, the protected one among them, add their noise honestly. Edge
         cases: a row with a norm that is not finite is 0; a batch of another size is refused, also an empty one.
@@ -589,7 +587,7 @@ class ShuffledMedian(_Shuffled):
 
     Guarantee:
         Replace-one and zero-out, unit: one row per record, batch size and places of records public: one record touches
-        one group, and all its coordinates. Event: ApproxZCDP(rho, failure) of `coordinate_cost`. Assumes honest users
+        one group, and all its coordinates. Event: ZCDP(rho, failure) of `coordinate_cost`. Assumes honest users
         as `ShuffledClipped` does, in each group. Edge cases: a row with NaN or inf is 0 as a whole; huge finite rows
         are clipped; a batch of another size is refused.
 

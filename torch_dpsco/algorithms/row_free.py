@@ -25,8 +25,8 @@ from torch_dpsco import compat
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Shuffled, is_exact
 from torch_dpsco.accounting.events import KNorm
-from torch_dpsco.accounting.report.figures import OneRelease
-from torch_dpsco.accounting.report.statement import Statement
+from torch_dpsco.accounting.report import OneRelease
+from torch_dpsco.accounting.statement import Statement
 from torch_dpsco.algorithms.row_free_plan import (
     Backwards,
     Kept,
@@ -163,7 +163,7 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
             p.detach().zero_()
         self._backwards = Backwards(self._params)
         self._kept = Kept(self._params, self, self._backwards)
-        self.accountant.expect(self.event, 1)
+        self.accountant.declare(self.event, 1)
         note_owner(self._params, self)
 
     def _hold(self, plan: RowFreePlan, bias: bool) -> None:

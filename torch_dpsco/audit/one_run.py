@@ -30,7 +30,7 @@ from torch.utils.data import ConcatDataset, Dataset
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
-from torch_dpsco.accounting.report.figures import rounded_up
+from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.audit.repeated import rounded_down
 from torch_dpsco.doctor import doctor
 from torch_dpsco.errors import SequenceError

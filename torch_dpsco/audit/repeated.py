@@ -36,8 +36,8 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
+from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT, Adjacency
-from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.errors import AdjacencyError, SequenceError
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.rows.attach import attach, first_step_of, is_attached

@@ -38,8 +38,8 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.budgets import Budget, warn_of_delta
 from torch_dpsco.accounting.designs import Full
 from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT, check_adjacency
-from torch_dpsco.accounting.report.figures import OneFit, PrivacyReport
-from torch_dpsco.accounting.report.statement import Statement, make_statement
+from torch_dpsco.accounting.report import OneFit, PrivacyReport
+from torch_dpsco.accounting.statement import Statement, make_statement
 from torch_dpsco.acts import act
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.certificates import needed_eigenvalue

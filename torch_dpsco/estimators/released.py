@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.accounting.report.statement import Statement
+from torch_dpsco.accounting.statement import Statement
 from torch_dpsco.estimators.schema import Schema
 
 Array = NDArray[np.float64]

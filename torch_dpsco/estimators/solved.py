@@ -31,8 +31,8 @@ from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget, warn_of_delta
 from torch_dpsco.accounting.designs import Full
 from torch_dpsco.accounting.events import Adjacency
-from torch_dpsco.accounting.report.figures import OneRelease
-from torch_dpsco.accounting.report.statement import Statement
+from torch_dpsco.accounting.report import OneRelease
+from torch_dpsco.accounting.statement import Statement
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.estimators.gradient_descent import NoisyGDPlan, plan_noisy_gd
 from torch_dpsco.estimators.objective import ObjectivePlan, plan_objective
@@ -202,7 +202,7 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
         ledger.require_unit("example", task.adjacency)
         checks.agreed_adjacency(task.adjacency, ledger, Full(task.n))
         checks.require_one_step(ledger, task.adjacency, plan.event())
-        ledger.expect(plan.event(), 1)
+        ledger.declare(plan.event(), 1)
         self.accountant = ledger
 
     # -- solving ------------------------------------------------------------------------------------------------------

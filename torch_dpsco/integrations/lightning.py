@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.accounting.report.figures import rounded_up
+from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.doctor.script import OfBatch
 from torch_dpsco.errors import PrivacyError, SequenceError, warn
 from torch_dpsco.integrations import lightning_checks as checks

@@ -34,7 +34,7 @@ from transformers.utils.generic import ModelOutput
 
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
-from torch_dpsco.accounting.report.figures import rounded_up
+from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.algorithms.heavy_plan import ClippedPlan
 from torch_dpsco.algorithms.heavy_tailed import ClippedSGD
 from torch_dpsco.checkpoint import Checkpoint

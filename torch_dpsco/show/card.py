@@ -20,16 +20,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_dpsco.accounting.analysis.risk import Risk, percent
+from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.events import Event
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.accounting.report.figures import PrivacyReport, rounded_up, trade_off
-from torch_dpsco.accounting.report.wording import table
+from torch_dpsco.accounting.report import PrivacyReport, trade_off
+from torch_dpsco.accounting.statement import table
 from torch_dpsco.show import plots
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from torch_dpsco.accounting.report.statement import Statement
+    from torch_dpsco.accounting.statement import Statement
 
 SUFFIXES = (".html", ".pdf", ".md", ".json")
 _POINTS = 12
@@ -101,7 +102,7 @@ def _found_out(report: PrivacyReport, risk: Risk) -> plots.Panel:
     found = {f: risk.true_positive(f) for f in _ALARMS}
     # where the curve, which is symmetric, is nearest to no error at all
     even = 0.5 - 0.5 * risk.advantage
-    curve = (*report.privacy_curve(), *risk.points)
+    curve = ((report.epsilon, report.delta), *risk.points)
     places = sorted({*_SHARES, *_ALARMS, even})
     missed = [trade_off(curve, place) for place in places]
     return plots.lines(

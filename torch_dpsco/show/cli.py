@@ -416,7 +416,7 @@ def _report(args: argparse.Namespace) -> Result:
     from torch_dpsco.accounting.book import write_state
     from torch_dpsco.accounting.events import check_adjacency
     from torch_dpsco.accounting.ledger_file import LedgerCopy
-    from torch_dpsco.accounting.report.statement import finite
+    from torch_dpsco.accounting.statement import finite
     from torch_dpsco.show import card
 
     _require_new(plot=args.plot)
@@ -475,7 +475,7 @@ def _audit(args: argparse.Namespace) -> Result:
     """Bounds epsilon from below by experiment; the function returns a mechanism and a pair of inputs for dp.audit."""
     from tqdm import tqdm
 
-    from torch_dpsco.accounting.report.statement import finite
+    from torch_dpsco.accounting.statement import finite
     from torch_dpsco.audit import audit
 
     call = _call(audit, args.target, {name: vars(args)[name] for name in _AUDIT if name in args})

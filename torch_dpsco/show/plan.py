@@ -7,9 +7,9 @@ import textwrap
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.events import Event, in_words, scaled_noise
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.show import plots
 from torch_dpsco.step.plan import Plan

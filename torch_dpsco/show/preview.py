@@ -31,7 +31,7 @@ from scipy.special import logsumexp
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.report.figures import rounded_up
+from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.estimators.choose import LinearFit, fit_linear
 from torch_dpsco.estimators.preparation import Preparation, Units
 from torch_dpsco.estimators.reading import as_features, require_finite

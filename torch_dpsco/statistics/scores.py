@@ -51,7 +51,7 @@ from torch_dpsco.accounting.events import (
     Gaussian,
     Pure,
 )
-from torch_dpsco.accounting.report.figures import PrivacyReport
+from torch_dpsco.accounting.report import PrivacyReport
 from torch_dpsco.estimators.reading import as_codes
 from torch_dpsco.rng import Source, noise_generator
 from torch_dpsco.statistics.held_out import (

@@ -37,7 +37,7 @@ from torch_dpsco.accounting.events import (
     in_words,
 )
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.accounting.report.figures import PrivacyReport
+from torch_dpsco.accounting.report import PrivacyReport
 from torch_dpsco.errors import (
     AdjacencyError,
     CalibrationError,

@@ -33,9 +33,8 @@ from torch_dpsco._doors import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget, parts, warn_of_delta
 from torch_dpsco.accounting.events import ADD_REMOVE, Event, Parallel, in_words
-from torch_dpsco.accounting.report.figures import PrivacyReport, StudyRun
-from torch_dpsco.accounting.report.grounds import HELD
-from torch_dpsco.accounting.report.statement import Statement, make_statement
+from torch_dpsco.accounting.report import HELD, PrivacyReport, StudyRun
+from torch_dpsco.accounting.statement import Statement, make_statement
 from torch_dpsco.errors import ConditionError, UnitError
 from torch_dpsco.estimators.base import LinearModel, stand_in
 from torch_dpsco.estimators.classifiers import LogisticRegression, SoftmaxRegression
@@ -306,14 +305,7 @@ class Study:
         promise = (
             "ranges, levels and labels of the schema are public, and were not read off the table"
         )
-        privacy = self.privacy.promising(promise)
         schema = self.plan.schema
-        named = privacy
-        if schema.unit != ROW:
-            by_ids = schema.ids is not None and privacy.unit == "example"
-            named = privacy.named(
-                schema.unit, one_row_per_unit=schema.one_row_per_unit, by_ids=by_ids
-            )
         model = "model, with what its intervals need" if self.plan.pays_for_intervals else "model"
         released = (model, f"score ({self.score})", "threshold of its predictions")[
             : 3 - (self.sets is None)
@@ -323,7 +315,13 @@ class Study:
             held=self.plan.held,
             released=released,
         )
-        return make_statement(named, run)
+        statement = make_statement(self.privacy, run).promising(promise)
+        if schema.unit == ROW:
+            return statement
+        by_ids = schema.ids is not None and self.privacy.unit == "example"
+        return statement.named(
+            schema.unit, one_row_per_unit=schema.one_row_per_unit, by_ids=by_ids
+        )
 
     def predict(self, frame: Any) -> NDArray[Any]:
         """Returns labels, or numbers, for the rows of a public table (n,), whose target and ids are not needed.

@@ -15,6 +15,7 @@ from torch_dpsco import compat
 from torch_dpsco._validate import positive_count, shown
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.designs import Design, Parts, Poisson, Undeclared
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
@@ -24,7 +25,6 @@ from torch_dpsco.accounting.events import (
     Event,
     check_adjacency,
 )
-from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.distributed import world_size
 from torch_dpsco.errors import (
     AdjacencyError,

@@ -14,8 +14,8 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import type_members
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.events import Event
-from torch_dpsco.accounting.report.figures import Run
-from torch_dpsco.accounting.report.statement import Statement, make_statement
+from torch_dpsco.accounting.report import Run
+from torch_dpsco.accounting.statement import Statement, make_statement
 from torch_dpsco.distributed import world_size
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.step.checks import listed

@@ -19,8 +19,8 @@ from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.rounding import asks_exact
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import Adjacency, Event, Gaussian, NonPrivate
-from torch_dpsco.accounting.report.figures import Run as PublicRun
-from torch_dpsco.accounting.report.statement import Statement
+from torch_dpsco.accounting.report import Run as PublicRun
+from torch_dpsco.accounting.statement import Statement
 from torch_dpsco.distributed import join
 from torch_dpsco.errors import SequenceError, UnitError
 from torch_dpsco.prox import Prox
@@ -138,7 +138,7 @@ class RunOptimizer(CommonOptimizer):
         self._world.begin(self)
         if not self.adaptive:
             endless = self._run.planned is None
-            self.accountant.expect(*((self.ahead(1), None) if endless else (self.ahead(), 1)))
+            self.accountant.declare(*((self.ahead(1), None) if endless else (self.ahead(), 1)))
         note_owner(self._all_params(), self)
 
     # -- batches ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -260,7 +261,7 @@ class Payments:
                 self._require_fresh(draw)
             self._accountant.authorize(
                 charge.event,
-                planned=self._charges_left(draw, steps),
+                planned=partial(self._charges_left, draw, steps),
                 adaptive=self.adaptive,
                 releases=marks,
             )

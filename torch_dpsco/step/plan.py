@@ -21,6 +21,7 @@ from torch_dpsco import losses
 from torch_dpsco._doors import check_fields, typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import NO_BUDGET_DELTA, Budget
+from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.designs import (
     Assigned,
     AssignedParts,
@@ -42,7 +43,6 @@ from torch_dpsco.accounting.events import (
     in_words,
 )
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.acts import act
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.losses.base import TableGradBound

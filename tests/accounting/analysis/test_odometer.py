@@ -17,11 +17,11 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_mu
 from torch_dpsco.accounting.analysis.rdp import rdp_delta, rdp_epsilon
 from torch_dpsco.accounting.budgets import (
     ODOMETER_ORDERS,
-    gdp_filter_budget,
+    Budget,
+    make_filter,
     mixture_filter_admits,
     mixture_filter_log_margin,
     odometer_epsilon,
-    zcdp_filter_budget,
 )
 
 GRID = np.array(ODOMETER_ORDERS)
@@ -30,8 +30,8 @@ log_scale = st.floats(-6.0, 2.0).map(lambda x: 10**x)
 
 
 @st.composite
-def states(draw, with_weights=True):
-    """Orders, costs (some 0, some infinite) and weights."""
+def states(draw):
+    """Orders and costs (some 0, some infinite)."""
     excess = draw(
         st.lists(st.floats(-2.0, 5.0).map(lambda x: 10**x), min_size=1, max_size=6, unique=True)
     )
@@ -41,20 +41,15 @@ def states(draw, with_weights=True):
             st.one_of(log_scale, st.just(0.0), st.just(math.inf)), min_size=size, max_size=size
         )
     )
-    raw = (
-        draw(st.lists(st.floats(0.01, 1.0), min_size=size, max_size=size))
-        if with_weights
-        else [1.0] * size
-    )
-    return [1 + e for e in excess], spent, [w / math.fsum(raw) for w in raw]
+    return [1 + e for e in excess], spent
 
 
-def mixture(epsilon: mp.mpf, orders, spent, weights) -> mp.mpf:
-    """sum_a w_a e^((a-1) (epsilon - S_a))"""
-    parts = zip(orders, spent, weights, strict=True)
+def mixture(epsilon: mp.mpf, orders, spent) -> mp.mpf:
+    """sum_a e^((a-1) (epsilon - S_a)) / K"""
+    parts = zip(orders, spent, strict=True)
     return mp.fsum(
-        w * mp.exp((mp.mpf(a) - 1) * (epsilon - mp.mpf(s)))
-        for a, s, w in parts
+        mp.exp((mp.mpf(a) - 1) * (epsilon - mp.mpf(s))) / len(orders)
+        for a, s in parts
         if math.isfinite(s)
     )
 
@@ -62,11 +57,11 @@ def mixture(epsilon: mp.mpf, orders, spent, weights) -> mp.mpf:
 @pytest.mark.slow
 @given(states(), deltas)
 @settings(max_examples=150)
-@example(([1.01, 1e5], [0.0, 0.0], [0.5, 0.5]), 0.99)
-@example(([2.0], [math.inf], [1.0]), 0.5)
+@example(([1.01, 1e5], [0.0, 0.0]), 0.99)
+@example(([2.0], [math.inf]), 0.5)
 def test_the_odometer_is_rounded_up(state, delta):
-    orders, spent, weights = state
-    found = odometer_epsilon(orders, spent, delta, weights)
+    orders, spent = state
+    found = odometer_epsilon(orders, spent, delta)
     if all(math.isinf(s) for s in spent):
         assert found == math.inf
         return
@@ -92,9 +87,9 @@ def test_the_overhead_of_the_odometer_is_the_measured_one():
 
 
 @pytest.mark.slow
-@given(states(with_weights=False), deltas, st.floats(1.0, 3.0))
+@given(states(), deltas, st.floats(1.0, 3.0))
 def test_the_odometer_grows_with_the_costs_and_shrinks_with_delta(state, delta, factor):
-    orders, spent, _ = state
+    orders, spent = state
     more = [factor * s for s in spent]
     assert odometer_epsilon(orders, spent, delta) <= odometer_epsilon(orders, more, delta) * (
         1 + 1e-12
@@ -108,19 +103,19 @@ def test_the_odometer_grows_with_the_costs_and_shrinks_with_delta(state, delta, 
 @pytest.mark.slow
 @given(states(), st.one_of(st.just(0.0), st.floats(-3.0, 2.0).map(lambda x: 10**x)))
 @settings(max_examples=50)
-@example(([2.0], [0.1], [1.0]), 1.0)
-@example(([1.01, 1e5], [0.5, 0.001], [0.5, 0.5]), 0.0)
+@example(([2.0], [0.1]), 1.0)
+@example(([1.01, 1e5], [0.5, 0.001]), 0.0)
 def test_the_margin_is_never_above_the_true_minimum(state, epsilon):
     """The minimum by bisection on the slope in 50 digits; what is given away stays below the stated bound."""
-    orders, spent, weights = state
-    found = mixture_filter_log_margin(epsilon, orders, spent, weights)
+    orders, spent = state
+    found = mixture_filter_log_margin(epsilon, orders, spent)
     if all(math.isinf(s) for s in spent):
         assert found == -math.inf
         return
     with mp.workdps(50):
         kept = [
-            (mp.mpf(a) - 1, mp.mpf(s), w)
-            for a, s, w in zip(orders, spent, weights, strict=True)
+            (mp.mpf(a) - 1, mp.mpf(s), mp.mpf(1) / len(orders))
+            for a, s in zip(orders, spent, strict=True)
             if s < math.inf
         ]
 
@@ -145,16 +140,14 @@ def test_the_margin_is_never_above_the_true_minimum(state, epsilon):
 @given(states(), st.floats(0.0, 20.0), deltas)
 @settings(max_examples=150)
 def test_an_admitted_state_satisfies_the_inequality_for_every_loss(state, epsilon, delta):
-    """(1 - e^(epsilon - l))_+ <= delta sum_a w_a e^((a-1) (l - S_a)), which optional stopping turns into delta."""
-    orders, spent, weights = state
-    if not mixture_filter_admits(epsilon, delta, orders, spent, weights):
+    """(1 - e^(epsilon - l))_+ <= delta/K sum_a e^((a-1) (l - S_a)), which optional stopping turns into delta."""
+    orders, spent = state
+    if not mixture_filter_admits(epsilon, delta, orders, spent):
         return
     with mp.workdps(50):
         for x in np.concatenate([np.geomspace(1e-7, 30, 60), [1 / (a - 1) for a in orders]]):
             loss = epsilon + mp.mpf(float(x))
-            assert -mp.expm1(-mp.mpf(float(x))) <= mp.mpf(delta) * mixture(
-                loss, orders, spent, weights
-            )
+            assert -mp.expm1(-mp.mpf(float(x))) <= mp.mpf(delta) * mixture(loss, orders, spent)
 
 
 @given(st.floats(1.02, 500.0), log_scale, st.floats(0.0, 10.0))
@@ -229,7 +222,7 @@ def test_the_loss_of_adaptive_runs_passes_the_odometer_no_more_often_than_delta(
 
 
 @pytest.mark.cases(1, 1)
-@pytest.mark.parametrize("kind", ["mixture", "zcdp", "gdp"])
+@pytest.mark.parametrize("kind", ["mixture", "gdp"])
 def test_adaptive_runs_stopped_by_a_filter_keep_their_delta(kind):
     """Hoeffding: the mean of 20,000 variables in [0, 1] is off by more than 0.0186 with probability 1e-6."""
     epsilon, delta = 0.8, 0.05
@@ -238,8 +231,7 @@ def test_adaptive_runs_stopped_by_a_filter_keep_their_delta(kind):
         "mixture": max(
             rho for rho in table if mixture_filter_admits(epsilon, delta, GRID, rho * GRID)
         ),
-        "zcdp": zcdp_filter_budget(epsilon, delta),
-        "gdp": gdp_filter_budget(epsilon, delta) / 2,
+        "gdp": make_filter(Budget(epsilon, delta, mode="gdp")).limit / 2,
     }[kind]
     loss, rho = adaptive_losses(np.random.default_rng(6), lambda spent: spent <= budget)[-1]
     assert np.all(rho <= budget)
@@ -255,20 +247,10 @@ def test_adaptive_runs_stopped_by_a_filter_keep_their_delta(kind):
 @pytest.mark.slow
 @given(st.floats(0.01, 10.0), deltas)
 def test_the_gdp_budget_is_not_above_the_square_of_mu(epsilon, delta):
-    budget = gdp_filter_budget(epsilon, delta)
+    budget = make_filter(Budget(epsilon, delta, mode="gdp")).limit
     assert Fraction(budget) <= Fraction(gaussian_mu(epsilon, delta)) ** 2
     assert gaussian_delta(math.sqrt(budget), epsilon) <= delta
     assert gaussian_delta(math.sqrt(budget) * (1 + 1e-9), epsilon) >= delta * (1 - 1e-9)
-
-
-@given(st.floats(0.01, 10.0), st.floats(-12.0, -0.5).map(lambda x: 10**x), st.floats(0.0, 0.999))
-def test_the_zcdp_budget_and_its_failures_stay_within_delta(epsilon, delta, share):
-    failure = share * delta
-    rho = zcdp_filter_budget(epsilon, delta, failure)
-    left = Fraction(delta) - Fraction(failure)
-    assert rho <= zcdp_rho(epsilon, float(left)) * (1 + 1e-12)
-    assert rho == pytest.approx(zcdp_rho(epsilon, float(left)), rel=1e-9)
-    assert zcdp_epsilon(rho, float(left)) <= epsilon
 
 
 def test_the_orders_of_the_odometer_are_those_of_the_spec():
@@ -284,18 +266,9 @@ def test_the_orders_of_the_odometer_are_those_of_the_spec():
         (lambda: odometer_epsilon([2.0, 3.0], [0.1], 0.1), "orders and spent must be 1-d"),
         (lambda: odometer_epsilon([], [], 0.1), "orders and spent must be 1-d"),
         (lambda: odometer_epsilon([2.0], [0.1], 0.0), "delta must be in"),
-        (lambda: odometer_epsilon([2.0], [0.1], 0.1, [0.5, 0.5]), "weights must have the length"),
-        (
-            lambda: odometer_epsilon([2.0, 3.0], [0.1, 0.1], 0.1, [0.7, 0.7]),
-            "weights must sum to 1",
-        ),
-        (lambda: odometer_epsilon([2.0, 3.0], [0.1, 0.1], 0.1, [0.0, 1.0]), "weights must be in"),
         (lambda: mixture_filter_admits(-1.0, 0.1, [2.0], [0.1]), "epsilon must be >= 0"),
         (lambda: mixture_filter_admits(1.0, 1.0, [2.0], [0.1]), "delta must be in"),
         (lambda: mixture_filter_log_margin(math.inf, [2.0], [0.1]), "epsilon must be finite"),
-        (lambda: zcdp_filter_budget(1.0, 1e-5, 1e-5), "failure_budget must be < delta"),
-        (lambda: zcdp_filter_budget(-1.0, 1e-5), "epsilon must be >= 0"),
-        (lambda: gdp_filter_budget(1.0, 0.0), "delta must be in"),
     ],
 )
 def test_arguments_out_of_range_are_named(call, message):

@@ -47,7 +47,6 @@ from torch_dpsco.accounting.analysis.rdp import (
     sampled_divergence,
 )
 from torch_dpsco.accounting.analysis.shuffle import _composed, _shifts, _shuffle_window, _Window
-from torch_dpsco.accounting.budgets import _SLACK
 from torch_dpsco.errors import ConditionError
 
 _LEAST_NOISE = 1e-4  # times size^1.5, as in `mixtures`: below, noise counts as none
@@ -912,6 +911,9 @@ class LaplaceLoss(LossLaw):
             excess[index] += atom_excess
         accuracy = 16 * UNIT * (4 + epsilon)
         return GridLaw(first, connected(mass, excess, grid, accuracy), 0.0, grid, accuracy)
+
+
+_SLACK = 1.0 + 1e-12  # rounding of a sum of spends
 
 
 class RDPFilter:

@@ -1,43 +1,53 @@
 """What was spent, in numbers that can be quoted: epsilon per adjacency, unit, events and assumptions.
 
-`torch_dpsco.accounting.report.statement` puts them into plain words.
+`torch_dpsco.accounting.statement` puts them into plain words.
+
+What sentences call one unit, and several.
+
+Sentences with blanks (sentences.toml), and what of a ledger must be true for them to be said.
 """
 
 from __future__ import annotations
 
 import math
+import tomllib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from decimal import ROUND_CEILING, Context
-from typing import Any, NamedTuple
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, cast, get_args
+
+import numpy as np
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import typed
-from torch_dpsco.accounting.analysis.rdp import MAX_ORDER
 from torch_dpsco.accounting.analysis.risk import Risk
 from torch_dpsco.accounting.analysis.rounding import upper
 from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.calibrate import rounded_up
+from torch_dpsco.accounting.curves import cost_of
 from torch_dpsco.accounting.designs import BaseEvent, Design
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     ADJACENCIES,
     REPLACE_ONE,
+    ZCDP,
     ZERO_OUT,
     Adjacency,
+    ApproxDP,
     Event,
+    Failure,
     Gaussian,
     NonPrivate,
     Parallel,
+    PoissonGaussian,
+    RandomAllocation,
     Repeat,
     SimpleEvent,
     WORGaussian,
-    clipped_gaussian,
     in_words,
 )
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.accounting.report.grounds import Words, charged
-from torch_dpsco.accounting.report.names import PROMISED, names_of, rows_of, whose
 from torch_dpsco.errors import AdjacencyError, InfeasibleError
 
 _MEANING = {
@@ -45,20 +55,7 @@ _MEANING = {
     ZERO_OUT: "one {unit} is replaced by a null record",
     REPLACE_ONE: "one {unit} is replaced by any other",
 }
-_CURVE = 16  # points of a privacy curve
 _SLACK = 1.0 + 1e-14  # more than the rounding of the few operations below
-
-
-def rounded_up(value: float, digits: int = 4) -> str:
-    """Returns the value >= 0 with that many significant digits (1 to 15), never less than it is.
-
-    Example:
-        >>> rounded_up(0.99991), rounded_up(1e-5), rounded_up(float("inf"))
-        ('1', '1e-05', 'inf')
-    """
-    # PRIVACY: printed figures are quoted, and typed in again as a budget (test_no_printed_epsilon_is_rounded_down)
-    exact = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(repr(float(value)))
-    return f"{float(exact):.{digits}g}"
 
 
 def attack_advantage(epsilon: float, delta: float) -> float:
@@ -258,11 +255,10 @@ class PrivacyReport:
         advantage: bound of (true - false positive rate) of any test which of two neighboring data sets was used. From
             the whole privacy curve: at most `attack_advantage(epsilon, delta)`, and often far less.
         planned_epsilon: epsilon of the guarantee once the events still planned are made, if there is a plan.
-        advice: what would cost less for the same work.
         ledger_id: random name of the ledger, as its file and checkpoints have it.
         spent: (event, count) of the ledger; empty where sums of events bound nothing, because parameters were chosen on
             the way.
-        named_unit: what sentences call one unit, and several; empty for `unit` itself. See `named`.
+        named_unit: what sentences call one unit, and several; empty for `unit` itself (see `Statement.named`).
         rows_of_unit: why one row is one unit of that name, "promised" or "kept"; empty for users, and without a name.
     """
 
@@ -276,7 +272,6 @@ class PrivacyReport:
     budget: Budget | None
     advantage: float
     planned_epsilon: float | None = None
-    advice: tuple[str, ...] = ()
     ledger_id: str = field(default="", compare=False)
     spent: tuple[tuple[Event, int], ...] = field(default=(), compare=False, repr=False)
     named_unit: tuple[str, ...] = ()
@@ -302,76 +297,10 @@ class PrivacyReport:
         """What a headline adds where somebody promises that one row is one unit; "" elsewhere."""
         return f", if each {self.unit_name} has one row" if self.rows_of_unit == PROMISED else ""
 
-    @typed
-    def named(
-        self,
-        unit: str,
-        plural: str | None = None,
-        *,
-        one_row_per_unit: bool = False,
-        by_ids: bool = False,
-    ) -> PrivacyReport:
-        """Returns the same report, whose sentences say what one unit is: `report.named("patient")`.
-
-        It changes words only. A report whose unit is "example" protects one row, so that a patient with several rows
-        is not protected as a whole: for such a report say why one row is one patient.
-
-        Args:
-            unit: what one unit is called, of letters, digits, spaces, hyphens and apostrophes.
-            plural: of it; None for the regular one.
-            one_row_per_unit: True promises that each unit has one row, which headline and card say then.
-            by_ids: True says that one row of each unit was kept, by its id, as `Schema.read` does with `ids`.
-
-        Raises:
-            ValueError: a name is of something else; a report that protects rows has neither reason, or both; one that
-                protects users has one.
-
-        Example:
-            >>> from torch_dpsco.accounting.accountant import Accountant
-            >>> report = Accountant().report(1e-5).named("patient", one_row_per_unit=True)
-            >>> report.unit_name, report.unit_names, report.assumptions[0]
-            ('patient', 'patients', 'one record per patient')
-        """
-        names = names_of(unit, plural)
-        rows = rows_of(self.unit, one_row_per_unit, by_ids)
-        old = whose(self.unit, self.unit_name, self.rows_of_unit)
-        new = whose(self.unit, names[0], rows)
-        lines = tuple(new if line == old else line for line in self.assumptions)
-        return replace(self, named_unit=names, rows_of_unit=rows, assumptions=lines)
-
-    def promising(self, *sentences: str) -> PrivacyReport:
-        """Returns the same report with further conditions, which the card lists under "What must hold".
-
-        Args:
-            sentences: what whoever publishes the report promises beside the rest, as "ranges of columns are public,
-                not read off the table". Those that are there already are not repeated.
-
-        Raises:
-            ValueError: a sentence is empty, or of several lines.
-        """
-        given: tuple[Any, ...] = sentences
-        if not all(
-            isinstance(line, str) and line.strip(" .") and line.isprintable() for line in given
-        ):
-            raise ValueError(
-                f"sentences must be text of one line each, not empty (got {given!r})"
-            )
-        lines = [line.strip().rstrip(".") for line in sentences]
-        return replace(self, assumptions=tuple(dict.fromkeys((*self.assumptions, *lines))))
-
     @property
     def epsilon(self) -> float:
         """Epsilon of the guarantee."""
         return self.epsilons[self.adjacency]
-
-    def privacy_curve(self) -> tuple[tuple[float, float], ...]:
-        """Returns pairs (epsilon, delta) of the guarantee: the one that is quoted first, then others of the ledger."""
-        quoted = (self.epsilon, self.delta)
-        if not self.spent or math.isinf(self.epsilon):
-            return (quoted,)
-        ledger = Ledger(Repeat(event, count) for event, count in self.spent)
-        levels = [self.epsilon * k / _CURVE for k in range(_CURVE)]
-        return (quoted, *((epsilon, ledger.delta(epsilon, self.adjacency)) for epsilon in levels))
 
     def risk(self) -> Risk:
         """Returns what a test can find out about one unit; in adaptive modes from epsilon and delta alone."""
@@ -399,7 +328,6 @@ class PrivacyReport:
         ]
         lines += [f"  event: {line}" for line in self.events]
         lines += [f"  assumes: {line}" for line in self.assumptions]
-        lines += [f"  advice: {line}" for line in self.advice]
         lines += [f"  ledger: {self.ledger_id}"] if self.ledger_id else []
         return "\n".join(lines)
 
@@ -429,26 +357,6 @@ def _charges(ledger: Ledger) -> tuple[Charge, ...]:
     return (
         *whole,
         *(Charge(event, count, times, size) for (event, count, size), times in passes.items()),
-    )
-
-
-def _advice(
-    ledger: Ledger, delta: float, adjacency: Adjacency, epsilon: float
-) -> tuple[str, ...]:
-    """Returns the way out where random batches of fixed size cost more than a pass over disjoint ones."""
-    entries = list(ledger.entries())
-    event, times = (entries[0][2], entries[0][3]) if len(entries) == 1 else (None, 0)
-    if not isinstance(event, WORGaussian) or times * event.batch_size > event.dataset_size:
-        return ()
-    one_pass = Ledger([clipped_gaussian(event.noise_multiplier)]).epsilon(delta, adjacency)
-    if one_pass >= epsilon:
-        return ()
-    return (
-        (
-            f"{times} random batches cost more than one pass over disjoint batches with the same"
-            f" noise would (epsilon {rounded_up(one_pass)}): use"
-            f" design=Disjoint({event.batch_size}, {event.dataset_size})"
-        ),
     )
 
 
@@ -495,7 +403,6 @@ def make_report(
         if evaluation.order is None
         else f"{evaluation.method}, order {evaluation.order:.4g}"
     )
-    method += ", the largest tried" if evaluation.order == MAX_ORDER else ""
     return PrivacyReport(
         epsilons=epsilons,
         delta=delta,
@@ -512,7 +419,6 @@ def make_report(
         planned_epsilon=(
             None if ahead is None else ledger.evaluate(delta, adjacency, extra=ahead).epsilon
         ),
-        advice=_advice(ledger, delta, adjacency, evaluation.epsilon),
         spent=tuple(ledger.events()),
     )
 
@@ -541,3 +447,196 @@ class Spent(NamedTuple):
 
     epsilon: float
     delta: float
+
+
+PROMISED, KEPT = (
+    "promised",
+    "kept",
+)  # why one row is one unit: somebody says so, or one row of each id was kept
+
+
+def whose(unit: str, name: str, rows: str = "") -> str:
+    """Returns what must hold for one unit to be all that is said to be protected."""
+    by_row = unit == "example" and rows != KEPT
+    return (
+        f"one record per {name}"
+        if by_row
+        else f"all rows of a {name} carry its id, and no other does"
+    )
+
+
+def rows_of(unit: str, one_row_per_unit: bool, by_ids: bool) -> str:
+    """Returns why one row is one named unit; "" where units are users.
+
+    Raises:
+        ValueError: not one reason for rows, or one for users.
+    """
+    if unit != "example":
+        if one_row_per_unit or by_ids:
+            raise ValueError(
+                "one_row_per_unit and by_ids must be left out where users are protected, by"
+                " their ids"
+            )
+        return ""
+    # PRIVACY: rows are protected, and a name says more (test_a_row_gets_a_name_by_ids_or_by_a_promise)
+    if one_row_per_unit == by_ids:
+        raise ValueError(
+            "one_row_per_unit must be True if each unit has one row, or by_ids if one row of each"
+            f" was kept by its id (got {'both' if by_ids else 'neither'}): a report that protects"
+            " rows protects no unit with several"
+        )
+    return KEPT if by_ids else PROMISED
+
+
+def names_of(unit: str, plural: str | None) -> tuple[str, str]:
+    """Returns the names, fit for a card; the regular plural for None.
+
+    Raises:
+        ValueError: a name has other characters than letters, digits, spaces, hyphens and apostrophes, or none.
+
+    Example:
+        >>> names_of("company", None)
+        ('company', 'companies')
+    """
+    name = _checked("unit", unit)
+    return name, _plural(name) if plural is None else _checked("plural", plural)
+
+
+def _checked(argument: str, given: str) -> str:
+    text = given.strip()
+    if not text or not all(letter.isalnum() or letter in " -'" for letter in text):
+        raise ValueError(
+            f"{argument} must be of letters, digits, spaces, hyphens and apostrophes (got"
+            f" {given!r})"
+        )
+    return text
+
+
+def _plural(name: str) -> str:
+    if name.endswith("y") and name[-2:-1] not in "aeiou":
+        return f"{name[:-1]}ies"
+    return f"{name}es" if name.endswith(("s", "x", "ch", "sh")) else f"{name}s"
+
+
+# how partitions of random allocation and of studies are named
+ASSIGNED = "assigned/"
+HELD = "held/"
+_GAUSSIANS = (Gaussian, PoissonGaussian, WORGaussian, RandomAllocation)
+
+
+class Sentence(NamedTuple):
+    """A text with blanks, and when it is said.
+
+    Args:
+        when: words that must be true; "!" before a word is "not".
+        text: the sentence.
+        each: name of a list, for each item of which it is said once; "" for once.
+    """
+
+    when: str
+    text: str
+    each: str = ""
+
+
+@cache
+def sentences_of(*place: str) -> tuple[Sentence, ...]:
+    """Returns the sentences of a part of sentences.toml, whose line breaks are spaces."""
+    part = _file()
+    for name in place:
+        part = part[name]
+    return tuple(Sentence(when, text.replace("\n", " "), *each) for when, text, *each in part)
+
+
+def titles() -> Iterable[str]:
+    """Returns the titles of the sections of a statement."""
+    return cast(Iterable[str], _file()["sections"])
+
+
+@cache
+def _file() -> Any:
+    text = Path(__file__).with_name("sentences.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+@dataclass(frozen=True)
+class Words:
+    """What is true, and what fills the blanks of sentences.
+
+    Args:
+        truths: whether each word that a `when` may have is true.
+        figures: what blanks that are no phrases stand for.
+    """
+
+    truths: Mapping[str, bool]
+    figures: Mapping[str, Any]
+
+    def holds(self, sentence: Sentence) -> bool:
+        """Returns whether a sentence may be said."""
+        words = sentence.when.split()
+        return all(self.truths[word.lstrip("!")] != word.startswith("!") for word in words)
+
+    def said(self, *place: str) -> Iterator[str]:
+        """Yields the sentences of a part of the file that may be said, without blanks."""
+        for sentence in filter(self.holds, sentences_of(*place)):
+            if not sentence.each:
+                yield sentence.text.format_map(self)
+                continue
+            for item in self.figures[sentence.each]:
+                words = replace(self, figures={**self.figures, "each": item})
+                yield sentence.text.format_map(words)
+
+    def __getitem__(self, blank: str) -> Any:
+        if blank in self.figures:
+            return self.figures[blank]
+        return next(self.said("phrases", blank))
+
+
+def charged(
+    events: Iterable[SimpleEvent],
+    adjacency: Adjacency,
+    partitions: Collection[tuple[str, str]] = (),
+) -> dict[str, bool]:
+    """Returns what is true of a ledger.
+
+    Args:
+        events: that were charged, each once or more often.
+        adjacency: of the guarantee.
+        partitions: (name, kind) of each, as of `events.Parallel`.
+    """
+    costs = {event: cost_of(event, adjacency) for event in events}
+    kinds = {kind.__name__: False for kind in get_args(SimpleEvent)}
+    kinds.update((type(event).__name__, True) for event in costs)
+    gaussians = [event for event in costs if isinstance(event, _GAUSSIANS)]
+    # PRIVACY: one release of floating-point noise is enough (test_mixed_ledgers_keep_the_sentence); `GDP` does not tell
+    ideal = kinds["GDP"] or not all(event.exact for event in gaussians)
+    # a premise of some release may fail
+    fails = any(
+        event.failure if isinstance(event, Gaussian) else event.probability
+        for event in costs
+        if isinstance(event, (Gaussian, Failure))
+    )
+    # nothing is known of some delta but its size: the release may disclose all with that probability
+    stated = any(event.delta for event in costs if isinstance(event, (ApproxDP, ZCDP)))
+    # where a ratio of probabilities has no bound, each larger one is passed more rarely, which one finite Renyi
+    # divergence implies
+    impure = [event for event, cost in costs.items() if math.isinf(cost.pure)]
+    graded = all(np.isfinite(cost.rdp).any() for cost in costs.values())
+    curved = bool(impure) and graded and not (fails or stated)
+    cut = {kind for name, kind in partitions if not name.startswith((ASSIGNED, HELD))}
+    return kinds | {
+        # PRIVACY: bits come from a cipher, those of exact noise too
+        # (test_each_sentence_is_printed_if_the_ledger_implies_it_and_only_then)
+        "noisy": any(not isinstance(event, (NonPrivate, Failure)) for event in costs),
+        "exact": any(event.exact for event in gaussians),
+        "ideal": ideal,
+        "laplace_noise": kinds["Laplace"] or kinds["AboveThreshold"],
+        "fails": fails,
+        "stated": stated,
+        "curved": curved,
+        "all_gaussian": curved and all(isinstance(event, _GAUSSIANS) for event in impure),
+        "all_pure": bool(costs) and not (impure or fails or stated),
+        "assigned_parts": any(name.startswith(ASSIGNED) for name, _ in partitions),
+        "held_parts": any(name.startswith(HELD) for name, _ in partitions),
+        "positional_parts": "positional" in cut,
+        "keyed_parts": "keyed" in cut,
+    }

@@ -1,1 +1,0 @@
-"""What was spent, in numbers and in sentences."""

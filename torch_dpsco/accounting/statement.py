@@ -1,0 +1,603 @@
+"""The privacy statement: what a run guarantees to whom, and under which conditions, as text, markdown or JSON.
+
+A statement is made from public values only: the report of a ledger, the design and the step counts of a run. No field
+of it has ever seen a record, so that it may be published with the model. Figures are rounded up, never down.
+
+What is true of a report and its run, and the figures that fill the blanks of the sentences of a statement.
+
+From public values only: a ledger's report and public facts of a run. Every figure is rounded up.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch_dpsco import _validate as check
+from torch_dpsco._doors import typed
+from torch_dpsco.accounting.calibrate import rounded_up
+from torch_dpsco.accounting.designs import (
+    Assigned,
+    AssignedParts,
+    Cyclic,
+    Design,
+    Disjoint,
+    Fixed,
+    Full,
+    Parts,
+    Poisson,
+    Shuffled,
+    Undeclared,
+    is_exact,
+)
+from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    ADJACENCIES,
+    ZCDP,
+    ApproxDP,
+    Gaussian,
+    NonPrivate,
+    Pure,
+    RDPCurve,
+    Sequential,
+    event_to_json,
+)
+from torch_dpsco.accounting.report import (
+    KEPT,
+    PROMISED,
+    OneFit,
+    OneRelease,
+    PrivacyReport,
+    Run,
+    StudyRun,
+    Words,
+    charged,
+    group_guarantee,
+    names_of,
+    rows_of,
+    sentences_of,
+    titles,
+    whose,
+)
+from torch_dpsco.acts import act
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Run", "Section", "Statement", "make_statement"]
+
+_SCHEMA = "torch_dpsco.privacy_statement"
+_SCHEMA_VERSION = 1
+_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A privacy statement: `str()` or `print` for text, `markdown()` for a privacy card, `json()` for machines.
+
+    Args:
+        headline: the guarantee in one sentence.
+        warnings: what a reader must know before quoting it.
+        sections: everything else.
+        figures: the exact figures.
+        run: the run that they are about.
+        version: of the library that computed them.
+
+    Example:
+        >>> from torch_dpsco.accounting.accountant import Accountant
+        >>> from torch_dpsco.accounting.designs import Full
+        >>> from torch_dpsco.accounting.events import clipped_gaussian
+        >>> accountant, step = Accountant(), clipped_gaussian(9.0)
+        >>> accountant.authorize(step, 4)
+        >>> run = Run("NoisyGD", Full(50), step, steps=4, planned=4, finalized=True)
+        >>> statement = make_statement(accountant.report(1e-5), run)
+        >>> print(statement.headline)
+        (0.8142, 1e-05)-differential privacy for one example (zero_out: emptied).
+        >>> statement.warnings
+        ()
+    """
+
+    headline: str
+    warnings: tuple[str, ...]
+    sections: tuple[Section, ...]
+    figures: PrivacyReport
+    run: Run
+    version: str
+
+    @property
+    def epsilon(self) -> float:
+        """Epsilon of the guarantee."""
+        return self.figures.epsilon
+
+    def __str__(self) -> str:
+        lines = _wrapped(self.headline, "")
+        for name, epsilon in self.figures.epsilons.items():
+            mark = "the guarantee" if name == self.figures.adjacency else "for information"
+            lines.append(f"  epsilon {rounded_up(epsilon)} under {name} ({mark})")
+        for title, sentences in self._all_sections():
+            lines += ["", title]
+            lines += [line for sentence in sentences for line in _wrapped(sentence, "  - ")]
+        return "\n".join(lines)
+
+    def markdown(self) -> str:
+        """Returns a privacy card: headline, table of epsilons, and the sections."""
+        head, *rows = (f"| {' | '.join(cells)} |" for cells in table(self.figures))
+        lines = [
+            "# Privacy statement",
+            "",
+            f"**{self.headline}**",
+            "",
+            head,
+            "|---|---|---|---|",
+            *rows,
+        ]
+        for title, sentences in self._all_sections():
+            lines += ["", f"## {title}", "", *(f"- {sentence}" for sentence in sentences)]
+        return "\n".join(lines) + "\n"
+
+    @typed
+    def json(self, indent: int | None = 2) -> str:
+        """Returns exact figures and all sentences; `json.loads` reads it, infinity is the string "inf"."""
+        if indent is not None:
+            check.between(0, 100, indent=indent)
+        return json.dumps(finite(_facts(self)), indent=indent, allow_nan=False)
+
+    @typed
+    def named(
+        self,
+        unit: str,
+        plural: str | None = None,
+        *,
+        one_row_per_unit: bool = False,
+        by_ids: bool = False,
+    ) -> Statement:
+        """Returns the same statement, whose sentences say what one unit is: `report.named("patient")`.
+
+        It changes words only. A report whose unit is "example" protects one row, so that a patient with several rows
+        is not protected as a whole: for such a report say why one row is one patient.
+
+        Args:
+            unit: what one unit is called, of letters, digits, spaces, hyphens and apostrophes.
+            plural: of it; None for the regular one.
+            one_row_per_unit: True promises that each unit has one row, which headline and card say then.
+            by_ids: True says that one row of each unit was kept, by its id, as `Schema.read` does with `ids`.
+
+        Raises:
+            ValueError: a name is of something else; a report that protects rows has neither reason, or both; one that
+                protects users has one.
+        """
+        report = self.figures
+        names = names_of(unit, plural)
+        rows = rows_of(report.unit, one_row_per_unit, by_ids)
+        old = whose(report.unit, report.unit_name, report.rows_of_unit)
+        new = whose(report.unit, names[0], rows)
+        lines = tuple(new if line == old else line for line in report.assumptions)
+        named = replace(report, named_unit=names, rows_of_unit=rows, assumptions=lines)
+        return make_statement(named, self.run)
+
+    def promising(self, *sentences: str) -> Statement:
+        """Returns the same statement with further conditions under "What must hold".
+
+        Args:
+            sentences: what whoever publishes the report promises beside the rest, as "ranges of columns are public,
+                not read off the table". Those that are there already are not repeated.
+
+        Raises:
+            ValueError: a sentence is empty, or of several lines.
+        """
+        given: tuple[Any, ...] = sentences
+        if not all(
+            isinstance(line, str) and line.strip(" .") and line.isprintable() for line in given
+        ):
+            raise ValueError(
+                f"sentences must be text of one line each, not empty (got {given!r})"
+            )
+        lines = (line.strip().rstrip(".") for line in sentences)
+        known = tuple(dict.fromkeys((*self.figures.assumptions, *lines)))
+        return make_statement(replace(self.figures, assumptions=known), self.run)
+
+    def plot(self) -> Figure:
+        """Returns a picture: what a test can find out, what was spent, and what each kind of charge costs by itself.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        figure: Figure = act("report.plot")(self.figures)
+        return figure
+
+    @typed
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        date: datetime | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Writes a privacy card, one file that needs no other: .html and .pdf with the pictures, .md or .json without.
+
+        Args:
+            path: its suffix says what is written.
+            date: of the card; default now.
+            overwrite: replace a file that is there.
+
+        Raises:
+            ValueError: another suffix.
+            FileExistsError: the file is there.
+            ImportError: matplotlib, which draws the pictures, is not installed.
+        """
+        act("report.save")(self, path, date, overwrite)
+
+    def _repr_markdown_(self) -> str:
+        return self.markdown()
+
+    def _all_sections(self) -> tuple[Section, ...]:
+        first = (Section("Read this first", self.warnings),) if self.warnings else ()
+        return (*first, *self.sections)
+
+
+def make_statement(report: PrivacyReport, run: Run) -> Statement:
+    """Puts a report into words.
+
+    Args:
+        report: of the accountant that the run charges, best with `ahead=run.ahead()`.
+        run: what is public about the run.
+
+    Returns:
+        The statement. It holds no number that was computed from records, and no figure rounded down.
+    """
+    # the package is loaded, or this module would not be; an import statement here would be a cycle
+    version = str(importlib.import_module(__name__.partition(".")[0]).__version__)
+    # PRIVACY: nothing but these two values enters (test_no_private_number_appears)
+    words = words_of(report, run, version)
+    warnings = tuple(words.said("warnings"))
+    return Statement(words["headline"], warnings, tuple(sections(words)), report, run, version)
+
+
+def _wrapped(text: str, bullet: str) -> list[str]:
+    indent = " " * len(bullet)
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=bullet,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def finite(value: Any) -> Any:
+    """Returns a JSON-codable value with infinities as strings."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+_GUARANTEE = (
+    "epsilon",
+    "delta",
+    "adjacency",
+    "unit",
+    "unit_name",
+    "rows_of_unit",
+    "method",
+)
+
+
+def _facts(statement: Statement) -> dict[str, Any]:
+    report = statement.figures
+    holds = math.isfinite(report.epsilon)
+    return {
+        "schema": _SCHEMA,
+        "schema_version": _SCHEMA_VERSION,
+        "library": {"name": "torch_dpsco", "version": statement.version},
+        "guarantee": {"holds": holds} | {name: getattr(report, name) for name in _GUARANTEE},
+        "epsilons": dict(report.epsilons),
+        "odds_factor": odds_factor(report.epsilon),
+        "attack": {
+            "advantage": report.advantage,
+            "accuracy": accuracy(report.advantage),
+        },
+        "groups": {str(k): _group_figures(report, k) for k in GROUPS},
+        "budget": _budget(report),
+        **_facts_of_run(statement.run, report.planned_epsilon),
+        "charges": [
+            {
+                "count": c.count,
+                "event": event_to_json(c.event, exact=False),
+                "passes": c.passes,
+                "parts": c.parts,
+            }
+            for c in report.charges
+        ],
+        "assumptions": report.assumptions,
+        "ledger_id": report.ledger_id,
+        "headline": statement.headline,
+        "warnings": statement.warnings,
+        "sections": [section._asdict() for section in statement.sections],
+    }
+
+
+def _group_figures(report: PrivacyReport, size: int) -> dict[str, float]:
+    epsilon, delta = group_guarantee(report.epsilon, report.delta, size)
+    return {"epsilon": epsilon, "delta": delta}
+
+
+def _budget(report: PrivacyReport) -> dict[str, Any] | None:
+    budget = report.budget
+    if budget is None:
+        return None
+    facts = {name: getattr(budget, name) for name in ("epsilon", "delta", "adjacency")}
+    return facts if budget.risk is None else {**facts, "risk": budget.risk}
+
+
+def _facts_of_run(run: Run, planned_epsilon: float | None) -> dict[str, Any]:
+    declared = not isinstance(run.design, Undeclared)
+    return {
+        "run": {
+            "optimizer": run.name,
+            "steps": run.steps,
+            "planned_steps": run.planned,
+            "planned_epsilon": planned_epsilon,
+            "finalized": run.finalized,
+            "step_event": event_to_json(run.event, exact=False),
+        },
+        "design": {
+            "type": type(run.design).__name__,
+            "batch_size": run.design.batch_size,
+            "n": run.design.n if declared else None,
+        },
+    }
+
+
+GROUPS = (2, 10)  # sizes of the groups that are spelled out
+_WEAK = 10.0  # e^10 is 22026: hardly any conclusion is excluded
+_SLACK = 1.0 + 1e-14  # more than the rounding of the few operations below
+# of which the sentences say how they draw
+DESIGNS: tuple[type[Design], ...] = (
+    Poisson,
+    Fixed,
+    Shuffled,
+    Disjoint,
+    Cyclic,
+    Assigned,
+    Parts,
+    AssignedParts,
+    Full,
+    Undeclared,
+)
+# guarantees that do not say by what noise they hold
+_UNTOLD = (Pure, ApproxDP, ZCDP, RDPCurve)
+
+
+class Section(NamedTuple):
+    """A title and the sentences below it."""
+
+    title: str
+    sentences: tuple[str, ...]
+
+
+def table(report: PrivacyReport) -> tuple[tuple[str, str, str, str], ...]:
+    """Returns each epsilon with its adjacency and what that compares, below a row of titles."""
+    rows = [("adjacency", "two worlds", "epsilon", "delta")]
+    for name, epsilon in report.epsilons.items():
+        role = "the guarantee" if name == report.adjacency else "for information"
+        words = Words({other: other == name for other in ADJACENCIES}, {"unit": report.unit_name})
+        figures = (rounded_up(epsilon), rounded_up(report.delta))
+        rows.append((f"{name} ({role})", words["world"], *figures))
+    return tuple(rows)
+
+
+def words_of(report: PrivacyReport, run: Run, version: str) -> Words:
+    """Returns what the sentences of a statement rest on."""
+    return Words(
+        {
+            **charged((charge.event for charge in report.charges), report.adjacency),
+            **_true_of_report(report, run),
+            **_true_of_run(run),
+        },
+        {
+            "report": report,
+            "run": run,
+            "design": run.design,
+            "version": version,
+            **_figures_of_report(report),
+            **_figures_of_run(report, run),
+        },
+    )
+
+
+def sections(words: Words) -> Iterator[Section]:
+    """Yields all sentences but headline and warnings, by topic."""
+    for title in titles():
+        sentences = tuple(words.said("sections", title))
+        if sentences:
+            yield Section(title, sentences)
+
+
+def odds_factor(epsilon: float) -> float:
+    """Returns e^epsilon, rounded up; inf from epsilon = 700 on."""
+    return math.exp(epsilon) * _SLACK if epsilon < 700 else math.inf
+
+
+def accuracy(advantage: float) -> float:
+    """Returns how often a guess between two equally likely worlds is right, rounded up."""
+    return min(1.0, (0.5 + 0.5 * advantage) * _SLACK)
+
+
+# -- what is true -----------------------------------------------------------------------------------------------------
+
+
+def _true_of_report(report: PrivacyReport, run: Run) -> dict[str, bool]:
+    budget = report.budget
+    comparable = budget is not None and budget.delta == report.delta
+    exceeded = comparable and budget is not None and report.epsilon > budget.epsilon
+    below = comparable and budget is not None and report.epsilon < 0.99 * budget.epsilon
+    declared = not isinstance(run.design, Undeclared)
+    return {adjacency: report.adjacency == adjacency for adjacency in ADJACENCIES} | {
+        "endless": math.isinf(report.epsilon),
+        "weak": _WEAK < report.epsilon < math.inf,
+        "pure": report.delta == 0,
+        "charged": bool(report.charges),
+        # publishing one uniformly random record is (0, 1/n)-DP
+        "delta_large": declared and report.delta > 0 and report.delta >= 1.0 / run.design.n,
+        "told_add_remove": ADD_REMOVE in report.epsilons,
+        "named": bool(report.named_unit),
+        "promised": report.rows_of_unit == PROMISED,
+        "kept": report.rows_of_unit == KEPT,
+        "example": report.unit == "example",
+        "user": report.unit == "user",
+        "called_example": report.unit_name == "example",
+        # a rule that sees released values only truncates the planned run, which is post-processing
+        # (test_an_early_stop_is_quoted_by_plan_or_budget)
+        "bounded": _ceiling(report) is not None,
+        "ahead": report.planned_epsilon is not None,
+        "budget": budget is not None,
+        "other_delta": budget is not None and not comparable,
+        "exceeded": exceeded,
+        "left_over": below and run.finalized,
+        "ideal_run": _is_ideal(report, run),
+    }
+
+
+def _is_ideal(report: PrivacyReport, run: Run) -> bool:
+    """Returns whether noise is taken for ideal that the assumptions of the report do not name."""
+    released = run.event.events if isinstance(run.event, Sequential) else (run.event,)
+    (doubt,) = sentences_of("phrases", "out_of_scope")
+    said = any(doubt.text in line for line in report.assumptions) or any(map(is_exact, released))
+    # PRIVACY: stated events do not tell their noise (test_releases_without_an_exact_form_name_the_assumption)
+    untold = any(isinstance(event, _UNTOLD) for event in released)
+    return isinstance(run, OneRelease) and (untold or not said)
+
+
+def _true_of_run(run: Run) -> dict[str, bool]:
+    design = run.design
+    event = run.event
+    moves = isinstance(event, Gaussian) and any(dict(event.sens).values())
+    silent = moves and isinstance(event, Gaussian) and event.sigma == 0
+    return {kind.__name__: isinstance(design, kind) for kind in DESIGNS} | {
+        "own_design": type(design) not in DESIGNS,
+        "amplified": isinstance(design, Assigned) and design.amplifies(event),
+        "amplification": isinstance(design, Assigned) and design.amplification,
+        "one_pass": isinstance(design, Assigned) and design.passes == 1,
+        # PRIVACY: (test_the_statement_of_output_perturbation_covers_the_final_model_only)
+        "one_release": isinstance(run, OneRelease),
+        "one_fit": isinstance(run, OneFit),
+        "study": isinstance(run, StudyRun),
+        # PRIVACY: random bits are those of a cipher (test_no_card_promises_unlimited_computing_power)
+        "repeatable": run.repeatable,
+        "silent": silent or isinstance(event, NonPrivate),
+        "finalized": run.finalized,
+        "planned": run.planned is not None,
+        "no_steps": run.planned == 0,
+        "unfinished": run.unfinished > 0,
+        "made_all": run.planned is not None and not run.unfinished,
+    }
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+
+def _figures_of_report(report: PrivacyReport) -> dict[str, Any]:
+    record, records = report.named_unit or ("record", "records")
+    epsilon = report.epsilon
+    return {
+        "unit": report.unit_name,
+        "units": report.unit_names,
+        "record": record,
+        "records": records,
+        "epsilon": rounded_up(epsilon),
+        "delta": rounded_up(report.delta),
+        "odds": _odds(epsilon),
+        "odds_twice": _odds(epsilon, 2.0),
+        "delta_twice": rounded_up(2.0 * report.delta),
+        "right": _guess(report.advantage),
+        "groups": "; ".join(_group(report, k) for k in GROUPS),
+        "ceiling": rounded_up(_ceiling(report) or 0.0),
+        "planned_epsilon": rounded_up(report.planned_epsilon or 0.0),
+        "target": _target(report),
+        "charges": report.events or ("nothing",),
+    }
+
+
+def _figures_of_run(report: PrivacyReport, run: Run) -> dict[str, Any]:
+    design = run.design
+    own = (line.replace("{units}", report.unit_names) for line in run.assumptions)
+    released = run.released if isinstance(run, StudyRun) else ()
+    parts = design.parts if isinstance(design, Parts) else ()
+    is_poisson = isinstance(design, Poisson)
+    return {
+        "assumptions": [_sentence(line) for line in (*report.assumptions, *own)],
+        "steps": _count(run.steps, "step"),
+        "planned_steps": _count(run.planned or 0, "planned step"),
+        "released": "; the ".join(released),
+        "releases": len(released),
+        "rate": rounded_up(design.batch_size / design.n, 6) if is_poisson else "",
+        "parts": len(parts),
+        "cut_parts": [
+            _CutPart(number, part.batches, part.passes)
+            for number, (part, _) in enumerate(parts, 1)
+            if isinstance(part, Assigned) and part.secret
+        ],
+    }
+
+
+class _CutPart(NamedTuple):
+    number: int
+    batches: int
+    passes: int
+
+    @property
+    def anew(self) -> str:
+        return "" if self.passes == 1 else f", anew in each of {self.passes} passes"
+
+
+def _sentence(line: str) -> str:
+    return f"{line[0].upper()}{line[1:].removesuffix('.')}."
+
+
+def _ceiling(report: PrivacyReport) -> float | None:
+    """Returns the largest epsilon that plan and budget allow at the report's delta; None if neither is there."""
+    bounds = [] if report.planned_epsilon is None else [report.planned_epsilon]
+    if report.budget is not None and report.budget.delta <= report.delta:
+        bounds.append(report.budget.epsilon)
+    return max(report.epsilon, min(bounds)) if bounds else None
+
+
+def _group(report: PrivacyReport, size: int) -> str:
+    epsilon, delta = group_guarantee(report.epsilon, report.delta, size)
+    if report.delta == 0:
+        return f"k = {size}: {rounded_up(epsilon)}"
+    return f"k = {size}: " + (
+        "none" if delta >= 1 else f"({rounded_up(epsilon)}, {rounded_up(delta)})"
+    )
+
+
+def _target(report: PrivacyReport) -> str:
+    budget = report.budget
+    if budget is None:
+        return ""
+    if budget.risk is not None:
+        return budget.target
+    return f"epsilon {budget.epsilon:.15g} at delta {budget.delta:.15g}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _odds(epsilon: float, factor: float = 1.0) -> str:
+    return rounded_up(factor * odds_factor(epsilon)) if epsilon < 700 else "more than 1e304"
+
+
+def _guess(advantage: float) -> str:
+    # PRIVACY: rounded up (test_no_figure_of_the_text_is_rounded_down)
+    return rounded_up(min(100.0, 100.0 * accuracy(advantage) * _SLACK), 3)
