@@ -217,7 +217,7 @@ def _(event: events.PoissonGaussian, adjacency: Adjacency, orders: FloatArray) -
     if adjacency == REPLACE_ONE:
         return Cost(rdp_poisson_gaussian_replace_one(q, noise, orders))
     # the remove direction is the larger one at every order
-    return Cost(rdp_poisson_gaussian(q, noise, orders, "remove"))
+    return Cost(rdp_poisson_gaussian(q, noise, orders))
 
 
 @_cost.register

@@ -37,7 +37,7 @@ from torch_dpsco.accounting.events import PoissonGaussian
 
 LAWS = [
     PoissonLoss(0.004, 1.1),
-    PoissonLoss(0.01, 3.0, 4),
+    PoissonLoss(0.01, 3.0),
     ReplaceOneLoss(0.02, 0.9),
     FixedSizeLoss(0.01, 0.8),
 ]

@@ -12,6 +12,11 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import gammaincinv, log_ndtr
 
+from tests.reference.papers.mixtures import (
+    PoissonMixture,
+    rdp_epsilon_at_order,
+    sampled_divergence,
+)
 from torch_dpsco import _validate
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis import rdp as quad
@@ -40,11 +45,8 @@ from torch_dpsco.accounting.analysis.rdp import (
     MAX_NOISE,
     FloatArray,
     Orders,
-    PoissonMixture,
     gaussian_divergence,
     nodes,
-    rdp_epsilon_at_order,
-    sampled_divergence,
 )
 from torch_dpsco.accounting.analysis.shuffle import _composed, _shifts, _shuffle_window, _Window
 from torch_dpsco.errors import ConditionError

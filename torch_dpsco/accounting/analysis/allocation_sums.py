@@ -59,7 +59,6 @@ class Term(LossPair):
     Args:
         rate: 1.
         noise: z > 0.
-        size: 1.
         log_weight: log t, -inf for l(x) alone.
     """
 

@@ -27,34 +27,19 @@ and its derivative in b, rho + (log(delta) + log(1 + b)) / b^2, changes sign onc
 So both directions need one root, and any b gives a valid bound: an inexact root costs tightness, never privacy. For
 unsampled Gaussian noise alone `gaussian` is exact and smaller.
 
-`gdp_upper` summarizes composed laws as Gaussian differential privacy, where delta is not too small. delta(epsilon) = E
-(1 - t e^(-L))_+ is convex in t = e^epsilon, whatever the law of the loss L. So it lies below the chord, in t, between
-any two points of an upper bound: a few compositions bound the curve everywhere. The mu returned is that of the chords,
-taken on points so fine that their steps cost little.
-
-Let E be the epsilon at delta_min. Beyond it delta is at most delta_min. So if the Gaussian curve is at least delta on
-[0, E], then for every delta >= delta_min the epsilon that mu implies is one at which the ledger has at most this delta.
-A central-limit mu has no such proof, and reports far too little.
-
-Source: docs/proofs/accounting.md#concentrated-privacy, docs/proofs/accounting.md#a-mu-that-covers-a-curve; Bun and
-Steinke 2016.
+Source: docs/proofs/accounting.md#concentrated-privacy; Bun and Steinke 2016.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal, get_args
 
-import numpy as np
 import scipy
 
 from torch_dpsco import _validate as check
 from torch_dpsco._margin import up
-from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, log_delta_curve
-from torch_dpsco.accounting.analysis.pld import pld_delta, pld_epsilon
-from torch_dpsco.accounting.analysis.pld_laws import LossLaw
-from torch_dpsco.accounting.analysis.rounding import FloatArray
 
 FailureKind = Literal["coupling", "transcript", "per_side"]
 
@@ -284,72 +269,3 @@ def zcdp_rho(epsilon: float, delta: float) -> float:
     rho = (epsilon + math.log1p(1 / b) - (log_inverse - math.log1p(b)) / b) / (1 + b)
     # PRIVACY: 1e-12 exceeds all rounding (test_zcdp_conversions_are_on_the_safe_side)
     return rho * (1 - 1e-12) if rho > 1e-300 else 0.0  # subnormal numbers round by more
-
-
-_KNOTS = 32  # epsilons at which delta is computed
-_FINE = 128  # points of an interval on its chord
-_STEP_OF_MU = 1e-4  # in which mu grows until it covers them
-
-
-def gdp_upper(losses: Sequence[tuple[LossLaw, int]], delta_min: float = 1e-10) -> float | None:
-    """Returns a mu such that the privacy curve of composed loss laws is below that of mu-GDP where delta >= delta_min.
-
-    It exceeds the least such mu by about 1 %, and costs 33 compositions.
-
-    Args:
-        losses: laws with the numbers of their releases, as for `pld.pld_epsilon`.
-        delta_min: in (0, 1).
-
-    Returns:
-        mu >= 0, rounded up; inf if infinite losses alone exceed delta_min, or if the total variation distance is 1 in
-        floating point (mu above 16); None if there is no figure.
-
-    Raises:
-        ValueError: delta_min is out of range, or a number of releases is negative.
-
-    Guarantee: for every delta >= delta_min, (gaussian_epsilon(mu, delta), delta)-DP under the adjacency that all the
-        laws share. Not GDP: "valid for delta >= delta_min" belongs to it, and it must not be composed further.
-
-    Source: docs/proofs/accounting.md#a-mu-that-covers-a-curve.
-
-    Example:
-        >>> from torch_dpsco.accounting.analysis.pld_laws import PoissonLoss
-        >>> round(gdp_upper([(PoissonLoss(rate=256 / 60000, noise=1.0), 235)]), 2)
-        0.24
-    """
-    delta_min = check.open_interval(0.0, 1.0, delta_min=delta_min)
-    end = pld_epsilon(losses, delta_min)
-    if end is None or end.epsilon in (0.0, math.inf):
-        return None if end is None else end.epsilon
-    knots = np.linspace(0.0, end.epsilon, _KNOTS + 1)
-    found = [pld_delta(losses, epsilon) for epsilon in knots[:-1].tolist()]
-    known = [max(one.delta, delta_min) for one in found if one is not None]
-    if len(known) < _KNOTS:
-        return None
-    values = np.minimum.accumulate([*known, delta_min])  # delta does not increase
-    if values[0] >= 1:
-        return math.inf
-    epsilons, deltas = _chords(knots, values)
-    needed = np.log(deltas[:-1])
-    mu = max(gaussian_mu(*point) for point in zip(knots.tolist(), values.tolist(), strict=True))
-    # between two points delta is at most that of the first; margin: the kernel is accurate to 1e-12 of the log
-    # (docs/proofs/accounting.md#renyi-integrals)
-    while np.any(log_delta_curve(epsilons[1:], mu) * (1 + 1e-12) < needed):
-        mu *= 1 + _STEP_OF_MU
-    return mu
-
-
-def _chords(knots: FloatArray, values: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Returns epsilons, 128 to an interval, and the chords in e^epsilon there, rounded up.
-
-    Between a and b the chord is delta_b + (delta_a - delta_b) (e^b - e^epsilon) / (e^b - e^a).
-    """
-    low = knots[:-1, None]
-    high = knots[1:, None]
-    epsilons = low + (high - low) * (np.arange(_FINE) / _FINE)
-    # margin: the differences round by less than 1e-10 (docs/proofs/accounting.md#a-mu-that-covers-a-curve)
-    share = up(np.expm1(epsilons - high) / np.expm1(low - high), 1e-10)
-    # PRIVACY: the sum is rounded up (test_chords_are_never_below_their_exact_value)
-    chords = (values[1:, None] + (values[:-1, None] - values[1:, None]) * share) * (1 + 1e-15)
-    deltas = np.append(np.minimum(chords, 1.0), values[-1])
-    return np.append(epsilons, knots[-1]), np.minimum.accumulate(deltas)

@@ -426,10 +426,9 @@ def _kept(
 
 def _resolved(ledger: Ledger, query: _Query, grid: float, refine: bool) -> _Scene | None:
     """Chooses the grid, and how far into the tails to go."""
-    weight = sum(law.weight for law, _ in ledger)
-    points = min(_POINTS, _ALL_POINTS // weight)
-    if weight > _MAX_LAWS:
+    if len(ledger) > _MAX_LAWS:
         return None
+    points = min(_POINTS, _ALL_POINTS // len(ledger))
     reach = _REACHES[0]
     coarsened = False
     step = 0.0

@@ -1,22 +1,22 @@
 """Pairs of Gaussian mixtures on the line whose privacy loss increases, cut where the loss is a multiple of the grid.
 
-    MixturePair    P = sum_j Bin(j; k, q) N(j, z^2),       Q = N(0, z^2)
+    MixturePair    P = (1-q) N(0, z^2) + q N(1, z^2),      Q = N(0, z^2)
     OppositePair   P = (1-q) N(0, z^2) + q N(1, z^2),      Q = (1-q) N(0, z^2) + q N(-1, z^2)
 
-The loss l = log(P/Q) increases with x: in the first pair P/Q is a sum of terms w_j e^(j (2x - j) / 2z^2), none of which
-decreases and of which those with j >= 1 increase; in the second one its numerator increases and its denominator
-decreases. So {l <= t} is a half line, and a bucket of losses is an interval (c, c'] of x. Over it `integrate` returns
+The loss l = log(P/Q) increases with x: in the first pair P/Q is 1 - q + q e^((2x - 1) / 2z^2); in the second one its
+numerator increases and its denominator decreases. So {l <= t} is a half line, and a bucket of losses is an interval
+(c, c'] of x. Over it `integrate` returns
 
     p = P(bucket)   and   e = p - e^l(c) Q(bucket) = integral of P(x) - P(c) Q(x) / Q(c),
 
-the latter from terms that are all positive (1 - e^(-j (x-c) / z^2) for the rise since c), so that no digit is lost to
+the latter from terms that are all positive (1 - e^(-(x-c) / z^2) for the rise since c), so that no digit is lost to
 the small difference: Gauss-Legendre with 4 nodes, on panels so short that its relative error is below `accuracy`.
 
 Source: docs/proofs/accounting.md#losses-on-a-grid.
 
 Privacy loss laws of single releases, and laws on a grid that dominate them, rounding included.
 
-    PoissonLoss      Gaussian noise on a Poisson sample, a unit of k records added, removed or zeroed out
+    PoissonLoss      Gaussian noise on a Poisson sample, one record added, removed or zeroed out
     ReplaceOneLoss   the same, one record replaced
     FixedSizeLoss    Gaussian noise on a batch of fixed size, one record replaced or zeroed out
     GaussianLoss     unsampled Gaussian noise
@@ -71,12 +71,10 @@ class LossPair(ABC):
     Args:
         rate: q in (0, 1]; 1 in `MixturePair` only.
         noise: z > 0, in units of the shift of one record.
-        size: k >= 1, records of the unit; 1 in `OppositePair`.
     """
 
     rate: float
     noise: float
-    size: int = 1
     reverse_shift = 0.0  # distance from 0 of the outermost component of Q, to the left
 
     @abstractmethod
@@ -95,7 +93,7 @@ class LossPair(ABC):
 
     def ends(self, reach: float) -> tuple[float, float]:
         """Returns the interval `reach` standard deviations beyond the outermost means."""
-        return -self.reverse_shift - reach * self.noise, self.size + reach * self.noise
+        return -self.reverse_shift - reach * self.noise, 1 + reach * self.noise
 
     def span(self, reach: float) -> tuple[float, float]:
         """Returns the losses there."""
@@ -106,15 +104,15 @@ class LossPair(ABC):
         """Returns a bound on the rounding error of the loss at a cut, besides the residual of the solver.
 
         A cut is x = z^2 y + j / 2, y a sum of logarithms of e^l, weights and e^(j^2 / 2z^2) (see `positions`). It is
-        off by a few ulps of z^2 |y| + |x|, and l grows with slope at most 2 k / z^2.
-        Losses are at most k x / z^2.
+        off by a few ulps of z^2 |y| + |x|, and l grows with slope at most 2 / z^2.
+        Losses are at most x / z^2.
         """
         x = self.ends(reach)[1] / self.noise / self.noise
-        return 32 * UNIT * self.size * (4 + self.size * x + self._log_weight)
+        return 32 * UNIT * (4 + x + self._log_weight)
 
     def accuracy(self, reach: float) -> float:
         """Returns a bound on the relative error of an integrated mass: that of the exponents, with a margin of 4."""
-        spread = (self.size + self.reverse_shift) / self.noise
+        spread = (1 + self.reverse_shift) / self.noise
         return 8 * UNIT * (8 + (reach + spread) ** 2 + self._log_weight)
 
     def below(self, x: float) -> tuple[float, float]:
@@ -130,7 +128,7 @@ class LossPair(ABC):
     ) -> tuple[FloatArray, FloatArray]:
         """Returns p and e of the buckets between ascending cuts, `losses` being those at their left ends."""
         width = np.diff(cuts)
-        limit = min(self.noise / reach, self.noise * self.noise / self.size) / 7
+        limit = min(self.noise / reach, self.noise * self.noise) / 7
         pieces = np.maximum(np.ceil(width / limit), 1).astype(np.int64)
         mass = np.empty(width.size)
         excess = np.empty(width.size)
@@ -162,7 +160,7 @@ class LossPair(ABC):
         return density
 
     def _tails(self, x: float, side: float) -> tuple[float, float]:
-        mean = np.arange(self.size + 1)
+        mean = np.arange(2)
         weight = np.exp(self._log_weights)
         first = float(weight @ ndtr(side * (x - mean) / self.noise))
         mean = -mean if self.reverse_shift else 0 * mean
@@ -170,13 +168,9 @@ class LossPair(ABC):
 
     @cached_property
     def _log_weights(self) -> FloatArray:
-        """Logarithms of Bin(j; k, q); the binomial coefficients are exact integers first."""
-        j = np.arange(self.size + 1)
+        """Logarithms of 1 - q and q."""
         stay = math.log1p(-self.rate) if self.rate < 1 else -math.inf
-        choices = np.array([math.log(math.comb(self.size, i)) for i in range(self.size + 1)])
-        with np.errstate(invalid="ignore"):
-            rest: FloatArray = np.where(j == self.size, 0.0, (self.size - j) * stay)
-        return np.asarray(choices + j * math.log(self.rate) + rest, dtype=np.float64)
+        return np.array([stay, math.log(self.rate)])
 
     @property
     def _log_weight(self) -> float:
@@ -187,48 +181,28 @@ class LossPair(ABC):
 
 @dataclass(frozen=True)
 class MixturePair(LossPair):
-    """A Poisson-sampled unit of k records present, or absent; at rate 1 a plain Gaussian release."""
+    """A Poisson-sampled record present, or absent; at rate 1 a plain Gaussian release."""
 
     def loss(self, x: float) -> float:
         """Returns log r(x), exactly linear at rate 1."""
         if self.rate == 1:
-            return self.size * (2 * x - self.size) / (2 * self.noise * self.noise)
-        return float(PoissonMixture(self.rate, self.noise, self.size).log_ratio(np.array([x]))[0])
+            return (2 * x - 1) / (2 * self.noise * self.noise)
+        return float(PoissonMixture(self.rate, self.noise).log_ratio(np.array([x]))[0])
 
     def positions(self, losses: FloatArray) -> tuple[FloatArray, float]:
-        """Solves sum_{j >= 1} w_j e^(j (2x - j) / 2z^2) = e^l - w_0, closed for k = 1.
-
-        The logarithm g of the left side is convex with slopes in [1, k] / z^2, and at the least x at which one term
-        alone makes up the right side, it is above: from there Newton's iterates descend to the solution.
-        """
+        """Solves q e^((2x - 1) / 2z^2) = e^l - (1 - q)."""
         variance = self.noise * self.noise
-        logs = self._log_weights
-        target = losses + np.log(-np.expm1(logs[0] - losses))
-        j = np.arange(1, self.size + 1)[:, None]
-        lines = logs[1:, None] - j * j / (2 * variance)
-        x = ((target - lines) * (variance / j)).min(axis=0)
-        residual = np.zeros(1)
-        for _ in range(100 if self.size > 1 else 0):
-            terms = lines + j * (x / variance)
-            top = terms.max(axis=0)
-            shares = np.exp(terms - top)
-            total = shares.sum(axis=0)
-            residual = top + np.log(total) - target
-            if np.abs(residual).max() < 64 * UNIT * self.size * (1 + np.abs(top).max()):
-                break
-            x = x - residual * variance * total / (j * shares).sum(axis=0)
-        return x, float(np.abs(residual).max())
+        stay, drawn = self._log_weights
+        target = losses + np.log(-np.expm1(stay - losses))
+        return (target - (drawn - 1 / (2 * variance))) * variance, 0.0
 
     def _densities(
         self, x: FloatArray, rise: FloatArray, loss: FloatArray
     ) -> tuple[FloatArray, FloatArray]:
-        mass = np.zeros_like(x)
-        excess = np.zeros_like(x)
-        for j, log_weight in enumerate(self._log_weights):
-            density = self._normal(x, j, log_weight)
-            mass += density
-            excess -= density * np.expm1(rise * (-j / (self.noise * self.noise)))
-        return mass, excess
+        stay, drawn = self._log_weights
+        shifted = self._normal(x, 1, drawn)
+        excess = shifted * -np.expm1(rise * (-1 / (self.noise * self.noise)))
+        return self._normal(x, 0, stay) + shifted, excess
 
 
 @dataclass(frozen=True)
@@ -404,11 +378,6 @@ class LossLaw(ABC):
         """The delta below which its grid laws give no figure."""
         return 0.0
 
-    @property
-    def weight(self) -> int:
-        """Cost of a grid point, relative to that of a single record's."""
-        return 1
-
     def exchanged(self) -> LossLaw:
         """Returns the law of the loss with P and Q exchanged."""
         return self
@@ -432,31 +401,24 @@ class LossLaw(ABC):
 
 @dataclass(frozen=True)
 class PoissonLoss(LossLaw):
-    """The Gaussian mechanism on a Poisson sample, for a unit added, removed or zeroed out.
+    """The Gaussian mechanism on a Poisson sample, for a record added, removed or zeroed out.
 
     Args:
         rate: q in (0, 1].
-        noise: z > 0, noise std over the clip of one record.
-        size: k >= 1, records of the unit, each sampled on its own (or accumulated batches).
+        noise: z > 0, noise std over the clip.
         reverse: False is log(with / without) under "with" (the remove direction), True the add direction. Both must
             hold, over a whole ledger each: `pld.pld_epsilon` sees to it.
 
     Guarantee: ADD_REMOVE and ZERO_OUT.
-    Source: docs/proofs/accounting.md#several-records-of-a-unit.
+    Source: docs/proofs/accounting.md#poisson-batch-one-record-added-or-removed.
     """
 
     rate: float
     noise: float
-    size: int = 1
     reverse: bool = False
 
     def __post_init__(self) -> None:
-        check.fields(self, rate=_rate, noise=_noise, size=check.positive_count)
-
-    @property
-    def weight(self) -> int:
-        """Every component is integrated."""
-        return self.size
+        check.fields(self, rate=_rate, noise=_noise)
 
     def exchanged(self) -> PoissonLoss:
         """Returns the other direction."""
@@ -474,7 +436,7 @@ class PoissonLoss(LossLaw):
 
     @property
     def _pair(self) -> MixturePair:
-        return MixturePair(self.rate, self.noise, self.size)
+        return MixturePair(self.rate, self.noise)
 
 
 @dataclass(frozen=True)
