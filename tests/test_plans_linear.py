@@ -77,13 +77,6 @@ MADE: dict[str, Callable[[], tuple[type[SolvedOptimizer], LinearPlan]]] = {
     "output, attacked": made(
         dp.OutputPerturbation, budget=BUDGET, attack_radius=0.1, attack_norm=float("inf")
     ),
-    "output, loop": made(
-        dp.OutputPerturbation,
-        budget=BUDGET,
-        guarantee="markov",
-        expected_accuracy=1e-9,
-        failure=1e-8,
-    ),
     "objective": made(dp.ObjectivePerturbation, budget=BUDGET, residual_clip=0.5),
     "objective, pure": made(dp.ObjectivePerturbation, budget=PURE),
     "objective, noise": made(dp.ObjectivePerturbation, noise_multiplier=4.0),
@@ -174,16 +167,6 @@ def test_noise_of_your_own_is_what_a_budget_would_have_chosen() -> None:
             {"noise_multiplier": 1.0, "model": nn.Linear(DIM, 3), "loss": SOFTMAX},
             "softmax",
         ),
-        (
-            dp.OutputPerturbation,
-            {
-                "noise_multiplier": 1.0,
-                "guarantee": "markov",
-                "expected_accuracy": 1.0,
-                "failure": 1e-9,
-            },
-            "markov",
-        ),
         (dp.OutputPerturbation, {"budget": ADDED, "adjacency": "zero_out"}, "adjacency"),
     ],
 )
@@ -197,8 +180,8 @@ def test_what_noise_of_your_own_does_not_go_with_is_named(
 @pytest.mark.parametrize("cls", [dp.OutputPerturbation, dp.ObjectivePerturbation, dp.NoisyGD])
 def test_numbers_of_a_plan_given_to_the_optimizer_are_sent_to_the_plan(cls: Any) -> None:
     layer = nn.Linear(DIM, 1)
-    with pytest.raises(ValueError, match=rf"solver must be given to {cls.__name__}.plan\(...\)"):
-        cls(layer.parameters(), plan=made(cls, budget=BUDGET)()[1], solver="auto")
+    with pytest.raises(ValueError, match=rf"secure must be given to {cls.__name__}.plan\(...\)"):
+        cls(layer.parameters(), plan=made(cls, budget=BUDGET)()[1], secure="exact")
 
 
 def test_an_accountant_of_another_adjacency_or_budget_is_refused() -> None:

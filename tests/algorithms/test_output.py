@@ -15,6 +15,7 @@ from tests.reference.papers.output import (
     accuracy_paper,
     adversarial_smoothness,
     argmin_sensitivity,
+    expected_suboptimal_sensitivity,
     gap_rounding,
     psgd_sensitivity,
     psgd_sensitivity_strongly_convex,
@@ -28,6 +29,7 @@ from tests.reference.papers.output import (
     risk_smooth_erm,
     risk_smooth_population,
     risk_strongly_convex,
+    suboptimal_sensitivity,
 )
 from torch_dpsco.accounting.analysis.convert import delta_with_failure
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
@@ -45,10 +47,8 @@ from torch_dpsco.estimators.output_numbers import (
     adversarial_lipschitz,
     certified_sensitivity,
     erm_sensitivity,
-    expected_suboptimal_sensitivity,
     minimizer_radius,
     noise_norms,
-    suboptimal_sensitivity,
 )
 from torch_dpsco.losses.classification import logistic_gradient_diameter
 

@@ -14,6 +14,7 @@ from tests.reference.papers.output import (
     reg_smooth_population,
     risk_strongly_convex,
     subgradient_steps,
+    suboptimal_sensitivity,
 )
 from torch_dpsco.accounting.analysis.gaussian import (
     gaussian_delta,
@@ -24,7 +25,6 @@ from torch_dpsco.accounting.analysis.gaussian import (
 from torch_dpsco.estimators.output_numbers import (
     erm_sensitivity,
     noise_norms,
-    suboptimal_sensitivity,
 )
 from torch_dpsco.estimators.robust import Adversarial, Tilted
 from torch_dpsco.estimators.tilted_numbers import tilted_sensitivity

@@ -120,9 +120,6 @@ def test_the_noise_covers_what_the_solver_left() -> None:
         pure = plan_output(replace(given, budget=dp.Budget(1.0, 0.0, "replace_one")))
         assert pure.noise_scale >= moved / 1.0
         assert pure.event().eps == 1.0
-        paper = plan_output(given, mode="paper")
-        assert paper.noise_scale > plan.noise_scale
-        assert paper.sensitivity == plan.sensitivity
 
 
 def test_a_released_point_is_certified_within_the_planned_distance() -> None:
@@ -142,9 +139,7 @@ def test_a_released_point_is_certified_within_the_planned_distance() -> None:
         objective = build_objective(given, plan.reg, records)
         ball = plan.task.radius if objective.smoothness is not None else math.inf
         exact = solve(objective, plan.distance * 1e-2, radius=ball).w
-        for solver in ("auto", "newton", "lbfgs", "agd"):
-            point = replace(plan, solver=solver).solve(records)
-            assert float((point - exact).norm()) <= plan.distance * 1.01
+        assert float((plan.solve(records) - exact).norm()) <= plan.distance * 1.01
 
 
 def test_a_plan_of_a_weaker_objective_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,6 @@ class LinearModel(BaseEstimator):
         reg: in sum form, > 0; None for the mechanism's default.
         radius: > 0, norm that the answer is projected to; inf for none.
         mechanism: "auto" (chosen by public facts) or one of `linear.MECHANISMS`.
-        solver: see `estimators.solvers.solve`; never trusted.
         n_max: public cap on the number of records; None for 2 n.
         secure: "exact" for noise drawn in integers on a public grid: mechanism "adassp" or "output", delta > 0.
         accountant: ledger that every fit is charged to, copies' and clones' too; None for a new one per fit.
@@ -160,7 +159,6 @@ class LinearModel(BaseEstimator):
     reg: float | None = None
     radius: float = math.inf
     mechanism: str = "auto"
-    solver: str = "auto"
     n_max: int | None = None
     secure: str | None = None
     accountant: Accountant | None = None
@@ -276,9 +274,7 @@ class LinearModel(BaseEstimator):
             CalibrationError: the settings do not go together; or no table of this size has intervals.
             ValueError: a setting.
         """
-        plan = plan_linear(
-            self._task(dim, unit), self.mechanism, secure=self.secure, solver=self.solver
-        )
+        plan = plan_linear(self._task(dim, unit), self.mechanism, self.secure)
         return replace(plan, shown=_when_shown(plan)) if plan.task.curvature else plan
 
     def preview(

@@ -39,7 +39,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -448,15 +447,6 @@ def amp_tolerance(lipschitz: float, rounding: float) -> float:
 _ROUNDING = 1e-14  # relative, of a count before it is rounded up
 
 
-class KatyushaParameters(NamedTuple):
-    """Inner steps m of an epoch, weights tau1 and tau2 of the points that are mixed, and the step size gamma."""
-
-    m: int
-    tau1: float
-    tau2: float
-    gamma: float
-
-
 def agd_certified_steps(
     strong_convexity: float, smoothness: float, distance: float, grad_tol: float
 ) -> int:
@@ -493,27 +483,6 @@ def agd_certified_steps(
         math.log(beta) + math.log(mu + beta) + 2 * (math.log(distance) - math.log(grad_tol))
     )
     return 1 + _count(math.sqrt(beta / mu) * log_ratio, "grad_tol") if log_ratio > 0 else 1
-
-
-def katyusha_parameters(n: int, smoothness: float, strong_convexity: float) -> KatyushaParameters:
-    """Returns m = 2 n, tau1 = min(sqrt(m mu / (3 beta)), 1/2), tau2 = 1/2 and gamma = 1 / (3 tau1 beta).
-
-    Args:
-        n: records, >= 1.
-        smoothness: beta > 0, of each loss.
-        strong_convexity: mu > 0, of the regularizer.
-
-    Source: docs/proofs/output.md#steps-of-katyusha (the paper's tau1 misses the beta).
-
-    Example:
-        >>> katyusha_parameters(n=10, smoothness=5.0, strong_convexity=5.0).tau1
-        0.5
-    """
-    m = 2 * check.positive_count(n=n)
-    beta = check.positive(smoothness=smoothness)
-    mu = check.positive(strong_convexity=strong_convexity)
-    tau1 = min(math.sqrt(m * mu / (3 * beta)), 0.5)
-    return KatyushaParameters(m, tau1, 0.5, 1 / (3 * tau1 * beta))
 
 
 def _count(steps: float, name: str) -> int:

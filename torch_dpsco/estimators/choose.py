@@ -30,7 +30,6 @@ from torch_dpsco.estimators.preparation import (
     signal_to_noise,
 )
 from torch_dpsco.estimators.records import Records, Stored
-from torch_dpsco.estimators.solvers import SOLVERS
 from torch_dpsco.estimators.task import (
     LinearPlan,
     LinearTask,
@@ -147,25 +146,19 @@ def _reason(task: LinearTask, chosen: str) -> str:
 def plan_linear(
     task: LinearTask,
     mechanism: str = "auto",
-    *,
-    mode: str = "tight",
     secure: str | None = None,
-    solver: str = "auto",
 ) -> LinearPlan:
     """Returns the plan of one release of a private linear model.
 
     Args:
         task: public numbers.
         mechanism: "auto" (`choose_mechanism`) or one of `MECHANISMS`.
-        mode: "tight" or "paper" (output).
         secure: "exact" for noise drawn in integers (output, adassp; delta > 0), which "auto" then chooses from.
-        solver: of output and objective perturbation, see `estimators.solvers.solve`; never trusted.
 
     Raises:
         ConditionError: the mechanism does not cover the task.
     """
     check.choice(MECHANISMS, mechanism=mechanism)
-    check.choice(SOLVERS, solver=solver)
     if task.budget is not None and task.budget.unit == "user":
         check.choice(("auto", "noisy_gd"), mechanism=mechanism)
         require_gaussian(secure, "its noise on users is drawn in floating point")
@@ -177,7 +170,7 @@ def plan_linear(
         return plan_users(task)
     if mechanism == "auto":
         chosen = choose_mechanism(task, secure)
-        plan = plan_linear(task, chosen, mode=mode, secure=secure, solver=solver)
+        plan = plan_linear(task, chosen, secure)
         return replace(plan, reason=_reason(task, chosen))
     if mechanism == "adassp":
         return plan_adassp(task, secure)
@@ -188,8 +181,8 @@ def plan_linear(
     if mechanism == "noisy_gd":
         return plan_noisy_gd(task, secure=secure, released="all" if task.reg is None else "last")
     if mechanism == "objective":
-        return plan_objective(task, secure=secure, solver=solver)
-    return plan_output(task, mode, secure, solver)
+        return plan_objective(task, secure=secure)
+    return plan_output(task, secure)
 
 
 class LinearFit(NamedTuple):
@@ -210,9 +203,6 @@ class LinearFit(NamedTuple):
     moments: Tensor | None = None
 
 
-_RANDOM_ACCESS = ("katyusha", "subgradient")
-
-
 def require_sums(plan: LinearPlan) -> None:
     """Raises ConditionError unless all that a plan reads of the records are sums, as of records that come in blocks."""
     task = plan.task
@@ -229,10 +219,6 @@ def require_sums(plan: LinearPlan) -> None:
         raise ConditionError(
             f"loss must be smooth: {kind}, and a kink needs a dual variable of each record. Use "
             "LinearSVC(loss='smoothed_hinge') or a width > 0 for quantiles"
-        )
-    if getattr(plan, "solver", "auto") in _RANDOM_ACCESS:
-        raise ConditionError(
-            f"solver must not be one of {_RANDOM_ACCESS}: {kind}, and it draws single records"
         )
 
 

@@ -145,7 +145,7 @@ class LogisticRegression(BinaryClassifier):
 
     Args:
         epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
-            intercept_scaling, reg, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+            intercept_scaling, reg, radius, mechanism, n_max, secure, accountant: see `LinearModel`.
         classes, class_weight: see `Classifier`; two labels, of which the second is the positive one.
         residual_clip: in (0, 1], or None for no clip. "auto" for 0.5, or 0.7 where n mu / sqrt(d) >= 700, mu the level
             of the budget (`plan(d)` says which); 0.2 for few rows where accuracy alone counts.
@@ -230,7 +230,7 @@ class SoftmaxRegression(Classifier):
 
     Args:
         epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
-            intercept_scaling, reg, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+            intercept_scaling, reg, radius, mechanism, n_max, secure, accountant: see `LinearModel`.
         classes, class_weight: see `Classifier`; the labels in the order of columns.
 
     Example:
@@ -274,7 +274,7 @@ class LinearSVC(BinaryClassifier):
 
     Args:
         epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
-            intercept_scaling, reg, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+            intercept_scaling, reg, radius, mechanism, n_max, secure, accountant: see `LinearModel`.
         classes, class_weight: see `Classifier`; two labels, of which the second is the positive one.
         loss: "smoothed_hinge" (a parabola at the corner, so that objective perturbation applies, which is more accurate
             by far) or "hinge" (output perturbation, and slow for many rows).
@@ -308,7 +308,7 @@ class TiltedClassifier(BinaryClassifier):
 
     Args:
         epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
-            intercept_scaling, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+            intercept_scaling, mechanism, n_max, secure, accountant: see `LinearModel`.
         classes: two labels, of which the second is the positive one; no weights, since the constants have equal ones.
         tilt: tau, of either sign; 0 is the mean.
         n_min: public lower bound on the number of records; required under add_remove, no more than n.
@@ -351,7 +351,7 @@ class AdversarialClassifier(BinaryClassifier):
 
     Args:
         epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
-            intercept_scaling, reg, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+            intercept_scaling, reg, radius, mechanism, n_max, secure, accountant: see `LinearModel`.
         classes, class_weight: see `Classifier`; two labels, of which the second is the positive one.
         attack_radius: > 0, in the units of prepared rows.
         attack_norm: 2, or inf (each feature moves by that much).

@@ -29,8 +29,8 @@ EVALUATION = 32
 class RowConstants:
     """Sums over the records that bound the loss and its slope, and with them the rounding errors.
 
-    For record i: |phi'| <= slope_i, |phi''| <= bend_i, |phi'(0)| <= start_i and l(0) = value_i. All are read off the
-    data and rounded up, so that no promise about the data is needed.
+    For record i: |phi'| <= slope_i, |phi''| <= bend_i and |phi'(0)| <= start_i. All are read off the data and rounded
+    up, so that no promise about the data is needed.
 
     Attributes:
         smooth: whether phi' does not jump.
@@ -38,7 +38,7 @@ class RowConstants:
 
     def __init__(self, loss: TableLoss | ResidualClipped, records: Records) -> None:
         self.smooth = loss.unclipped.problem(bound_x=1.0).smoothness is not None
-        sums = records.sum(lambda part: RowBounds(loss, part).sums())
+        sums = records.sum(partial(_row_sums, loss))
         up = 1 + gamma(records.depth + 8)
         self._slope, self._start, self._label, curvature, self.norm_mass, self._offset = (
             float(s) * up for s in sums
@@ -59,49 +59,30 @@ class RowConstants:
         return self.curvature * size + self._label
 
 
-class RowBounds:
-    """Bounds on the slope of each record in memory, those that `RowConstants` are sums of.
-
-    Attributes:
-        bend: per-record Lipschitz constant of phi', shape (n,); None if phi' jumps.
-    """
-
-    def __init__(self, loss: TableLoss | ResidualClipped, records: Records) -> None:
-        table = loss.unclipped
-        problem = table.problem(bound_x=1.0)
-        norms = records.norms * (1 + gamma(records.dim + 8))
-        targets = records.targets.abs()
-        zero = torch.zeros_like(norms)
-        ones = torch.ones_like(norms)
-        # the slope in the score is y phi'(y s) for a margin: a label beyond 1 steepens it
-        label = targets.clamp(min=1.0) if table.target_kind == "sign" else ones
-        largest = float(targets.max()) if len(targets) else 1.0
-        slope = label * table.grad_bound(math.inf, 1.0, max(largest, 1.0))
-        slope = torch.minimum(slope, loss.limits(records.norms))
-        start = torch.minimum(table.derivative(zero, records.targets).abs(), slope)
-        self.bend: Tensor | None = None
-        if problem.smoothness is not None:
-            self.bend = label * label * problem.smoothness
-            bend = table.clipped_bend(slope, ones)
-            if bend is not None:  # for labels +-1
-                self.bend = torch.where((targets == 1) & (slope <= 0.5), bend, self.bend)
-        self._records = records
-        self._norms = norms
-        self._targets = targets
-        self._slope = slope
-        self._start = start
-        self._label = label
-
-    def sums(self) -> tuple[Tensor, ...]:
-        """Weighted sums of slope |x|, start |x|, bend |x| |y|, bend |x|^2, |x|, 1 + |y|; 0 of bends that are None."""
-        norms = self._norms
-        targets = self._targets
-        records = self._records
-        bend = torch.zeros_like(norms) if self.bend is None else self.bend
-        slopes = torch.where(norms > 0, self._slope * norms, 0.0)
-        curves = bend * norms * targets, bend * norms * norms
-        masses = slopes, self._start * norms, *curves, norms * self._label, 1 + targets
-        return tuple(records.total(records.weights * mass) for mass in masses)
+def _row_sums(loss: TableLoss | ResidualClipped, records: Records) -> tuple[Tensor, ...]:
+    """Weighted sums of slope |x|, start |x|, bend |x| |y|, bend |x|^2, |x|, 1 + |y|; 0 of bends where phi' jumps."""
+    table = loss.unclipped
+    smoothness = table.problem(bound_x=1.0).smoothness
+    norms = records.norms * (1 + gamma(records.dim + 8))
+    targets = records.targets.abs()
+    zero = torch.zeros_like(norms)
+    ones = torch.ones_like(norms)
+    # the slope in the score is y phi'(y s) for a margin: a label beyond 1 steepens it
+    label = targets.clamp(min=1.0) if table.target_kind == "sign" else ones
+    largest = float(targets.max()) if len(targets) else 1.0
+    slope = label * table.grad_bound(math.inf, 1.0, max(largest, 1.0))
+    slope = torch.minimum(slope, loss.limits(records.norms))
+    start = torch.minimum(table.derivative(zero, records.targets).abs(), slope)
+    bend = zero
+    if smoothness is not None:
+        bend = label * label * smoothness
+        less = table.clipped_bend(slope, ones)
+        if less is not None:  # for labels +-1
+            bend = torch.where((targets == 1) & (slope <= 0.5), less, bend)
+    slopes = torch.where(norms > 0, slope * norms, 0.0)
+    curves = bend * norms * targets, bend * norms * norms
+    masses = slopes, start * norms, *curves, norms * label, 1 + targets
+    return tuple(records.total(records.weights * mass) for mass in masses)
 
 
 class SumObjective(Objective):
@@ -261,12 +242,6 @@ class LinearObjective(SumObjective):
         fewer.normalizer = self.normalizer / step
         fewer.constants = RowConstants(self.loss, fewer.records)
         return fewer
-
-    def row_gradient(self, row: int, point: Tensor) -> Tensor:
-        """c_i phi'_i(<w, x_i>) x_i of one record, without the normalizer; 0 for a null record."""
-        features = self.records.select(torch.tensor([row], device=self.device))
-        slopes = self.slopes(features @ point, slice(row, row + 1))
-        return slopes @ features
 
     def slopes(self, scores: Tensor, rows: slice) -> Tensor:
         """c_i phi'_i of some records, for their scores."""

@@ -105,55 +105,6 @@ def certified_sensitivity(sensitivity: float, strong_convexity: float, grad_tol:
     return safe(sensitivity + 2 * check.positive(grad_tol=grad_tol) / mu)
 
 
-def suboptimal_sensitivity(sensitivity: float, strong_convexity: float, accuracy: float) -> float:
-    """Returns Delta + 2 sqrt(2 alpha / mu), for points whose objective is within alpha of the minimum FOR CERTAIN.
-
-    The paper uses it for solvers that reach alpha in expectation, which is not private (see the errata): use
-    `certified_sensitivity` or `expected_suboptimal_sensitivity` for those.
-
-    Args:
-        sensitivity: Delta > 0, of exact minimizers.
-        strong_convexity: mu > 0.
-        accuracy: alpha > 0.
-
-    Source: docs/proofs/output.md#accuracy-in-expectation (Proposition 3.1 of the paper).
-
-    Example:
-        >>> round(suboptimal_sensitivity(sensitivity=0.02, strong_convexity=0.1, accuracy=1e-5), 9)
-        0.048284271
-    """
-    sensitivity = check.positive(sensitivity=sensitivity)
-    mu = check.positive(strong_convexity=strong_convexity)
-    return safe(
-        sensitivity + 2 * math.sqrt(2 * check.positive(accuracy=accuracy)) / math.sqrt(mu)
-    )
-
-
-def expected_suboptimal_sensitivity(
-    sensitivity: float, strong_convexity: float, expected_accuracy: float, failure: float
-) -> float:
-    """Returns Delta + 2 sqrt(2 alpha / (mu p)): E[F(w) - min F] <= alpha gives F(w) - min F <= alpha / p but for p.
-
-    Args:
-        sensitivity: Delta > 0, of exact minimizers.
-        strong_convexity: mu > 0.
-        expected_accuracy: alpha > 0, on every data set.
-        failure: p in (0, 1), of a failure on each side by itself: it adds (1 + e^epsilon) p to delta
-            (`delta_with_failure`, kind "per_side").
-
-    Guarantee: the sensitivity outside of the failure; a pure epsilon is not possible this way.
-
-    Source: docs/proofs/output.md#accuracy-in-expectation
-
-    Example:
-        >>> round(expected_suboptimal_sensitivity(0.02, 0.1, expected_accuracy=1e-5, failure=1e-7), 6)
-        89.462719
-    """
-    alpha = check.positive(expected_accuracy=expected_accuracy)
-    failure = check.open_interval(0.0, 1.0, failure=failure)
-    return safe(suboptimal_sensitivity(sensitivity, strong_convexity, safe(alpha / failure)))
-
-
 def minimizer_radius(
     reg: float,
     *,

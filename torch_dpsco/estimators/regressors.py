@@ -76,7 +76,7 @@ class HuberRegressor(Regressor):
 
     Args:
         epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
-            intercept_scaling, reg, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+            intercept_scaling, reg, radius, mechanism, n_max, secure, accountant: see `LinearModel`.
         bound_y: Y > 0, that targets are clipped to; required.
         threshold: > 0, in units of the target, public, to which the noise is proportional; "auto" for 0.3 of
             the median distance of targets from their median, which is measured (a half for users, a half to one
@@ -124,7 +124,7 @@ class QuantileRegressor(Regressor):
 
     Args:
         epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
-            intercept_scaling, reg, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+            intercept_scaling, reg, radius, mechanism, n_max, secure, accountant: see `LinearModel`.
         bound_y: Y > 0, that targets are clipped to; required.
         quantile: in (0, 1).
         width: >= 0, in units of the target, public, over which the kink is smoothed; 0 keeps it, by output
@@ -164,7 +164,7 @@ class Ridge(Regressor):
 
     Args:
         epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
-            intercept_scaling, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+            intercept_scaling, radius, mechanism, n_max, secure, accountant: see `LinearModel`.
         reg: > 0, a ridge of the answer; None for nothing.
         bound_y: Y > 0, that targets are clipped to; required.
         intervals: share in (0, 1) of the budget, in mu^2 of Gaussian noise, for the sum of squared targets, which

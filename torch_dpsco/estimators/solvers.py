@@ -1,20 +1,11 @@
 """Untrusted solvers of strongly convex objectives, and the certificates that verify their results.
 
-`solve(objective, tolerance)` is the entry: a fast solver (Newton, L-BFGS, Katyusha, stochastic subgradient, Huber
-continuation), a run-time certificate of the distance to the exact minimizer, and a deterministic fallback. Nothing but
-the point leaves: iteration counts, losses, times and the certified number depend on the data.
+`solve(objective, tolerance)` is the entry: a fast solver (Newton, L-BFGS, Huber continuation), a run-time certificate
+of the distance to the exact minimizer, and a deterministic fallback. Nothing but the point leaves: iteration counts,
+losses, times and the certified number depend on the data.
 
-Differs from the paper in: its output step trusts the expected accuracy of the solver; here the solver is never trusted.
-
-Gradient methods: accelerated, variance-reduced, and stochastic subgradients.
-
-Differs from the papers in: Katyusha's rate hides a constant and holds in expectation only, so that the number of epochs
-is a hint; the certificate C1, free at the start of every epoch, decides. Weights of the average are theta^(j - m),
-which cannot overflow. Records are drawn with replacement from a generator of the solver, never from that of the noise.
-
-Of subgradient steps with a weighted average, the first method of the paper, the indices are off by one
-(docs/errata.md#paper-4-lowy-razaviyayn-output-perturbation, E8): the corrected ones are used. Their accuracy holds in
-expectation only, which bounds no distance: whatever it returns is certified, or polished until it is.
+Differs from the paper in: its output step trusts the expected accuracy of the solver; here the solver is never trusted,
+and its stochastic solvers, accurate in expectation only, are in tests/reference/papers/output_solvers.py.
 
 Newton and L-BFGS; for losses with kinks, Newton on smoothed losses of shrinking width.
 
@@ -44,7 +35,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco._doors import typed
-from torch_dpsco._validate import choice, positive
+from torch_dpsco._validate import positive
 from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.estimators.certificates import (
     BoxDual,
@@ -54,18 +45,15 @@ from torch_dpsco.estimators.certificates import (
     distance_of_gap,
     gap_certificate,
     gap_error,
-    gradient_certificate,
-    katyusha_parameters,
     primal_point,
     project,
     projected_certificate,
 )
-from torch_dpsco.estimators.objectives import LinearObjective, RowBounds, norm_up
+from torch_dpsco.estimators.objectives import LinearObjective, norm_up
 from torch_dpsco.estimators.records import Objective, require_double
 
-__all__ = ["SOLVERS", "Certificate", "Solution", "gradient_certificate", "solve"]
+__all__ = ["Certificate", "Solution", "solve"]
 
-SOLVERS = ("auto", "newton", "lbfgs", "agd", "katyusha", "subgradient")
 _NEWTON_DIM = 1000  # a Hessian costs about d/4 gradients
 _LIKE = 4  # every 4th record is enough for a Hessian, which is near that of all
 _THIN, _THIN_ROWS, _THIN_STEPS = (
@@ -95,7 +83,6 @@ def solve(
     *,
     radius: float = math.inf,
     start: Tensor | None = None,
-    solver: str = "auto",
 ) -> Solution:
     """A point within `tolerance` of the minimizer of the objective (on the ball of `radius`), certified in float64.
 
@@ -104,7 +91,6 @@ def solve(
         tolerance: r > 0, public distance ||w - w*||; must lie above the rounding of float64 by public constants.
         radius: of the ball around 0 that is the feasible set, or inf; needs a smooth objective.
         start: w_0, float64, or None for 0.
-        solver: what runs first: "auto", "newton", "lbfgs", "agd", "katyusha" or "subgradient". Never trusted.
 
     Returns:
         The point and its certificate.
@@ -116,7 +102,7 @@ def solve(
             rounding of float64. This depends on the data and is outside of any guarantee.
 
     Guarantee:
-        ||w - w*|| <= tolerance, whatever the solver and its seed did.
+        ||w - w*|| <= tolerance, whatever the fast solver did.
 
     Source:
         docs/proofs/output.md#certified-points, docs/proofs/output.md#solvers-that-cannot-fail
@@ -130,7 +116,6 @@ def solve(
     """
     distance = positive(tolerance=tolerance)
     radius = positive(allow_inf=True, radius=radius)
-    first = choice(SOLVERS, solver=solver)
     if not objective.strong_convexity > 0:
         raise ConditionError("strong_convexity must be > 0: regularize every coordinate")
     point = (
@@ -156,7 +141,7 @@ def solve(
                 " smoothing"
             )
         else:
-            fast = _fast(objective, point, distance, first)
+            fast = _fast(objective, point, distance)
             fast = fast if bool(torch.isfinite(fast).all()) else point
             found, certificate = projected_certificate(objective, fast, radius)
             if not certificate.proves(distance):
@@ -168,22 +153,9 @@ def solve(
     return Solution(found, certificate)
 
 
-def _fast(objective: Objective, start: Tensor, distance: float, solver: str) -> Tensor:
+def _fast(objective: Objective, start: Tensor, distance: float) -> Tensor:
     """The point of an untrusted unconstrained solver."""
-    # PRIVACY: whether there is a record to draw is private (test_every_solver_takes_an_empty_data_set)
-    if isinstance(objective, LinearObjective) and objective.records.count:
-        # PRIVACY: the state of torch's own generator would tell how many draws were made
-        # (test_a_solver_leaves_the_global_generator_where_it_was)
-        draws = torch.Generator().manual_seed(0)
-        if solver == "katyusha":
-            start = katyusha(objective, start, distance, generator=draws)
-        elif solver == "subgradient":
-            start = stochastic_subgradient(
-                objective, start, 2 * objective.records.count, generator=draws
-            )
-    if solver == "agd":
-        return start
-    if solver == "lbfgs" or (solver != "newton" and objective.dim > _NEWTON_DIM):
+    if objective.dim > _NEWTON_DIM:
         return lbfgs(objective, start, distance)
     if isinstance(objective, LinearObjective) and objective.records.count >= _THIN * _THIN_ROWS:
         # the first steps need not see every record: a Hessian of a sixteenth of them costs a sixteenth
@@ -292,110 +264,6 @@ def _refusal() -> NotCertifiedError:
     return NotCertifiedError(
         "no certificate: the promised constants are violated, or float64 is too coarse"
     )
-
-
-def katyusha(
-    objective: LinearObjective,
-    start: Tensor,
-    distance: float,
-    epochs: int = 50,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Epochs of 2n steps on F = (1/n) sum_i g_i + (mu/2)||w||^2 until C1 proves the distance, or they are over.
-
-    Args:
-        objective: a smooth `LinearObjective` with reg > 0 and at least one record.
-        start: w_0, float64.
-        distance: target of the certificate.
-        epochs: at most.
-        generator: of the solver, CPU; None for torch's default.
-
-    Returns:
-        The last full-gradient point. It promises nothing: certify it.
-
-    Raises:
-        ConditionError: if the objective is not a smooth, strongly convex sum.
-
-    Source:
-        docs/proofs/output.md#steps-of-katyusha (algorithm 3 of the paper)
-    """
-    records = objective.records
-    mu = objective.strong_convexity
-    bends = RowBounds(objective.loss, records).bend
-    if bends is None or not mu > 0 or records.count == 0:
-        raise ConditionError(
-            "katyusha needs a smooth, strongly convex sum over at least one record"
-        )
-    share = records.count / objective.normalizer
-    rows = float((bends * records.weights * records.norms**2).max()) * share
-    beta = max(rows, mu) * (1 + 1e-9) + mu  # of one term, with the regularizer
-    parameters = katyusha_parameters(records.count, beta, mu)
-    snapshot = ahead = behind = start
-    for _ in range(epochs):
-        iterate = Iterate.at(objective, snapshot)
-        if certified(objective, iterate, distance):
-            break
-        full = iterate.gradient - mu * snapshot
-        draws = torch.randint(records.count, (parameters.m,), generator=generator).tolist()
-        total = torch.zeros_like(start)
-        weight = 0.0
-        growth = 1 + parameters.gamma * mu
-        for draw in draws:
-            query = parameters.tau1 * ahead + parameters.tau2 * snapshot
-            query = query + (1 - parameters.tau1 - parameters.tau2) * behind
-            change = objective.row_gradient(draw, query) - objective.row_gradient(draw, snapshot)
-            slope = full + share * change
-            ahead = (ahead - parameters.gamma * slope) / growth
-            behind = (3 * beta * query - slope) / (3 * beta + mu)
-            total = total / growth + behind
-            weight = weight / growth + 1
-        snapshot = total / weight
-    return snapshot
-
-
-def stochastic_subgradient(
-    objective: LinearObjective,
-    start: Tensor,
-    steps: int,
-    radius: float = math.inf,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """w_t = Pi[w_(t-1) - eta_t g_i(w_(t-1))], eta_t = 2/(mu (t + 1)); returns sum_t 2t/(T (T + 1)) w_(t-1).
-
-    Args:
-        objective: reg > 0, at least one record; smooth or not.
-        start: w_0, float64.
-        steps: T >= 1, fixed in advance.
-        radius: R of the ball, or inf.
-        generator: of the solver, CPU; None for torch's default.
-
-    Returns:
-        The average, with E F - min F <= 2 L^2/(mu (T + 1)). It promises nothing: certify it.
-
-    Raises:
-        ConditionError: if the objective is not strongly convex, or has no records.
-
-    Source:
-        docs/proofs/output.md#steps-of-the-subgradient-method (algorithm 2 of the paper)
-    """
-    mu = objective.strong_convexity
-    count = objective.records.count
-    if not mu > 0 or count == 0:
-        raise ConditionError(
-            "stochastic subgradient steps need a strongly convex sum over at least one record"
-        )
-    share = count / objective.normalizer
-    point = project(start, radius)
-    average = torch.zeros_like(start)
-    for step, draw in enumerate(
-        torch.randint(count, (steps,), generator=generator).tolist(), start=1
-    ):
-        average = average + 2 * step / (steps * (steps + 1)) * point
-        slope = share * objective.row_gradient(draw, point) + mu * point
-        if objective.linear_term is not None:
-            slope = slope + objective.linear_term
-        point = project(point - 2 / (mu * (step + 1)) * slope, radius)
-    return average
 
 
 _SLACK = 1e-13

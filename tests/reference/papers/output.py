@@ -808,3 +808,82 @@ def adassp_plan_of_the_paper(task: LinearTask) -> AdaSSPPlan:
     )
     more = _rounding(task, False)
     return AdaSSPPlan(task=task, constants=AdaSSPConstants(*(value * more for value in up_to)))
+
+
+def suboptimal_sensitivity(sensitivity: float, strong_convexity: float, accuracy: float) -> float:
+    """Returns Delta + 2 sqrt(2 alpha / mu), for points whose objective is within alpha of the minimum FOR CERTAIN.
+
+    The paper uses it for solvers that reach alpha in expectation, which is not private (see the errata): use
+    `certified_sensitivity` or `expected_suboptimal_sensitivity` for those.
+
+    Args:
+        sensitivity: Delta > 0, of exact minimizers.
+        strong_convexity: mu > 0.
+        accuracy: alpha > 0.
+
+    Source: docs/proofs/output.md#accuracy-in-expectation (Proposition 3.1 of the paper).
+
+    Example:
+        >>> round(suboptimal_sensitivity(sensitivity=0.02, strong_convexity=0.1, accuracy=1e-5), 9)
+        0.048284271
+    """
+    sensitivity = check.positive(sensitivity=sensitivity)
+    mu = check.positive(strong_convexity=strong_convexity)
+    return safe(
+        sensitivity + 2 * math.sqrt(2 * check.positive(accuracy=accuracy)) / math.sqrt(mu)
+    )
+
+
+def expected_suboptimal_sensitivity(
+    sensitivity: float, strong_convexity: float, expected_accuracy: float, failure: float
+) -> float:
+    """Returns Delta + 2 sqrt(2 alpha / (mu p)): E[F(w) - min F] <= alpha gives F(w) - min F <= alpha / p but for p.
+
+    Args:
+        sensitivity: Delta > 0, of exact minimizers.
+        strong_convexity: mu > 0.
+        expected_accuracy: alpha > 0, on every data set.
+        failure: p in (0, 1), of a failure on each side by itself: it adds (1 + e^epsilon) p to delta
+            (`delta_with_failure`, kind "per_side").
+
+    Guarantee: the sensitivity outside of the failure; a pure epsilon is not possible this way.
+
+    Source: docs/proofs/output.md#accuracy-in-expectation
+
+    Example:
+        >>> round(expected_suboptimal_sensitivity(0.02, 0.1, expected_accuracy=1e-5, failure=1e-7), 6)
+        89.462719
+    """
+    alpha = check.positive(expected_accuracy=expected_accuracy)
+    failure = check.open_interval(0.0, 1.0, failure=failure)
+    return safe(suboptimal_sensitivity(sensitivity, strong_convexity, safe(alpha / failure)))
+
+
+class KatyushaParameters(NamedTuple):
+    """Inner steps m of an epoch, weights tau1 and tau2 of the points that are mixed, and the step size gamma."""
+
+    m: int
+    tau1: float
+    tau2: float
+    gamma: float
+
+
+def katyusha_parameters(n: int, smoothness: float, strong_convexity: float) -> KatyushaParameters:
+    """Returns m = 2 n, tau1 = min(sqrt(m mu / (3 beta)), 1/2), tau2 = 1/2 and gamma = 1 / (3 tau1 beta).
+
+    Args:
+        n: records, >= 1.
+        smoothness: beta > 0, of each loss.
+        strong_convexity: mu > 0, of the regularizer.
+
+    Source: docs/proofs/output.md#steps-of-katyusha (the paper's tau1 misses the beta).
+
+    Example:
+        >>> katyusha_parameters(n=10, smoothness=5.0, strong_convexity=5.0).tau1
+        0.5
+    """
+    m = 2 * check.positive_count(n=n)
+    beta = check.positive(smoothness=smoothness)
+    mu = check.positive(strong_convexity=strong_convexity)
+    tau1 = min(math.sqrt(m * mu / (3 * beta)), 0.5)
+    return KatyushaParameters(m, tau1, 0.5, 1 / (3 * tau1 * beta))
