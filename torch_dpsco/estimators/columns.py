@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
+from torch_dpsco.estimators.frames import Column
 
 ROW = "row"  # a unit without a name
 
@@ -35,6 +36,29 @@ def key(value: Any) -> float | str | None:
     """
     found = number(value)
     return found if not math.isnan(found) else value if isinstance(value, str) else None
+
+
+def numbers(values: Column) -> NDArray[np.float64]:
+    """Returns values as `number` reads them."""
+    if isinstance(values, np.ndarray):
+        found = values.astype(np.float64)
+        return np.where(np.isfinite(found), found, math.nan)
+    return np.array([number(value) for value in values], dtype=np.float64)
+
+
+def places_of(levels: Sequence[Any], values: Column) -> NDArray[np.float64]:
+    """Returns the place of each value among levels; NaN for one that is none."""
+    places = index_of("levels", levels)
+    known: dict[Any, float] = {}
+    found = []
+    for value in values.tolist() if isinstance(values, np.ndarray) else values:
+        try:
+            if value not in known:
+                known[value] = places.get(key(value), math.nan)
+            found.append(known[value])
+        except TypeError:  # a list: no value, and no key
+            found.append(math.nan)
+    return np.array(found, dtype=np.float64)
 
 
 def index_of(name: str, levels: Sequence[Any]) -> dict[float | str | None, int]:
@@ -86,24 +110,14 @@ class Number:
         """Returns the names of the features."""
         return [column, f"{column} missing"] if self.missing else [column]
 
-    def code(self, value: Any) -> list[float]:
-        """Returns the features of one value."""
-        found = number(value)
-        if math.isnan(found):
-            return [0.0, 1.0] if self.missing else [math.nan]
-        share = (min(max(found, self.low), self.high) - self.low) / (self.high - self.low)
-        return [min(max(2 * share - 1, -1.0), 1.0), 0.0][: 1 + self.missing]
-
-    def code_all(self, values: NDArray[Any]) -> NDArray[np.float64]:
-        """Returns the features (n, 1 or 2) of numbers, as `code` does, bit by bit."""
-        found = values.astype(np.float64)
-        lost = ~np.isfinite(found)
-        share = (np.clip(np.where(lost, self.low, found), self.low, self.high) - self.low) / (
-            self.high - self.low
-        )
-        coded = np.where(
-            lost, 0.0 if self.missing else math.nan, np.clip(2 * share - 1, -1.0, 1.0)
-        )
+    def code(self, values: Column) -> NDArray[np.float64]:
+        """Returns the features (n, 1 or 2), each row of its own value alone."""
+        found = numbers(values)
+        lost = np.isnan(found)
+        within = np.clip(np.where(lost, self.low, found), self.low, self.high)
+        share = (within - self.low) / (self.high - self.low)
+        blank = 0.0 if self.missing else math.nan
+        coded = np.where(lost, blank, np.clip(2 * share - 1, -1.0, 1.0))
         return np.stack([coded, lost.astype(np.float64)][: 1 + self.missing], axis=1)
 
 
@@ -119,21 +133,20 @@ class Category:
 
     levels: Sequence[Any]
     baseline: bool = False
-    _places: ClassVar[dict[float | str | None, int]]  # of each level
 
     def __post_init__(self) -> None:
         check_fields(self)
-        object.__setattr__(self, "_places", index_of("levels", self.levels))
+        index_of("levels", self.levels)
         object.__setattr__(self, "levels", tuple(self.levels))  # a list, where it was read
 
     def names(self, column: str) -> list[str]:
         """Returns the names of the features."""
         return [f"{column}={level}" for level in self.levels[self.baseline :]]
 
-    def code(self, value: Any) -> list[float]:
-        """Returns the features of one value."""
-        place = self._places.get(key(value))
-        return [float(place == level) for level in range(self.baseline, len(self.levels))]
+    def code(self, values: Column) -> NDArray[np.float64]:
+        """Returns the features (n, number of levels), each row of its own value alone."""
+        wanted = np.arange(self.baseline, len(self.levels))
+        return (places_of(self.levels, values)[:, None] == wanted).astype(np.float64)
 
 
 @dataclass(frozen=True)
@@ -147,18 +160,17 @@ class Ordered:
 
     levels: Sequence[Any]
     missing: bool = False
-    _places: ClassVar[dict[float | str | None, int]]
 
     def __post_init__(self) -> None:
         check_fields(self)
-        object.__setattr__(self, "_places", index_of("levels", self.levels))
+        index_of("levels", self.levels)
         object.__setattr__(self, "levels", tuple(self.levels))  # a list, where it was read
 
     def names(self, column: str) -> list[str]:
         """Returns the names of the features."""
         return [column, f"{column} missing"] if self.missing else [column]
 
-    def code(self, value: Any) -> list[float]:
-        """Returns the features of one value."""
-        place = self._places.get(key(value), math.nan)
-        return Number(0, len(self.levels) - 1, self.missing).code(place)
+    def code(self, values: Column) -> NDArray[np.float64]:
+        """Returns the features (n, 1 or 2), each row of its own value alone."""
+        places = places_of(self.levels, values)
+        return Number(0, len(self.levels) - 1, self.missing).code(places)
