@@ -520,30 +520,6 @@ def test_probabilities_are_those_of_the_scores(name):
     assert (proba.argmax(1) == model.predict(rows())).all()
 
 
-def test_the_clipped_link_undoes_the_bias_of_the_clipped_loss():
-    """q that minimizes p min(1 - q, k) ... over a population is mapped back to p; k is of the row's own norm."""
-    model = fitted(
-        "LogisticRegression", bound_x=1.0, intercept_scaling=1.0, residual_clip=0.5, prepare=None
-    )
-    limit = model.plan_.task.clipped.clip / math.sqrt(2.0)
-    assert limit == pytest.approx(0.5, rel=1e-9)
-    row = np.array([[1.0, 0.0, 0.0]])
-    for p in (0.2, 0.4, 0.5, 0.7, 0.9):
-        grid = np.linspace(-6, 6, 48_001)  # scores
-        slope = -p * np.minimum(1 / (1 + np.exp(grid)), limit) + (1 - p) * np.minimum(
-            1 / (1 + np.exp(-grid)), limit
-        )
-        score = grid[np.abs(slope).argmin()]
-        model.coef_, model.intercept_ = np.array([[score, 0.0, 0.0]]), np.zeros(1)
-        assert model.predict_proba(row, link="clipped")[0, 1] == pytest.approx(p, abs=1e-3)
-    unclipped = fitted("LogisticRegression", residual_clip=None)
-    np.testing.assert_array_equal(
-        unclipped.predict_proba(rows(), "clipped"), unclipped.predict_proba(rows())
-    )
-    with pytest.raises(ValueError, match="link"):
-        model.predict_proba(row, link="probit")
-
-
 @pytest.mark.slow
 def test_mechanisms_can_be_chosen():
     for mechanism in ("output", "objective", "noisy_gd", "preconditioned_gd"):

@@ -441,10 +441,10 @@ class LinearModel(BaseEstimator):
 
     def _scores(self, X: Any) -> NDArray[np.float64]:
         """Scores (n, K) of public rows, prepared as in training."""
-        return np.concatenate([scores for scores, _ in self._blocks(X)])
+        return np.concatenate(list(self._blocks(X)))
 
-    def _blocks(self, X: Any) -> Iterable[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-        """Yields scores (m, K) and norms of prepared rows (m,), block by block."""
+    def _blocks(self, X: Any) -> Iterable[NDArray[np.float64]]:
+        """Yields scores (m, K), block by block."""
         if not hasattr(self, "coef_"):
             raise NotFittedError(
                 f"This {type(self).__name__} instance is not fitted yet: call fit before"
@@ -474,9 +474,7 @@ class LinearModel(BaseEstimator):
             part for features in dense_rows(X) for part in torch.split(features, _BLOCK_ROWS)
         ):
             require_finite(rows)
-            scores = given(rows) @ prepared.T + bias
-            norms = torch.linalg.vector_norm(self.units_.rows(rows), dim=1)
-            yield scores.cpu().numpy(), norms.cpu().numpy()
+            yield (given(rows) @ prepared.T + bias).cpu().numpy()
 
     # -- what is public ----------------------------------------------------------------------------------------------
 

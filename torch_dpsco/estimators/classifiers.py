@@ -7,7 +7,7 @@ the first of two classes is -1, the second is +1.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.base import Facts, LinearModel
 from torch_dpsco.estimators.preparation import residual_clip
 from torch_dpsco.estimators.reading import ClassifierMixin, as_codes
+from torch_dpsco.estimators.released import chances, labelled, labels_of
 from torch_dpsco.losses import Hinge, Logistic, SmoothedHinge, SoftmaxCrossEntropy
 from torch_dpsco.losses.base import TableLoss
 
@@ -52,9 +53,8 @@ class Classifier(ClassifierMixin, LinearModel):
                 f"classes must be the public labels, as (0, 1) (got {check.shown(self.classes)})"
             )
         given = list(self.classes.tolist() if hasattr(self.classes, "tolist") else self.classes)
-        if not all(isinstance(label, Hashable) for label in given) or len(set(given)) < max(
-            2, len(given)
-        ):
+        known = {label for label in given if isinstance(label, Hashable)}
+        if len(known) < max(2, len(given)):
             raise ValueError(f"classes must be two or more different labels (got {given})")
         return given
 
@@ -84,7 +84,7 @@ class Classifier(ClassifierMixin, LinearModel):
         """Targets of the loss, of places among the classes; -1 is none."""
 
     def _shaped(self, weight: Array, bias: Array) -> tuple[Array, Any]:
-        self.classes_ = _labels(self._classes())
+        self.classes_ = labels_of(self._classes())
         return weight, bias
 
     @abstractmethod
@@ -94,19 +94,7 @@ class Classifier(ClassifierMixin, LinearModel):
     def predict(self, X: Any) -> NDArray[Any]:
         """Returns labels (n,) of public rows; they are prepared, and clipped, as in training."""
         scores = self.decision_function(X)
-        places = scores.argmax(1) if scores.ndim == 2 else (scores > 0).astype(np.int64)
-        return np.asarray(self.classes_[places])
-
-
-def _labels(classes: Sequence[Any]) -> NDArray[Any]:
-    labels = np.asarray(classes)
-    if labels.tolist() == list(classes):
-        return labels
-    labels = np.empty(
-        len(classes), dtype=object
-    )  # of several kinds, which numpy would turn into one
-    labels[:] = classes
-    return labels
+        return labelled(self.classes_, scores)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -141,7 +129,7 @@ class LogisticRegression(BinaryClassifier):
 
     The gradient of a record is clipped at `residual_clip` of its largest possible norm, which for a linear model is the
     gradient of another convex loss, and the noise shrinks by as much. Scores keep their order; probabilities of records
-    that the model gets wrong are pulled in (see `predict_proba`).
+    that the model gets wrong are pulled in.
 
     Args:
         epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
@@ -191,34 +179,13 @@ class LogisticRegression(BinaryClassifier):
             return {"residual_clip": clip}
         return {"residual_clip": self.residual_clip}
 
-    def predict_proba(self, X: Any, link: str = "logistic") -> Array:
-        """Returns probabilities (n, 2) of public rows.
+    def predict_proba(self, X: Any) -> Array:
+        """Returns probabilities (n, 2) of public rows, by the logistic link."""
+        return chances(self._scores(X))
 
-        Args:
-            X: rows.
-            link: "logistic": q = sigmoid(score). "clipped": what minimizes the clipped loss over a population is not
-                its probability p, but q with p = min(q, k) / (min(q, k) + min(1 - q, k)), k = clip / |x|; this undoes
-                it, and helps where labels are noisy, not where weights are shrunk by noise.
-        """
-        check.choice(("logistic", "clipped"), link=link)
-        columns = []
-        for scores, norms in self._blocks(X):
-            pair = np.stack([_sigmoid(-scores[:, 0]), _sigmoid(scores[:, 0])], axis=1)
-            if link == "clipped" and self.plan_.task.clipped is not None:
-                with np.errstate(divide="ignore"):
-                    pair = np.minimum(pair, (self.plan_.task.clipped.clip / norms)[:, None])
-                pair /= pair.sum(1, keepdims=True)
-            columns.append(pair)
-        return np.concatenate(columns)
-
-    def predict_log_proba(self, X: Any, link: str = "logistic") -> Array:
+    def predict_log_proba(self, X: Any) -> Array:
         """Returns the logarithms of `predict_proba`."""
-        return np.asarray(np.log(self.predict_proba(X, link)))
-
-
-def _sigmoid(scores: Array) -> Array:
-    small = np.exp(-np.abs(scores))
-    return np.asarray(np.where(scores >= 0, 1.0, small) / (1.0 + small))
+        return np.asarray(np.log(self.predict_proba(X)))
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -257,15 +224,11 @@ class SoftmaxRegression(Classifier):
 
     def predict_proba(self, X: Any) -> Array:
         """Returns probabilities (n, K) of public rows."""
-        scores = self._scores(X)
-        weights = np.exp(scores - scores.max(1, keepdims=True))
-        return np.asarray(weights / weights.sum(1, keepdims=True))
+        return chances(self._scores(X))
 
     def predict_log_proba(self, X: Any) -> Array:
-        """Returns the logarithms of `predict_proba`, which do not underflow."""
-        scores = self._scores(X)
-        scores = scores - scores.max(1, keepdims=True)
-        return np.asarray(scores - np.log(np.exp(scores).sum(1, keepdims=True)))
+        """Returns the logarithms of `predict_proba`."""
+        return np.asarray(np.log(self.predict_proba(X)))
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

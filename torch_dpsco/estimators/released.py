@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -75,55 +75,38 @@ class Released:
     schema: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        _require(
-            self.kind in _KINDS.values(),
-            f"kind must be one of {', '.join(sorted(set(_KINDS.values())))}",
-        )
+        kinds = sorted({*_KINDS.values()})
+        _require(self.kind in kinds, f"kind must be one of {', '.join(kinds)}")
+        softmax = self.kind == "softmax"
         width = len(self.coef[0]) if self.coef else 0
-        _require(width > 0, "coef must have rows of numbers (got none)")
+        rows = len(self.classes) if softmax else 1
+        _require(
+            width > 0 and len(self.coef) == rows and all(len(row) == width for row in self.coef),
+            "coef must have one row of numbers, or for softmax one per class, of one length",
+        )
+        _require(len(self.intercept) == rows, "intercept must have one number per row of coef")
         for name, values in (
             ("intercept", self.intercept),
+            ("bound_x", (self.bound_x,)),
+            ("center", self.center or ()),
+            ("scale", self.scale or ()),
             *(("coef", row) for row in self.coef),
         ):
-            _require(
-                all(_finite(value) for value in values),
-                f"{name} must be finite numbers (got others)",
-            )
-        _require(
-            all(len(row) == width for row in self.coef),
-            "coef must have rows of one length (got several)",
-        )
-        _require(
-            len(self.intercept) == len(self.coef),
-            "intercept must have one number per row of coef",
-        )
-        plain = all(
-            isinstance(label, (str, bool, int)) or _finite(label) for label in self.classes
-        )
-        _require(plain and len(set(self.classes)) == len(self.classes), _CLASSES)
-        scores = len(self.classes) if self.kind == "softmax" else 1
-        _require(
-            len(self.coef) == scores,
-            "coef must have one row, or for softmax one per class (got others)",
-        )
-        several = len(self.classes) >= 2 if self.kind == "softmax" else len(self.classes) == 2
-        _require(not self.classes if self.kind == "regressor" else several, _CLASSES)
-        _require(_finite(self.bound_x) and self.bound_x > 0, "bound_x must be a number > 0")
+            _require(all(map(_finite, values)), f"{name} must be finite numbers (got others)")
+        for name, given in (
+            ("center", self.center),
+            ("scale", self.scale),
+            ("names", self.names),
+        ):
+            _require(given is None or len(given) == width, f"{name} must be {width}, or null")
+        _require(min((self.bound_x, *(self.scale or ()))) > 0, "bound_x and scale must be > 0")
+        text = all(isinstance(name, str) for name in self.names or ())
+        _require(text, "names must be texts, or null")
+        plain = all(isinstance(label, (str, bool)) or _finite(label) for label in self.classes)
+        count = len(self.classes)
+        fits = count == 0 if self.kind == "regressor" else count >= 2 if softmax else count == 2
+        _require(plain and fits and len(set(self.classes)) == count, _CLASSES)
         _require(isinstance(self.card, Mapping), "card must be an object, the privacy statement")
-        self._check_columns(width)
-
-    def _check_columns(self, width: int) -> None:
-        """Raises for units, names and a schema that do not go with the coefficients."""
-        for name, given in (("center", self.center), ("scale", self.scale)):
-            fits = given is None or (
-                len(given) == width and all(_finite(value) for value in given)
-            )
-            _require(fits, f"{name} must be {width} finite numbers, or null")
-        _require(self.scale is None or min(self.scale) > 0, "scale must be numbers > 0")
-        named = self.names is None or (
-            len(self.names) == width and all(isinstance(x, str) for x in self.names)
-        )
-        _require(named, f"names must be {width} texts, or null")
         if self.schema is not None:
             columns = len(Schema.from_dict(self.schema).names)
             _require(
@@ -201,22 +184,16 @@ class Released:
         )
         wanted = list(cls.__dataclass_fields__)
         for name in sorted({*wanted} ^ {*read}):
-            raise ValueError(
-                f"{name} must be in the file"
-                if name in wanted
-                else f"{name!r} must not be in the file"
-            )
+            must = "must be" if name in wanted else "must not be"
+            raise ValueError(f"{name} {must} in the file")
         for name in ("coef", "intercept", "classes", "center", "scale", "names"):
             optional = name in ("center", "scale", "names") and read[name] is None
             _require(optional or isinstance(read[name], list), f"{name} must be a list")
-        _require(
-            all(isinstance(row, list) for row in read["coef"]), "coef must be a list of lists"
-        )
-        _require(not any(isinstance(x, (list, dict)) for x in read["classes"]), _CLASSES)
+            read[name] = None if read[name] is None else tuple(map(_frozen, read[name]))
+        coef = all(isinstance(row, tuple) for row in read["coef"])
+        _require(coef, "coef must be a list of lists")
+        _require(not any(isinstance(x, (tuple, dict)) for x in read["classes"]), _CLASSES)
         _require(isinstance(read["kind"], str), "kind must be text")
-        read["coef"] = tuple(map(tuple, read["coef"]))
-        for name in ("intercept", "classes", "center", "scale", "names"):
-            read[name] = None if read[name] is None else tuple(read[name])
         return cls(**read)
 
     # -- predictions -------------------------------------------------------------------------------------------------
@@ -225,16 +202,7 @@ class Released:
         """Returns labels or numbers (n,) of public rows (n, d), or of a table if there is a schema."""
         if self.kind == "regressor":
             return self._scores(X)[:, 0]
-        scores = self.decision_function(X)
-        labels = np.asarray(self.classes)
-        if labels.tolist() != list(
-            self.classes
-        ):  # of several kinds, which numpy would turn into one
-            labels = np.empty(len(self.classes), dtype=object)
-            labels[:] = self.classes
-        return np.asarray(
-            labels[scores.argmax(1) if scores.ndim == 2 else (scores > 0).astype(np.int64)]
-        )
+        return labelled(labels_of(self.classes), self.decision_function(X))
 
     def decision_function(self, X: Any) -> Array:
         """Returns scores of a classifier: (n,) for the second of two classes, or (n, K)."""
@@ -252,17 +220,7 @@ class Released:
             self.kind in ("probabilities", "softmax"),
             f"kind must have probabilities (got {self.kind!r})",
         )
-        scores = self._scores(X)
-        if self.kind == "probabilities":
-            small = np.exp(-np.abs(scores[:, 0]))
-            likely = 1.0 / (1.0 + small)
-            unlikely = small / (1.0 + small)
-            second = scores[:, 0] >= 0
-            return np.stack(
-                [np.where(second, unlikely, likely), np.where(second, likely, unlikely)], axis=1
-            )
-        weights = np.exp(scores - scores.max(1, keepdims=True))
-        return np.asarray(weights / weights.sum(1, keepdims=True))
+        return chances(self._scores(X))
 
     def _scores(self, X: Any) -> Array:
         if self.schema is not None and not (
@@ -299,6 +257,34 @@ class Released:
         return np.asarray(
             rows @ (weight * scale).T + (np.array(self.intercept) + weight @ center)
         )
+
+
+def labels_of(classes: Sequence[Any]) -> NDArray[Any]:
+    """Returns labels as an array, of objects where they are of several kinds, which numpy would turn into one."""
+    labels = np.asarray(classes)
+    if labels.tolist() == list(classes):
+        return labels
+    labels = np.empty(len(classes), dtype=object)
+    labels[:] = classes
+    return labels
+
+
+def labelled(labels: NDArray[Any], scores: Array) -> NDArray[Any]:
+    """Returns the label of each score (n,) of the second of two classes, or of scores (n, K)."""
+    places = scores.argmax(1) if scores.ndim == 2 else (scores > 0).astype(np.int64)
+    return np.asarray(labels[places])
+
+
+def chances(scores: Array) -> Array:
+    """Returns probabilities (n, K) of scores (n, K), or for two classes of scores (n, 1) of the second one."""
+    if scores.shape[1] == 1:
+        scores = np.concatenate([np.zeros_like(scores), scores], axis=1)
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    return np.asarray(weights / weights.sum(1, keepdims=True))
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _require(holds: bool, message: str) -> None:
