@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -227,8 +226,10 @@ class LinearModel(BaseEstimator):
             ValueError: a setting, a shape or a dtype; never a value of a record.
             UnitError: X has not n rows, where n is public.
         """
-        # PRIVACY: no ledger travels to a partition (test_no_ledger_travels_to_a_partition)
-        blocks = act("fit.stored")(X, y, sample_weight, self._unspent()._read)
+        blocks = None
+        if y is None or is_sparse(X) or not hasattr(X, "__len__"):
+            # PRIVACY: no ledger travels to a partition (test_no_ledger_travels_to_a_partition)
+            blocks = act("fit.stored")(X, y, sample_weight, self._unspent()._read)
         features = as_features(X) if blocks is None else blocks.empty()[0]
         count, width = features.shape
         users = (
@@ -319,12 +320,12 @@ class LinearModel(BaseEstimator):
     def _task(self, dim: int, unit: str = "example") -> LinearTask:
         check.positive_count(dim=dim)
         check_fields(self, largest=1e100)
-        self._require_given({"n": _HOW_TO_COUNT})
+        self._require_given()
         budget = Budget(
             self.epsilon, self.delta, adjacency=check_adjacency(self.adjacency), unit=unit
         )
         given = Preparation(
-            self._bound_on_rows(),
+            check.positive(bound_x=self.bound_x),
             center=_numbers("feature_center", self.feature_center),
             scale=_numbers("feature_scale", self.feature_scale),
         )
@@ -359,35 +360,24 @@ class LinearModel(BaseEstimator):
 
     def _required(self) -> dict[str, str]:
         """Settings that must be given, and how to choose them."""
-        counted = {"n": _HOW_TO_COUNT} if self.adjacency == ADD_REMOVE else {}
-        return counted | {"bound_x": _HOW_TO_BOUND}
+        return {"n": _HOW_TO_COUNT, "bound_x": _HOW_TO_BOUND}
 
-    def _require_given(self, more: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Raises ValueError for all settings together that must be given, or these more, and are not."""
-        required = {**more, **self._required()}
-        missing = {name: how for name, how in required.items() if getattr(self, name) is None}
-        if len(missing) == 1:
-            raise ValueError(
-                "".join(
-                    f"{name} must be given: {how} (got None)" for name, how in missing.items()
-                )
-            )
+    def _require_given(self) -> None:
+        """Raises ValueError for all settings together that must be given, and are not."""
+        required = self._required().items()
+        missing = {name: how for name, how in required if getattr(self, name) is None}
         if missing:
-            *others, last = missing
-            how_to = "; ".join(f"{name}: {how}" for name, how in missing.items())
-            raise ValueError(f"{', '.join(others)} and {last} must be given (got None). {how_to}")
-
-    def _bound_on_rows(self) -> float:
-        return check.positive(bound_x=self.bound_x)
+            how = "; ".join(f"{name}, {how}" for name, how in missing.items())
+            names = " and ".join(missing).replace(" and ", ", ", len(missing) - 2)
+            raise ValueError(f"{names} must be given: {how} (got None)")
 
     def _level_of_intervals(self, budget: Budget) -> float:
         """Returns the level mu of what intervals need; 0 where they are not paid for."""
         share = getattr(self, "intervals", None)
         if share is None:
             return 0.0
-        level = (
-            gaussian_mu(budget.epsilon, budget.delta) if budget.delta > 0 else budget.epsilon
-        )  # the task refuses it
+        pure = budget.delta == 0  # which the task refuses
+        level = budget.epsilon if pure else gaussian_mu(budget.epsilon, budget.delta)
         return math.sqrt(check.open_interval(0.0, 1.0, intervals=share)) * level
 
     def _measurements(
@@ -511,17 +501,10 @@ class LinearModel(BaseEstimator):
         """
         name = type(self).__name__
         check.open_interval(0.0, 1.0, level=level)
-        if not hasattr(self, "intervals"):
-            raise ConditionError(
-                f"{name} has no summary: confidence intervals are proved for LogisticRegression,"
-                " HuberRegressor and Ridge (intervals=)"
-            )
-        if not hasattr(self, "coef_"):
-            raise NotFittedError(f"This {name} instance is not fitted yet: call fit before")
         if not hasattr(self, "hessian_"):
             raise ConditionError(
-                f"intervals must be paid for by the fit: {name}(..., intervals=0.3).fit(X, y)"
-                " spends 0.3 of the same budget on what they need (got a fit without)"
+                f"{name} has no summary: intervals must be paid for by the fit, of LogisticRegression,"
+                " HuberRegressor or Ridge (intervals=0.3 spends 0.3 of the same budget on them)"
             )
         return act("model.summary")(self, level)
 
@@ -586,7 +569,4 @@ def _numbers(name: str, values: Any) -> tuple[float, ...] | None:
     """Returns public numbers, one per feature, as a tuple."""
     if values is None:
         return None
-    given = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(given, Iterable):
-        raise ValueError(f"{name} must have one number per feature (got {values!r})")
-    return tuple(check.finite(**{name: value}) for value in given)
+    return tuple(check.finite(**{name: value}) for value in np.atleast_1d(values).tolist())

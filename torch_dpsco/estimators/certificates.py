@@ -286,28 +286,19 @@ def box_of(objective: LinearObjective) -> BoxDual:
 
 
 BLOCK_ROWS = 1024
-SUMS = ("plain", "blocks", "pairwise")
 _SHARE_SMOOTH, _SHARE_KINKED = 1e-3, 0.05  # of the sensitivity: the noise grows by that much
 _AMP_LEAST, _AMP_MOST = 1e-6, 1e-2  # of the Lipschitz constant
 _ROOM = 4  # tolerances must exceed the rounding by this factor
 
 
-def sum_terms(n: int, sums: str = "blocks") -> int:
+def sum_terms(n: int) -> int:
     """Returns m: the error of a sum of n terms is at most m u times the sum of their sizes, up to O(u^2).
 
-    Args:
-        n: number of terms, >= 1.
-        sums: "plain", "blocks" or "pairwise".
-
     Example:
-        >>> sum_terms(10**6, "plain"), sum_terms(10**6, "blocks"), sum_terms(10**6, "pairwise")
-        (1000000, 1034, 20)
+        >>> sum_terms(10**6)
+        1034
     """
     n = check.positive_count(n=n)
-    if check.choice(SUMS, sums=sums) == "plain":
-        return n
-    if sums == "pairwise":
-        return (n - 1).bit_length()
     return min(n, BLOCK_ROWS) + (-(-n // BLOCK_ROWS) - 1).bit_length()
 
 
@@ -322,7 +313,6 @@ def gradient_rounding(
     weight: float = 1.0,
     linear: float = 0.0,
     score_offset: float = 0.0,
-    sums: str = "blocks",
 ) -> float:
     """Returns e_grad, which bounds how far a computed gradient (and its norm) is from the exact one.
 
@@ -336,7 +326,6 @@ def gradient_rounding(
         weight: sum of the weights of the losses: 1 for a mean, n_max / n for a sum over a constant n, n_max for a sum.
         linear: |b| >= 0 of a linear term.
         score_offset: >= 0, what the loss adds to a score, over the bound on |x| (`Problem.score_offset`).
-        sums: how sums over records are formed, see `sum_terms`.
 
     Source: docs/proofs/output.md#rounding-of-a-gradient
 
@@ -351,7 +340,7 @@ def gradient_rounding(
     terms = weight * check.positive(lipschitz=lipschitz) + check.nonnegative(reg=reg) * size
     terms += check.nonnegative(linear=linear)
     scores = (d + 8) * weight * check.nonnegative(smoothness=smoothness) * reach
-    return scaled_up(DOUBLE * ((sum_terms(n, sums) + d + 16) * terms + scores), 16)
+    return scaled_up(DOUBLE * ((sum_terms(n) + d + 16) * terms + scores), 16)
 
 
 def solver_tolerance(sensitivity: float, strong_convexity: float, kinked: bool = False) -> float:
@@ -393,7 +382,7 @@ def check_tolerance(grad_tol: float, rounding: float) -> float:
     if tolerance <= _ROOM * rounding:
         raise ConditionError(
             f"grad_tol = {tolerance:g} is not above four times the rounding of the gradient: use a"
-            f" grad_tol above {_ROOM * rounding:g}, pairwise sums, or a larger reg"
+            f" grad_tol above {_ROOM * rounding:g}, or a larger reg"
         )
     return tolerance
 
@@ -412,7 +401,7 @@ def check_gap_tolerance(distance: float, strong_convexity: float, rounding: floa
     if gap <= _ROOM * rounding:
         raise ConditionError(
             f"distance = {distance:g} needs a gap of {gap:g}, not above four times its rounding:"
-            f" use a distance above {math.sqrt(2 * _ROOM * rounding / mu):g}, or pairwise sums"
+            f" use a distance above {math.sqrt(2 * _ROOM * rounding / mu):g}"
         )
     return gap
 
@@ -439,7 +428,7 @@ def amp_tolerance(lipschitz: float, rounding: float) -> float:
     if tolerance > _AMP_MOST * lipschitz:
         raise ConditionError(
             f"the rounding of the gradient, {rounding:g}, exceeds {_AMP_MOST / _ROOM:g} lipschitz:"
-            " use pairwise sums, a smaller n_max, or a larger reg"
+            " use a smaller n_max, or a larger reg"
         )
     return tolerance
 

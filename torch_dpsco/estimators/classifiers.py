@@ -47,7 +47,6 @@ class Classifier(ClassifierMixin, LinearModel):
         }
 
     def _classes(self) -> list[Any]:
-        self._require_given()
         if isinstance(self.classes, str) or not hasattr(self.classes, "__iter__"):
             raise ValueError(
                 f"classes must be the public labels, as (0, 1) (got {check.shown(self.classes)})"

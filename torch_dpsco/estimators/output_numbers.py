@@ -28,7 +28,6 @@ import math
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import (
-    SENSITIVITIES,
     gaussian_sigma,
     sensitivity_factor,
 )
@@ -111,24 +110,17 @@ def minimizer_radius(
     lipschitz: float | None = None,
     loss_at_zero: float | None = None,
     radius: float = math.inf,
-    adjacency: str = "replace_one",
-    n: int | None = None,
-    n_max: int | None = None,
 ) -> float:
     """Returns rho >= |w| for every minimizer w of (1/n) sum_i l(w, x_i) + (lam/2) |w|^2, over R^d or a ball.
 
-    rho = min(R, c L / lam, sqrt(2 c l0 / lam)): the first by the optimality condition, <s + lam w, -w> >= 0; the
-    second, for nonnegative losses, by F(w) <= F(0). c = 1, but under add_remove c = n_max / n, since the sum may have
-    up to n_max terms: with c = 1 the bound is false there.
+    rho = min(R, L / lam, sqrt(2 l0 / lam)): the first by the optimality condition, <s + lam w, -w> >= 0; the second,
+    for nonnegative losses, by F(w) <= F(0). A sum of up to N terms is a mean with lam = reg / N.
 
     Args:
         reg: lam > 0.
         lipschitz: L > 0, on the whole of R^d or of the ball.
         loss_at_zero: l0 >= 0 with 0 <= l(w, x) everywhere and l(0, x) <= l0.
         radius: R of the ball of a constrained problem, > 0; inf for none.
-        adjacency: "replace_one", "zero_out" or "add_remove".
-        n: the public divisor, add_remove only.
-        n_max: public cap on the number of records, add_remove only; without one R alone counts.
 
     Raises:
         ValueError: an argument is out of range.
@@ -144,63 +136,40 @@ def minimizer_radius(
         1.0
     """
     reg = check.positive(reg=reg)
-    radius = check.positive(radius=radius, allow_inf=True)
-    excess = 1.0
-    if check.choice(SENSITIVITIES, adjacency=adjacency) == "add_remove":
-        # PRIVACY: more records than n push the minimizer further (test_a_sum_of_many_records_leaves_the_replace_radius)
-        known = n is not None and n_max is not None
-        excess = (
-            check.positive_count(n_max=n_max) / check.positive_count(n=n) if known else math.inf
-        )
-    bounds = [radius]
+    bounds = [check.positive(radius=radius, allow_inf=True)]
     if lipschitz is not None:
-        bounds.append(safe(excess * check.positive(lipschitz=lipschitz) / reg))
-    if loss_at_zero is not None and excess < math.inf:
-        bounds.append(
-            safe(math.sqrt(2 * excess * check.nonnegative(loss_at_zero=loss_at_zero) / reg))
-        )
+        bounds.append(safe(check.positive(lipschitz=lipschitz) / reg))
+    if loss_at_zero is not None:
+        bounds.append(safe(math.sqrt(2 * check.nonnegative(loss_at_zero=loss_at_zero) / reg)))
     if min(bounds) == math.inf:
         raise MissingConstantError(
-            "no bound on the minimizer: give lipschitz or loss_at_zero (under add_remove with n and"
-            " n_max), or radius"
+            "no bound on the minimizer: give lipschitz, loss_at_zero or radius"
         )
     return min(bounds)
 
 
 def adversarial_lipschitz(
-    bound_x: float,
-    attack_radius: float,
-    link_lipschitz: float = 1.0,
-    *,
-    norm: str = "l2",
-    dim: int = 1,
+    bound_x: float, attack_radius: float, link_lipschitz: float = 1.0
 ) -> float:
     """Returns L_phi (B + a), the Lipschitz constant of max over the attacks v of phi(y w.(x + v)).
 
     Args:
         bound_x: B > 0, bound on the Euclidean norm of x.
-        attack_radius: rho >= 0; a = rho, or rho sqrt(d) for attacks in the maximum norm.
+        attack_radius: a >= 0, bound on the Euclidean norm of an attack: rho sqrt(d) in the maximum norm.
         link_lipschitz: L_phi > 0; phi nonincreasing.
-        norm: "l2" or "linf".
-        dim: d >= 1, for linf.
 
     Source: docs/proofs/output.md#robust-losses
 
     Example:
-        >>> round(adversarial_lipschitz(1.0, 0.5), 9), round(adversarial_lipschitz(1.0, 0.5, norm="linf", dim=4), 9)
-        (1.5, 2.0)
+        >>> round(adversarial_lipschitz(1.0, 0.5), 9)
+        1.5
     """
-    reach = check.positive(bound_x=bound_x) + _attack_length(attack_radius, norm, dim)
+    reach = check.positive(bound_x=bound_x) + check.nonnegative(attack_radius=attack_radius)
     return safe(check.positive(link_lipschitz=link_lipschitz) * reach)
 
 
 def adversarial_gradient_diameter(
-    bound_x: float,
-    attack_radius: float,
-    link_lipschitz: float = 1.0,
-    *,
-    norm: str = "l2",
-    dim: int = 1,
+    bound_x: float, attack_radius: float, link_lipschitz: float = 1.0
 ) -> float:
     """Returns L_phi max(2 B, B + a): bounds the distance of the robust gradients of two records with |x| <= B.
 
@@ -208,12 +177,7 @@ def adversarial_gradient_diameter(
     the norm at w, chosen without looking at the data). The distance is convex in both s, hence largest at their ends:
     2 B L_phi, where both are L_phi, or (B + a) L_phi, where one is 0. So a <= B costs no noise.
 
-    Args:
-        bound_x: B > 0, bound on the Euclidean norm of x.
-        attack_radius: rho >= 0; a = rho, or rho sqrt(d) for attacks in the maximum norm.
-        link_lipschitz: L_phi > 0; phi nonincreasing.
-        norm: "l2" or "linf".
-        dim: d >= 1, for linf.
+    Args: as in `adversarial_lipschitz`.
 
     Source: docs/proofs/output.md#robust-losses
 
@@ -222,15 +186,9 @@ def adversarial_gradient_diameter(
         4.0
     """
     bound = check.positive(bound_x=bound_x)
-    length = _attack_length(attack_radius, norm, dim)
+    length = check.nonnegative(attack_radius=attack_radius)
     # PRIVACY: holds for two gradients at one w (test_no_pair_of_robust_gradients_is_further_apart)
     return safe(check.positive(link_lipschitz=link_lipschitz) * max(2 * bound, bound + length))
-
-
-def _attack_length(attack_radius: float, norm: str, dim: int) -> float:
-    root = math.sqrt(check.positive_count(dim=dim))
-    radius = check.nonnegative(attack_radius=attack_radius)
-    return radius if check.choice(("l2", "linf"), norm=norm) == "l2" else radius * root
 
 
 def noise_norms(dim: int, epsilon: float, delta: float) -> tuple[float, float]:

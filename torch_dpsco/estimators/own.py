@@ -1,4 +1,4 @@
-"""Base classes for use without scikit-learn, with its names: parameters, repr and scores, and nothing else."""
+"""Base classes for use without scikit-learn, with its names: parameters and scores, and nothing else."""
 
 from __future__ import annotations
 
@@ -25,38 +25,24 @@ class BaseEstimator:
         >>> class Model(BaseEstimator):
         ...     def __init__(self, *, reg=1.0):
         ...         self.reg = reg
-        >>> Model().set_params(reg=2.0), Model().get_params()
-        (Model(reg=2.0), {'reg': 1.0})
+        >>> Model().set_params(reg=2.0).get_params()
+        {'reg': 2.0}
     """
-
-    @classmethod
-    def _defaults(cls) -> dict[str, Any]:
-        return {name: given.default for name, given in inspect.signature(cls).parameters.items()}
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Returns the arguments of the constructor; `deep` is there for scikit-learn's sake."""
-        return {name: getattr(self, name) for name in self._defaults()}
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def set_params(self: _Self, **params: Any) -> _Self:
         """Sets arguments of the constructor; raises ValueError for other names, and sets nothing then."""
-        unknown = sorted(set(params) - set(self._defaults()))
-        if unknown:
+        known = self.get_params()
+        for name in params.keys() - known.keys():
             raise ValueError(
-                f"{unknown[0]!r} is no parameter of {type(self).__name__}:"
-                f" {', '.join(self._defaults())}"
+                f"{name!r} is no parameter of {type(self).__name__}: {', '.join(known)}"
             )
         for name, value in params.items():
             setattr(self, name, value)
         return self
-
-    def __repr__(self) -> str:
-        given = {name: getattr(self, name) for name in self._defaults()}
-        changed = (
-            f"{name}={given[name]!r}"
-            for name, default in self._defaults().items()
-            if given[name] is not default
-        )
-        return f"{type(self).__name__}({', '.join(changed)})"
 
 
 class ClassifierMixin:

@@ -23,7 +23,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -149,27 +148,6 @@ def _tensor(values: tuple[float, ...] | None, default: float) -> Tensor:
     return torch.tensor(default if values is None else values, dtype=torch.float64)
 
 
-class RowMap(Protocol):
-    """A map of raw rows (B, d) to prepared ones (B, width), each by itself, with these public or released numbers."""
-
-    @property
-    def intercept(self) -> float:
-        """c0, the constant that is appended; 0 for none."""
-
-    @property
-    def shift_and_scale(self) -> tuple[Tensor, Tensor]:
-        """What rows within the bounds are shifted and divided by."""
-
-    def __call__(self, block: Tensor) -> Tensor:
-        """Returns prepared rows, float64."""
-
-    def numbers(self, dim: int) -> list[float] | None:
-        """Returns those of `native.Table`, for rows of so many numbers, or None."""
-
-    def shares(self, block: Tensor) -> Tensor:
-        """Returns what clipping leaves of each row's length (B,)."""
-
-
 @dataclass(frozen=True)
 class Chain:
     """Two maps of rows, one after the other; the first has no intercept."""
@@ -212,7 +190,7 @@ class Units:
         spread: > 0, that they are divided by then.
     """
 
-    rows: RowMap
+    rows: Preparation | Chain
     location: float = 0.0
     spread: float = 1.0
 
@@ -318,7 +296,7 @@ class PrivatePreparation:
         # test_rounding_is_in_the_noise_of_a_preparation)
         counter = _Counter(records, math.sqrt(self.counted) * room / self.counts, source)
         total = max(counter.count(lambda part: torch.ones_like(part.weights)), 1.0)
-        rows: RowMap = unit
+        rows: Preparation | Chain = unit
         if self.rows:
             center = self._center(
                 records, sensitivity_factor(adjacency) * room / self.rows, total, source

@@ -50,18 +50,13 @@ def tilted_max_weight(tilt: float, loss_range: float, n: int) -> float:
     return min(1.0, scaled_up(1 / (1 + others * (1 - 1e-15)), 4))
 
 
-def tilted_strong_convexity(
-    tilt: float, lipschitz: float, strong_convexity: float, gradient_diameter: float | None = None
-) -> float:
+def tilted_strong_convexity(tilt: float, lipschitz: float, strong_convexity: float) -> float:
     """Returns mu for tau >= 0, mu - |tau| L^2 for tau < 0: the covariance of vectors of length <= L is at most L^2.
-
-    Vectors of diameter D have a covariance of at most D^2 / 4 in every direction, which replaces L^2 if it is smaller.
 
     Args:
         tilt: tau, finite.
         lipschitz: L > 0, at every w on the segments between possible minimizers.
         strong_convexity: mu > 0, of the regularizer or of every loss.
-        gradient_diameter: D > 0 at those w; default 2 L.
 
     Raises:
         ValueError: an argument is out of range.
@@ -75,11 +70,12 @@ def tilted_strong_convexity(
     """
     tilt = check.finite(tilt=tilt)
     mu = check.positive(strong_convexity=strong_convexity)
-    loss = scaled_up(max(-tilt, 0.0) * _spread(lipschitz, gradient_diameter), 4)
+    square = check.positive(lipschitz=lipschitz) ** 2
+    loss = scaled_up(max(-tilt, 0.0) * square, 4)
     if loss >= mu:
         raise ConditionError(
             f"tilt = {tilt:g} needs strong_convexity > {loss:g} (got {mu:g}): use a larger reg, or"
-            f" a tilt above {-mu / _spread(lipschitz, gradient_diameter):g}"
+            f" a tilt above {-mu / square:g}"
         )
     return (mu - loss) * (1 - 1e-15) if loss else mu
 
@@ -90,14 +86,13 @@ def tilted_sensitivity(
     n: int | None,
     lipschitz: float,
     strong_convexity: float,
-    gradient_diameter: float | None = None,
     adjacency: str = "replace_one",
     n_min: int | None = None,
 ) -> float:
     """Returns a bound on how far one record moves the minimizer of a tilted objective.
 
     (D / mu_tau) C / (C + n - 1) if one of n records is replaced, (D / mu_tau) C / (C + n_min) if one is added to at
-    least n_min, max(D, L) / mu_tau if nothing is known about their number.
+    least n_min, D / mu_tau if nothing is known about their number; D = 2 L.
 
     Args:
         tilt: tau, finite.
@@ -105,7 +100,6 @@ def tilted_sensitivity(
         n: >= 1, public, for replace_one; ignored for add_remove.
         lipschitz: L > 0.
         strong_convexity: mu > 0, of the regularizer.
-        gradient_diameter: D > 0, of the losses' gradients at every possible minimizer; default 2 L.
         adjacency: "replace_one" or "add_remove"; "zero_out" is that of replace_one, since a null record has a weight.
         n_min: public bound from below on the size of every data set of the universe, >= 1; add_remove only.
 
@@ -125,30 +119,17 @@ def tilted_sensitivity(
         >>> round(tilted_sensitivity(1.0, 2.0, 100, lipschitz=1.0, strong_convexity=0.1), 9)
         1.389063193
     """
-    diameter = (
-        2 * check.positive(lipschitz=lipschitz)
-        if gradient_diameter is None
-        else gradient_diameter
-    )
-    diameter = check.positive(gradient_diameter=diameter)
-    mu = tilted_strong_convexity(tilt, lipschitz, strong_convexity, gradient_diameter)
+    diameter = 2 * check.positive(lipschitz=lipschitz)
+    mu = tilted_strong_convexity(tilt, lipschitz, strong_convexity)
     sensitivity_factor(adjacency)
     if adjacency != "add_remove":
         if n is None:
             raise ValueError(f"n must be given under {adjacency}")
         weight = tilted_max_weight(tilt, loss_range, n)
     elif n_min is None:
-        tilted_max_weight(tilt, loss_range, 1)
-        # PRIVACY: the first record moves the gradient from 0 (test_the_first_record_is_covered_by_its_length)
-        diameter = max(diameter, lipschitz)
-        weight = 1.0
+        weight = tilted_max_weight(
+            tilt, loss_range, 1
+        )  # 1: the first record moves the gradient from 0
     else:
         weight = tilted_max_weight(tilt, loss_range, check.positive_count(n_min=n_min) + 1)
     return safe(diameter / mu * weight)
-
-
-def _spread(lipschitz: float, gradient_diameter: float | None) -> float:
-    largest = check.positive(lipschitz=lipschitz)
-    if gradient_diameter is not None:
-        largest = min(largest, check.positive(gradient_diameter=gradient_diameter) / 2)
-    return largest * largest

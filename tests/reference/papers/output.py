@@ -42,9 +42,8 @@ from torch_dpsco.estimators.least_squares import (
     _rounding,
 )
 from torch_dpsco.estimators.objectives import LinearObjective
-from torch_dpsco.estimators.output_numbers import _attack_length, erm_sensitivity, noise_norms
+from torch_dpsco.estimators.output_numbers import erm_sensitivity, noise_norms
 from torch_dpsco.estimators.task import LinearTask
-from torch_dpsco.estimators.tilted_numbers import _spread
 from torch_dpsco.losses.classification import Hinge
 
 _MODES = ("tight", "paper")
@@ -121,7 +120,6 @@ def gap_rounding(
     norm: float,
     weight: float = 1.0,
     score_offset: float = 0.0,
-    sums: str = "blocks",
 ) -> float:
     """Returns e_gap, which bounds how far a computed duality gap is from the exact one.
 
@@ -134,19 +132,18 @@ def gap_rounding(
         norm: |w| >= 0, or a bound on it.
         weight: as in `gradient_rounding`.
         score_offset: as in `gradient_rounding`.
-        sums: how sums over records are formed, see `sum_terms`.
 
     Source: docs/proofs/output.md#rounding-of-a-gap
 
     Example:
-        >>> gap_rounding(10**5, 20, primal=1.0, dual=1.0, lipschitz=1.0, norm=5.0, sums="pairwise") < 1e-13
+        >>> gap_rounding(10**5, 20, primal=1.0, dual=1.0, lipschitz=1.0, norm=5.0) < 1e-11
         True
     """
     d, weight = check.positive_count(dim=dim), check.positive(weight=weight)
     reach = check.nonnegative(norm=norm) + check.nonnegative(score_offset=score_offset)
     values = abs(check.finite(primal=primal)) + abs(check.finite(dual=dual))
     values += 2 * weight * check.positive(lipschitz=lipschitz) * reach
-    return scaled_up(DOUBLE * (sum_terms(n, sums) + d + 16) * values, 16)
+    return scaled_up(DOUBLE * (sum_terms(n) + d + 16) * values, 16)
 
 
 def reg_convex_erm(
@@ -717,16 +714,13 @@ def subgradient_steps(lipschitz: float, strong_convexity: float, accuracy: float
     )
 
 
-def tilted_smoothness(
-    tilt: float, lipschitz: float, smoothness: float, gradient_diameter: float | None = None
-) -> float:
+def tilted_smoothness(tilt: float, lipschitz: float, smoothness: float) -> float:
     """Returns beta + max(tau, 0) L^2, a smoothness of the tilted losses (D^2 / 4 for L^2 if it is smaller).
 
     Args:
         tilt: tau, finite.
         lipschitz: L > 0.
         smoothness: beta >= 0, of every loss.
-        gradient_diameter: D > 0; default 2 L.
 
     Source: docs/proofs/output.md#tilted-means (Lemma 5.3 of the paper).
 
@@ -735,7 +729,7 @@ def tilted_smoothness(
         41.0
     """
     tilt, beta = check.finite(tilt=tilt), check.nonnegative(smoothness=smoothness)
-    return scaled_up(beta + max(tilt, 0.0) * _spread(lipschitz, gradient_diameter), 6)
+    return scaled_up(beta + max(tilt, 0.0) * check.positive(lipschitz=lipschitz) ** 2, 6)
 
 
 class AdaSSPPaperConstants(NamedTuple):
@@ -887,3 +881,9 @@ def katyusha_parameters(n: int, smoothness: float, strong_convexity: float) -> K
     mu = check.positive(strong_convexity=strong_convexity)
     tau1 = min(math.sqrt(m * mu / (3 * beta)), 0.5)
     return KatyushaParameters(m, tau1, 0.5, 1 / (3 * tau1 * beta))
+
+
+def _attack_length(attack_radius: float, norm: str, dim: int) -> float:
+    root = math.sqrt(check.positive_count(dim=dim))
+    radius = check.nonnegative(attack_radius=attack_radius)
+    return radius if check.choice(("l2", "linf"), norm=norm) == "l2" else radius * root
