@@ -21,6 +21,7 @@ from torch_dpsco.estimators.certificates import (
     projected_certificate,
 )
 from torch_dpsco.estimators.objectives import LinearObjective
+from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.robust import Adversarial, Tilted
 from torch_dpsco.estimators.solvers import newton, solve
 from torch_dpsco.losses import Absolute, Hinge, Huber, Logistic, Pinball, SmoothedHinge, Squared
@@ -40,31 +41,31 @@ def problem(seed, kind):
     reg = 10.0 ** -(seed % 6)
     rows = reference.long_rows(X, y)
     if kind == "logistic":
-        objective = LinearObjective(Logistic(), X, y, reg=reg, normalizer=n)
+        objective = LinearObjective(Logistic(), Records(X, y), reg=reg, normalizer=n)
         return objective, reference.margin_objective(*rows, reference.logistic, reg, n), generator
     if kind == "smoothed hinge":
-        objective = LinearObjective(SmoothedHinge(0.5), X, y, reg=reg, normalizer=n)
+        objective = LinearObjective(SmoothedHinge(0.5), Records(X, y), reg=reg, normalizer=n)
         return (
             objective,
             reference.margin_objective(*rows, reference.smoothed_hinge(0.5), reg, n),
             generator,
         )
     if kind == "squared":
-        objective = LinearObjective(Squared(), X, y, reg=reg, normalizer=n)
+        objective = LinearObjective(Squared(), Records(X, y), reg=reg, normalizer=n)
         return (
             objective,
             reference.residual_objective(*rows, lambda r: (r * r / 2, r), reg, n),
             generator,
         )
     if kind == "tilted":
-        objective = Tilted(Logistic(), X, y, tilt=1.5, reg=reg)
+        objective = Tilted(Logistic(), Records(X, y), tilt=1.5, reg=reg)
         return (
             objective,
             reference.tilted_objective(*rows, reference.logistic, reg, 1.5),
             generator,
         )
     objective = Adversarial(
-        Logistic(), X, y, attack_radius=0.1, reg=reg, normalizer=n, smoothing=0.05
+        Logistic(), Records(X, y), attack_radius=0.1, reg=reg, normalizer=n, smoothing=0.05
     )
     return (
         objective,
@@ -159,7 +160,7 @@ def test_the_gap_of_records_is_the_difference_of_primal_and_dual(loss):
         weights = torch.rand(len(X), generator=generator, dtype=torch.float64) + 0.1
         term = torch.randn(objective.dim, generator=generator, dtype=torch.float64)
         nonsmooth = LinearObjective(
-            loss, X, y, reg=0.3, normalizer=3, weights=weights, linear_term=term
+            loss, Records(X, y, weights), reg=0.3, normalizer=3, linear_term=term
         )
         box = BoxDual.of(loss)
         dual = box.low + (box.high - box.low) * torch.rand(
@@ -183,7 +184,7 @@ def test_gap_certificates_hold_at_random_pairs(loss):
     for seed in range(40):
         base, _, generator = problem(seed, "logistic")
         objective = LinearObjective(
-            loss, base.records._features, base.records.targets, reg=0.2, normalizer=2
+            loss, Records(base.records._features, base.records.targets), reg=0.2, normalizer=2
         )
         best = solve(objective, 1e-5).w  # its own certificate is tested by `test_solve`
         box = BoxDual.of(loss)
@@ -217,7 +218,9 @@ def test_infeasible_duals_are_clipped_before_they_can_fake_a_gap():
         hinge_dual_gap([[1.0]], [1.0], [1.0], 0.1),
     )
     assert wild.gap == tame.gap
-    objective = LinearObjective(Hinge(), torch.ones(1, 1), torch.ones(1), reg=0.1, normalizer=1)
+    objective = LinearObjective(
+        Hinge(), Records(torch.ones(1, 1), torch.ones(1)), reg=0.1, normalizer=1
+    )
     point = torch.tensor([2.0], dtype=torch.float64)  # the minimizer is 1
     for dual in (-5.0, 0.2, 20.0):
         claimed = gap_certificate(
@@ -235,7 +238,7 @@ def test_the_counterexample_of_the_paper_is_refused_and_repaired():
     for sign in (-1.0, 1.0):
         y = torch.ones(n, dtype=torch.float64)
         y[0] = sign
-        objective = LinearObjective(Huber(1.0), X, y, reg=mu, normalizer=n)
+        objective = LinearObjective(Huber(1.0), Records(X, y), reg=mu, normalizer=n)
         exact = solve(objective, 1e-12).w
         delta = 2 / (mu * n)
         tolerance = 1e-3 * delta / 2
@@ -280,16 +283,18 @@ def test_autocast_is_refused():
 
 def test_objectives_without_strong_convexity_certify_nothing():
     X, y = torch.eye(2), torch.ones(2)
-    flat = LinearObjective(Logistic(), X, y, reg=0.0, normalizer=2)
+    flat = LinearObjective(Logistic(), Records(X, y), reg=0.0, normalizer=2)
     with pytest.raises(ConditionError, match="strong_convexity"):
         gradient_certificate(flat, torch.zeros(2, dtype=torch.float64))
     with pytest.raises(ConditionError, match="smooth"):
         projected_certificate(
-            LinearObjective(Hinge(), X, y, reg=1.0, normalizer=2), torch.zeros(2).double(), 1.0
+            LinearObjective(Hinge(), Records(X, y), reg=1.0, normalizer=2),
+            torch.zeros(2).double(),
+            1.0,
         )
     with pytest.raises(ConditionError, match="dual"):
         gap_certificate(
-            LinearObjective(Logistic(), X, y, reg=1.0, normalizer=2),
+            LinearObjective(Logistic(), Records(X, y), reg=1.0, normalizer=2),
             torch.zeros(2).double(),
             torch.zeros(2).double(),
         )

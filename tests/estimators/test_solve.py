@@ -13,6 +13,7 @@ from tests.reference.papers.output_solvers import katyusha, stochastic_subgradie
 from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.estimators.certificates import gap_certificate, gradient_certificate
 from torch_dpsco.estimators.objectives import LinearObjective, SoftmaxObjective
+from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.robust import Adversarial, Tilted
 from torch_dpsco.estimators.solvers import (
     SmoothedBox,
@@ -77,7 +78,7 @@ LOSSES = [
 
 
 def mean(loss, X, y, reg):
-    return LinearObjective(loss, X, y, reg=reg, normalizer=len(X))
+    return LinearObjective(loss, Records(X, y), reg=reg, normalizer=len(X))
 
 
 @pytest.mark.cases(1, 1)
@@ -149,7 +150,7 @@ def test_the_fallback_certifies_when_the_fast_solver_is_broken(monkeypatch, kind
         "smooth": mean(Logistic(), X, y, 1e-2),
         "hinge": mean(Hinge(), X, y, 1e-1),
         "attacked": Adversarial(
-            Logistic(), X, y, attack_radius=0.1, reg=0.1, normalizer=40, smoothing=1e-3
+            Logistic(), Records(X, y), attack_radius=0.1, reg=0.1, normalizer=40, smoothing=1e-3
         ),
         "ball": mean(Logistic(), X, y, 1e-2),
     }[kind]
@@ -253,7 +254,11 @@ def test_the_smoothed_box_loss_lies_below_the_loss_by_at_most_its_width():
 def test_stochastic_solvers_come_close_alone():
     X, y = rows(8, 100, 3)
     objective = LinearObjective(
-        Logistic(), X, y, reg=0.1, normalizer=100, linear_term=0.01 * torch.ones(3).double()
+        Logistic(),
+        Records(X, y),
+        reg=0.1,
+        normalizer=100,
+        linear_term=0.01 * torch.ones(3).double(),
     )
     exact, zero = solve(objective, 1e-10).w, torch.zeros(3).double()
     generator = torch.Generator().manual_seed(0)
@@ -275,7 +280,7 @@ def test_stochastic_solvers_come_close_alone():
 
 def test_a_kink_without_a_dual_is_refused():
     X, y = rows(9, 50, 3)
-    kinked = Adversarial(Logistic(), X, y, attack_radius=5.0, reg=0.1, normalizer=50)
+    kinked = Adversarial(Logistic(), Records(X, y), attack_radius=5.0, reg=0.1, normalizer=50)
     with pytest.raises(ConditionError, match="Adversarial must be smooth to be solved"):
         solve(kinked, 1e-3)
 
@@ -286,7 +291,7 @@ def test_a_kink_without_a_dual_is_refused():
 def test_adversarial_solutions_are_certified_and_beat_their_neighbors(attack_norm, radius):
     X, y = rows(10, 60, 3)
     numbers = {"attack_radius": radius, "attack_norm": attack_norm, "smoothing": 1e-3}
-    objective = Adversarial(Logistic(), X, y, reg=0.05, normalizer=60, **numbers)
+    objective = Adversarial(Logistic(), Records(X, y), reg=0.05, normalizer=60, **numbers)
     solution = solve(objective, 1e-3)
     assert solution.certificate.proves(1e-3)
     generator, best = torch.Generator().manual_seed(0), objective.value(solution.w)
@@ -301,10 +306,10 @@ def test_tilted_and_softmax_objectives_end_certified(monkeypatch):
     X, y = rows(11, 80, 4)
     X = X / X.norm(dim=1, keepdim=True).clamp(min=1)
     for tilt in (-0.05, 0.5, 5.0):
-        objective = Tilted(Logistic(), X, y, tilt=tilt, reg=0.1, bound_x=1.0)
+        objective = Tilted(Logistic(), Records(X, y), tilt=tilt, reg=0.1, bound_x=1.0)
         assert solve(objective, 1e-8).certificate.proves(1e-8)
     objective = SoftmaxObjective(
-        X, (torch.arange(80) % 3), num_classes=3, reg=0.01, normalizer=80
+        Records(X, torch.arange(80) % 3, num_classes=3), reg=0.01, normalizer=80
     )
     for most in (0, 1000):
         monkeypatch.setattr(solving, "_NEWTON_DIM", most)
@@ -344,7 +349,11 @@ def test_newton_gets_there_from_a_hessian_of_something_else(reg):
 def test_an_empty_sum_has_its_minimizer_in_closed_form():
     term = torch.tensor([1.0, -2.0], dtype=torch.float64)
     objective = LinearObjective(
-        Logistic(), torch.zeros(0, 2), torch.zeros(0), reg=0.5, normalizer=1, linear_term=term
+        Logistic(),
+        Records(torch.zeros(0, 2), torch.zeros(0)),
+        reg=0.5,
+        normalizer=1,
+        linear_term=term,
     )
     assert torch.allclose(solve(objective, 1e-9).w, -term / 0.5)
 
@@ -409,14 +418,17 @@ SENSITIVE = {
     "hinge": (lambda X, y: mean(Hinge(), X, y, 0.1), 2 / (0.1 * 12)),
     "pinball": (lambda X, y: mean(Pinball(0.3), X, y, 0.1), 1.4 / (0.1 * 12)),
     # L/reg bounds the minimizers: the range of the losses is rho B with rho = min(10, sqrt(2 ln 2/reg))
-    "tilted up": (lambda X, y: Tilted(Logistic(), X, y, tilt=0.5, reg=0.1, bound_x=1.0), None),
+    "tilted up": (
+        lambda X, y: Tilted(Logistic(), Records(X, y), tilt=0.5, reg=0.1, bound_x=1.0),
+        None,
+    ),
     "tilted down": (
-        lambda X, y: Tilted(Logistic(), X, y, tilt=-0.05, reg=0.1, bound_x=1.0),
+        lambda X, y: Tilted(Logistic(), Records(X, y), tilt=-0.05, reg=0.1, bound_x=1.0),
         None,
     ),
     "adversarial": (
         lambda X, y: Adversarial(
-            Logistic(), X, y, attack_radius=0.2, reg=0.1, normalizer=12, smoothing=1e-3
+            Logistic(), Records(X, y), attack_radius=0.2, reg=0.1, normalizer=12, smoothing=1e-3
         ),
         2 / (0.1 * 12),
     ),
@@ -449,7 +461,7 @@ def test_the_closed_form_of_a_linear_attack_is_a_saddle_value_for_one_record():
     """One record: the solution of the closed form is the best w against its own worst attack."""
     X, y = torch.tensor([[1.0, 0.5]], dtype=torch.float64), torch.ones(1, dtype=torch.float64)
     objective = Adversarial(
-        Logistic(), X, y, attack_radius=0.3, reg=0.2, normalizer=1, smoothing=1e-6
+        Logistic(), Records(X, y), attack_radius=0.3, reg=0.2, normalizer=1, smoothing=1e-6
     )
     w = solve(objective, 1e-9).w
     attacked = X[0] - 0.3 * w / w.norm()

@@ -92,7 +92,8 @@ def gradient_certificate(objective: Objective, point: Tensor) -> Certificate:
 
     Example:
         >>> from torch_dpsco.losses import Squared
-        >>> F = LinearObjective(Squared(), torch.ones(1, 1), torch.ones(1), reg=1.0, normalizer=1)
+        >>> from torch_dpsco.estimators.records import Records
+        >>> F = LinearObjective(Squared(), Records(torch.ones(1, 1), torch.ones(1)), reg=1.0, normalizer=1)
         >>> gradient_certificate(F, torch.tensor([0.5], dtype=torch.float64)).proves(1e-12)
         True
     """

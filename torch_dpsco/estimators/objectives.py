@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_dpsco._doors import typed
 from torch_dpsco._validate import nonnegative, positive
 from torch_dpsco.accounting.analysis.rounding import gamma
-from torch_dpsco.estimators.records import Objective, Records, as_records
+from torch_dpsco.estimators.records import Objective, Records
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.losses.classification import Logistic, SoftmaxCrossEntropy
 from torch_dpsco.losses.clipped import ClippedRows, ResidualClipped, scalar_loss
@@ -150,11 +150,9 @@ class LinearObjective(SumObjective):
 
     Args:
         loss: a loss of one score of `torch_dpsco.losses`, possibly `ResidualClipped`.
-        features: (n, d) floating point, any device; or Records; read in blocks, never copied as a whole.
-        targets: (n,) labels +-1 (|y| <= 1) or real targets, as the loss wants them.
+        records: with labels +-1 (|y| <= 1) or real targets, as the loss wants them.
         reg: weight of (1/2)||w||^2, >= 0; strong convexity of the objective.
         normalizer: N > 0; public.
-        weights: (n,) c_i >= 0, or None for ones; a weight of 0 removes the record.
         linear_term: q, (d,) float64, or None.
 
     Raises:
@@ -166,7 +164,7 @@ class LinearObjective(SumObjective):
 
     Example:
         >>> features, labels = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.tensor([1.0, -1.0])
-        >>> F = LinearObjective(Logistic(), features, labels, reg=0.1, normalizer=2)
+        >>> F = LinearObjective(Logistic(), Records(features, labels), reg=0.1, normalizer=2)
         >>> value, gradient = F.value_and_gradient(torch.zeros(2, dtype=torch.float64))
         >>> round(value, 4), gradient.tolist(), round(F.smoothness, 4)
         (0.6931, [-0.25, 0.5], 0.725)
@@ -175,16 +173,13 @@ class LinearObjective(SumObjective):
     def __init__(
         self,
         loss: TableLoss | ResidualClipped,
-        features: Tensor | Records,
-        targets: Tensor | None = None,
+        records: Records,
         *,
         reg: float,
         normalizer: float,
-        weights: Tensor | None = None,
         linear_term: Tensor | None = None,
     ) -> None:
         self.loss = scalar_loss(loss)
-        records = as_records(features, targets, weights)
         super().__init__(records, records.dim, reg, normalizer, linear_term)
         self.constants = RowConstants(self.loss, records)
         self.smoothness = (
@@ -301,12 +296,9 @@ class SoftmaxObjective(SumObjective):
     """Cross-entropy of a linear model with K classes; w is W, shape (K, d), flattened row by row.
 
     Args:
-        features: (n, d) floating point, any device; or Records; read in blocks.
-        targets: (n,) class numbers of an integer dtype; others than 0..K-1 make null records.
-        num_classes: K >= 2, public.
+        records: with class numbers, of K >= 2 classes.
         reg: weight of (1/2)||W||_F^2, >= 0.
         normalizer: N > 0, public.
-        weights: (n,) c_i >= 0, or None.
         linear_term: q, (K d,) float64, or None.
 
     Raises:
@@ -316,24 +308,21 @@ class SoftmaxObjective(SumObjective):
         docs/proofs/objective.md#softmax, docs/proofs/output.md#rounding-of-a-gradient
 
     Example:
-        >>> F = SoftmaxObjective(torch.eye(2), torch.tensor([0, 1]), num_classes=3, reg=0.1, normalizer=2)
+        >>> records = Records(torch.eye(2), torch.tensor([0, 1]), num_classes=3)
+        >>> F = SoftmaxObjective(records, reg=0.1, normalizer=2)
         >>> F.dim, round(F.value(torch.zeros(6, dtype=torch.float64)), 4)
         (6, 1.0986)
     """
 
     def __init__(
         self,
-        features: Tensor | Records,
-        targets: Tensor | None = None,
+        records: Records,
         *,
-        num_classes: int,
         reg: float,
         normalizer: float,
-        weights: Tensor | None = None,
         linear_term: Tensor | None = None,
     ) -> None:
-        self.loss = SoftmaxCrossEntropy(num_classes)
-        records = as_records(features, targets, weights, num_classes=self.loss.num_classes)
+        self.loss = SoftmaxCrossEntropy(records.num_classes or 0)
         self.shape = (self.loss.num_classes, records.dim)
         super().__init__(records, math.prod(self.shape), reg, normalizer, linear_term)
         up = 1 + gamma(records.depth + 8)

@@ -30,7 +30,7 @@ from torch_dpsco._validate import choice, finite, nonnegative, positive
 from torch_dpsco.accounting.analysis.rounding import gamma
 from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.estimators.objectives import EVALUATION, SumObjective, norm_up
-from torch_dpsco.estimators.records import Objective, PairwiseSum, Records, as_records
+from torch_dpsco.estimators.records import Objective, PairwiseSum, Records
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.losses.classification import MarginLoss
 from torch_dpsco.losses.clipped import scalar_loss
@@ -42,8 +42,7 @@ class Tilted(Objective):
 
     Args:
         loss: Logistic, SmoothedHinge or Huber: one score, Lipschitz and smooth.
-        features: (n, d) floating point, n >= 1; or Records; read in blocks, twice per gradient.
-        targets: (n,).
+        records: one or more; read twice per gradient.
         tilt: tau, finite, either sign.
         reg: >= 0.
         bound_x: public bound on ||x||; needed for tau < 0, where strong convexity is reg - |tau| L^2 with L = |phi'| B.
@@ -58,7 +57,7 @@ class Tilted(Objective):
 
     Example:
         >>> from torch_dpsco.losses import Logistic
-        >>> F = Tilted(Logistic(), torch.eye(2), torch.ones(2), tilt=2.0, reg=0.1)
+        >>> F = Tilted(Logistic(), Records(torch.eye(2), torch.ones(2)), tilt=2.0, reg=0.1)
         >>> round(F.value(torch.zeros(2, dtype=torch.float64)), 4), F.weights(torch.zeros(2).double()).tolist()
         (0.6931, [0.5, 0.5])
     """
@@ -66,8 +65,7 @@ class Tilted(Objective):
     def __init__(
         self,
         loss: TableLoss,
-        features: Tensor | Records,
-        targets: Tensor | None = None,
+        records: Records,
         *,
         tilt: float,
         reg: float,
@@ -86,7 +84,7 @@ class Tilted(Objective):
             raise ConditionError(
                 f"loss must be Lipschitz and smooth (got {loss!r}); take Huber or SmoothedHinge"
             )
-        self.records = as_records(features, targets)
+        self.records = records
         if self.records.count < 1:
             raise ValueError(
                 "features must hold at least one record: a tilted mean of none is not defined"
@@ -229,14 +227,12 @@ class Adversarial(SumObjective):
 
     Args:
         loss: a smooth margin loss with bounded gradients, as Logistic and SmoothedHinge.
-        features: (n, d) floating point; or Records; read in blocks.
-        targets: (n,) labels +-1 (|y| <= 1).
+        records: with labels +-1 (|y| <= 1).
         attack_radius: rho >= 0, public.
         reg: >= 0.
         normalizer: N > 0, public.
         attack_norm: p, 2 or inf.
         smoothing: nu >= 0, public; > 0 for an objective that can be solved.
-        weights: (n,) c_i >= 0, or None.
 
     Raises:
         ValueError: if shapes or dtypes do not fit, or a number is out of range.
@@ -247,7 +243,8 @@ class Adversarial(SumObjective):
 
     Example:
         >>> from torch_dpsco.losses import Logistic
-        >>> F = Adversarial(Logistic(), torch.eye(2), torch.ones(2), attack_radius=0.5, reg=0.1, normalizer=2)
+        >>> records = Records(torch.eye(2), torch.ones(2))
+        >>> F = Adversarial(Logistic(), records, attack_radius=0.5, reg=0.1, normalizer=2)
         >>> F.smoothness is None, round(F.value(torch.zeros(2, dtype=torch.float64)), 4)
         (True, 0.6931)
     """
@@ -255,19 +252,16 @@ class Adversarial(SumObjective):
     def __init__(
         self,
         loss: TableLoss,
-        features: Tensor | Records,
-        targets: Tensor | None = None,
+        records: Records,
         *,
         attack_radius: float,
         reg: float,
         normalizer: float,
         attack_norm: float = 2,
         smoothing: float = 0.0,
-        weights: Tensor | None = None,
     ) -> None:
         self.loss = margin_loss(loss)
         link = loss.problem(bound_x=1.0)
-        records = as_records(features, targets, weights)
         super().__init__(records, records.dim, reg, normalizer)
         self.attack_radius = nonnegative(attack_radius=attack_radius)
         self.attack_norm = choice((2, math.inf), attack_norm=attack_norm)

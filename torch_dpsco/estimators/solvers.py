@@ -110,7 +110,8 @@ def solve(
     Example:
         >>> from torch_dpsco.losses import Logistic
         >>> from torch_dpsco.estimators.objectives import LinearObjective
-        >>> F = LinearObjective(Logistic(), torch.eye(2), torch.ones(2), reg=0.1, normalizer=2)
+        >>> from torch_dpsco.estimators.records import Records
+        >>> F = LinearObjective(Logistic(), Records(torch.eye(2), torch.ones(2)), reg=0.1, normalizer=2)
         >>> solve(F, 1e-9)
         Solution()
     """
@@ -191,7 +192,8 @@ def accelerated_steps(
     Example:
         >>> from torch_dpsco.losses import Squared
         >>> from torch_dpsco.estimators.objectives import LinearObjective
-        >>> F = LinearObjective(Squared(), torch.ones(1, 1), torch.ones(1), reg=1.0, normalizer=1)
+        >>> from torch_dpsco.estimators.records import Records
+        >>> F = LinearObjective(Squared(), Records(torch.ones(1, 1), torch.ones(1)), reg=1.0, normalizer=1)
         >>> round(accelerated_steps(F, torch.zeros(1, dtype=torch.float64), 9).item(), 9)
         0.5
     """
@@ -346,7 +348,8 @@ def newton(
     Example:
         >>> from torch_dpsco.losses import Squared
         >>> from torch_dpsco.estimators.objectives import LinearObjective
-        >>> F = LinearObjective(Squared(), torch.ones(1, 1), torch.ones(1), reg=1.0, normalizer=1)
+        >>> from torch_dpsco.estimators.records import Records
+        >>> F = LinearObjective(Squared(), Records(torch.ones(1, 1), torch.ones(1)), reg=1.0, normalizer=1)
         >>> round(newton(F, torch.zeros(1, dtype=torch.float64), 1e-9).item(), 9)
         0.5
     """
@@ -403,7 +406,8 @@ def lbfgs(objective: Objective, start: Tensor, distance: float, steps: int = 200
         >>> import torch
         >>> from torch_dpsco.losses import Logistic
         >>> from torch_dpsco.estimators.objectives import LinearObjective
-        >>> F = LinearObjective(Logistic(), torch.eye(3), torch.ones(3), reg=0.1, normalizer=3)
+        >>> from torch_dpsco.estimators.records import Records
+        >>> F = LinearObjective(Logistic(), Records(torch.eye(3), torch.ones(3)), reg=0.1, normalizer=3)
         >>> point = lbfgs(F, torch.zeros(3, dtype=torch.float64), 1e-9)
         >>> bool(F.value_and_gradient(point)[1].norm() < 1e-10)
         True

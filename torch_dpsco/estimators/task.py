@@ -630,7 +630,6 @@ def build_objective(
     if task.num_scores > 1:
         return SoftmaxObjective(
             records,
-            num_classes=task.num_scores,
             reg=reg,
             normalizer=1.0,
             linear_term=linear_term,

@@ -43,6 +43,7 @@ from torch_dpsco.estimators.least_squares import (
 )
 from torch_dpsco.estimators.objectives import LinearObjective
 from torch_dpsco.estimators.output_numbers import erm_sensitivity, noise_norms
+from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.task import LinearTask
 from torch_dpsco.losses.classification import Hinge
 
@@ -538,7 +539,7 @@ def hinge_dual_gap(X: Tensor, y: Tensor, dual: Tensor, reg: float) -> HingeGap:
     targets = torch.as_tensor(y, dtype=torch.float64, device=features.device)
     variables = torch.as_tensor(dual, dtype=torch.float64, device=features.device).clamp(0.0, 1.0)
     objective = LinearObjective(
-        Hinge(), features, targets, reg=positive(reg=reg), normalizer=len(features)
+        Hinge(), Records(features, targets), reg=positive(reg=reg), normalizer=len(features)
     )
     point = primal_point(objective, variables)
     distance = gap_certificate(objective, point, variables).distance
