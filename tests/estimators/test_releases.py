@@ -136,9 +136,8 @@ def test_a_released_point_is_certified_within_the_planned_distance() -> None:
     ):
         plan = plan_output(given)
         records = make_records(given, rows, signs)
-        objective = build_objective(given, plan.reg, records)
-        ball = plan.task.radius if objective.smoothness is not None else math.inf
-        exact = solve(objective, plan.distance * 1e-2, radius=ball).w
+        objective = build_objective(plan.task, plan.reg, records)
+        exact = solve(objective, plan.distance * 1e-2, radius=plan.task.radius).w
         assert float((plan.solve(records) - exact).norm()) <= plan.distance * 1.01
 
 

@@ -4,30 +4,26 @@
 |---|---|---|
 | C1 | `gradient_certificate` | ||w - w*|| <= ||s||/mu for a subgradient s at w |
 | C2 | `projected_certificate` | the same on the ball, for the point after a gradient step and a projection |
-| C3 | `gap_certificate` | ||w - w*|| <= sqrt(2 gap/mu), Fenchel gap of a primal-dual pair |
 
-Every computed norm and gap is increased by a bound on its rounding error before it is used. float64 only.
+Every computed norm is increased by a bound on its rounding error before it is used. float64 only.
 
 Differs from the paper in: the paper assumes that a bound on the EXPECTED accuracy of a solver bounds the distance,
 which is false (docs/proofs/output.md#accuracy-in-expectation); here the point at hand is certified, whatever solver
-found it. The Fenchel gap is summed record by record, where each term is >= 0 and small, instead of subtracting two
-large values.
+found it.
 
 Solvers: their target accuracy, how long they run, and what rounding may hide from their certificates.
 
-A certificate compares a COMPUTED gradient norm, or duality gap, with a public tolerance. The comparison proves
+A certificate compares a COMPUTED gradient norm with a public tolerance. The comparison proves
 something about the exact one only after a bound on the rounding is taken off. With u = 2^-53, m terms per sum and the
 objective (weight / n) sum_i l_i + (lam/2) |w|^2 + b.w,
 
     e_grad = (m + d + 16) u (weight L + lam |w| + |b|) + (d + 8) u weight beta (|w| + offset)
-    e_gap  = (m + d + 16) u (|P| + |D| + 2 weight L (|w| + offset))
 
-bound the errors of the gradient norm and of the gap P - D. m is n for plain sums, in any order; for pairwise sums
+bounds the error of the gradient norm. m is n for plain sums, in any order; for pairwise sums
 ceil(log2 n); for sums of blocks of 1024 rows that are then added pairwise, the block and the logarithm of their number.
 
-Three things count besides sums: 1. the scores' own error where a target is subtracted from them (`offset`, see
-`Problem.score_offset`); 2. in e_gap the term with L: a score of size B |w| may be far larger than the loss, and so may
-what the dual vector loses; 3. the beta term, in sum form.
+Two things count besides sums: the scores' own error where a target is subtracted from them (`offset`, see
+`Problem.score_offset`), and the beta term, in sum form.
 
 No privacy rests on steps and step sizes, how long each solver runs in the worst case: what is released is certified.
 
@@ -48,10 +44,8 @@ from torch_dpsco._doors import typed
 from torch_dpsco._validate import positive
 from torch_dpsco.accounting.analysis.rounding import DOUBLE, gamma, scaled_up
 from torch_dpsco.errors import ConditionError, InfeasibleError
-from torch_dpsco.estimators.objectives import LinearObjective, norm_up
+from torch_dpsco.estimators.objectives import norm_up
 from torch_dpsco.estimators.records import Objective, require_double
-from torch_dpsco.losses.base import TableLoss
-from torch_dpsco.losses.clipped import ResidualClipped
 
 _CLEAR = 3.0  # of the norm of the noise, about 2 tau sqrt(p / 2)
 _UP = 1 + 1e-12  # more than the rounding of the few scalar operations after a bound
@@ -151,123 +145,6 @@ def project(point: Tensor, radius: float) -> Tensor:
     return point if math.isinf(radius) else point * (radius / length).clamp(max=1.0)
 
 
-def distance_of_gap(gap: float, strong_convexity: float) -> float:
-    """sqrt(2 gap/mu), rounded up; gap a proved bound on F(w) - min F, rounding included."""
-    return math.sqrt(2 * max(gap, 0.0) / strong_convexity) * _UP
-
-
-@dataclass(frozen=True)
-class BoxDual:
-    """A loss that is a maximum of slopes in an interval: l = max over a in [low, high] of a z, z = offset - sign * s.
-
-    Hinge: z = 1 - y s, a in [0, 1]. Pinball: z = y - s, a in [t - 1, t]. Absolute: a in [-1, 1]. The dual variable of
-    a record is its a, and l(s) - a z >= 0 is its share in the Fenchel gap.
-
-    Attributes:
-        low, high: the interval.
-        of_margin: whether sign = y and offset = 1 (a margin loss), else sign = 1 and offset = y.
-    """
-
-    low: float
-    high: float
-    of_margin: bool
-
-    @classmethod
-    def of(cls, loss: TableLoss | ResidualClipped) -> BoxDual | None:
-        """The description of a loss, or None if it is not such a maximum."""
-        ends = loss.dual_box
-        return None if ends is None else cls(*ends, loss.target_kind == "sign")
-
-    @property
-    def width(self) -> float:
-        """Bound on |a| and on the length of the interval."""
-        return max(abs(self.low), abs(self.high), self.high - self.low)
-
-    def signs(self, targets: Tensor) -> Tensor:
-        """The factor of s in -z."""
-        return targets if self.of_margin else torch.ones_like(targets)
-
-    def offsets(self, targets: Tensor) -> Tensor:
-        """The residual z at s = 0."""
-        return torch.ones_like(targets) if self.of_margin else targets
-
-    def residuals(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """The residuals z."""
-        return self.offsets(targets) - self.signs(targets) * scores
-
-    def shares(self, residuals: Tensor, dual: Tensor) -> Tensor:
-        """max(low z, high z) - a z, each >= 0."""
-        # as a product of two small factors: no cancellation where a is at the right end of the interval
-        return torch.where(
-            residuals > 0, (self.high - dual) * residuals, (self.low - dual) * residuals
-        )
-
-
-def primal_point(objective: LinearObjective, dual: Tensor) -> Tensor:
-    """v(a) = ((1/N) sum_i c_i a_i sign_i x_i - q)/reg, the minimizer of the Lagrangian."""
-    box = box_of(objective)
-    records = objective.records
-    total = (
-        records.combine(records.weights * dual * box.signs(records.targets))
-        / objective.normalizer
-    )
-    return (total if objective.linear_term is None else total - objective.linear_term) / _strong(
-        objective
-    )
-
-
-def gap_certificate(objective: LinearObjective, point: Tensor, dual: Tensor) -> Certificate:
-    """C3: ||w - w*|| <= sqrt(2 (P(w) - D(a))/mu) for a loss with a `BoxDual`.
-
-    P(w) - D(a) = (1/N) sum_i c_i (l_i(w) - a_i z_i(w)) + (reg/2) ||w - v(a)||^2, where every term is >= 0: the two
-    large values never meet. The duals are clipped to their interval first, so that any a is feasible.
-
-    Args:
-        objective: hinge, pinball or absolute loss, reg > 0.
-        point: w, float64, of shape (d,).
-        dual: a, float64, of shape (n,).
-
-    Raises:
-        ValueError: if a shape or dtype does not fit, or autocast is on.
-        ConditionError: if the loss has no such dual, or reg = 0.
-
-    Source:
-        docs/proofs/output.md#a-duality-gap-certifies
-    """
-    require_double(point, objective.dim)
-    require_double(dual, objective.records.count)
-    box = box_of(objective)
-    records = objective.records
-    mu = _strong(objective)
-    dual = dual.clamp(box.low, box.high)
-    center = primal_point(objective, dual)
-    residuals = box.residuals(records.scores(point), records.targets)
-    shares = (
-        float(records.total(records.weights * box.shares(residuals, dual))) / objective.normalizer
-    )
-    size = norm_up(point)
-    width = box.width
-    error = gap_error(objective, size) + gamma(records.depth + 16) * shares
-    drift = (
-        gamma(records.depth + 16) * width * objective.constants.norm_mass / objective.normalizer
-    )
-    drift = (drift + gamma(4) * (mu * norm_up(center) + objective.linear_size())) / mu
-    apart = norm_up(point - center) + drift + gamma(4) * size
-    gap = shares + error + mu / 2 * apart * apart  # ** 2 would raise where the square overflows
-    return Certificate(distance_of_gap(gap * _UP, mu))
-
-
-def gap_error(objective: LinearObjective, size: float) -> float:
-    """Bound on the error of the gap through rounded residuals, at ||w|| <= size: no gap below it can be certified.
-
-    A residual is within gamma(d + 6)(||x|| ||w|| + |offset|), and a share moves by at most the width of the box times
-    that.
-    """
-    width = box_of(objective).width
-    reach = objective.constants.reach_mass(size)
-    return gamma(objective.dim + 6) * width * reach / objective.normalizer
-
-
 def _strong(objective: Objective) -> float:
     if not objective.strong_convexity > 0:
         raise ConditionError(
@@ -276,18 +153,8 @@ def _strong(objective: Objective) -> float:
     return objective.strong_convexity
 
 
-def box_of(objective: LinearObjective) -> BoxDual:
-    """The dual of an objective's loss; raises ConditionError if it has none."""
-    box = BoxDual.of(objective.loss)
-    if box is None:
-        raise ConditionError(
-            f"{objective.loss!r} has no box-constrained dual; take Hinge, Pinball or Absolute"
-        )
-    return box
-
-
 BLOCK_ROWS = 1024
-_SHARE_SMOOTH, _SHARE_KINKED = 1e-3, 0.05  # of the sensitivity: the noise grows by that much
+_SHARE = 1e-3  # of the sensitivity: the noise grows by that much
 _AMP_LEAST, _AMP_MOST = 1e-6, 1e-2  # of the Lipschitz constant
 _ROOM = 4  # tolerances must exceed the rounding by this factor
 
@@ -344,13 +211,12 @@ def gradient_rounding(
     return scaled_up(DOUBLE * ((sum_terms(n) + d + 16) * terms + scores), 16)
 
 
-def solver_tolerance(sensitivity: float, strong_convexity: float, kinked: bool = False) -> float:
-    """Returns the default bound on the gradient norm, a share of mu Delta / 2: the share by which the noise grows.
+def solver_tolerance(sensitivity: float, strong_convexity: float) -> float:
+    """Returns the default bound on the gradient norm, 0.1 % of mu Delta / 2: the share by which the noise grows.
 
     Args:
         sensitivity: Delta > 0, of exact minimizers.
         strong_convexity: mu > 0.
-        kinked: losses without a gradient (hinge, pinball) get 5 %, the others 0.1 %.
 
     Source: docs/proofs/output.md#tolerances
 
@@ -358,13 +224,8 @@ def solver_tolerance(sensitivity: float, strong_convexity: float, kinked: bool =
         >>> round(solver_tolerance(sensitivity=0.02, strong_convexity=0.1), 12)
         1e-06
     """
-    share = _SHARE_KINKED if kinked else _SHARE_SMOOTH
-    return (
-        share
-        * check.positive(strong_convexity=strong_convexity)
-        * check.positive(sensitivity=sensitivity)
-        / 2
-    )
+    mu = check.positive(strong_convexity=strong_convexity)
+    return _SHARE * mu * check.positive(sensitivity=sensitivity) / 2
 
 
 def check_tolerance(grad_tol: float, rounding: float) -> float:
@@ -386,25 +247,6 @@ def check_tolerance(grad_tol: float, rounding: float) -> float:
             f" grad_tol above {_ROOM * rounding:g}, or a larger reg"
         )
     return tolerance
-
-
-def check_gap_tolerance(distance: float, strong_convexity: float, rounding: float) -> float:
-    """Returns mu r^2 / 2, the gap that certifies a distance r; raises ConditionError unless it exceeds 4 e_gap.
-
-    Example:
-        >>> round(check_gap_tolerance(1e-3, strong_convexity=0.5, rounding=1e-12), 15)
-        2.5e-07
-    """
-    distance = check.positive(distance=distance)
-    mu = check.positive(strong_convexity=strong_convexity)
-    rounding = check.nonnegative(rounding=rounding)
-    gap = mu * distance * distance / 2 * (1 - 8 * DOUBLE)  # rounded down
-    if gap <= _ROOM * rounding:
-        raise ConditionError(
-            f"distance = {distance:g} needs a gap of {gap:g}, not above four times its rounding:"
-            f" use a distance above {math.sqrt(2 * _ROOM * rounding / mu):g}"
-        )
-    return gap
 
 
 def amp_tolerance(lipschitz: float, rounding: float) -> float:

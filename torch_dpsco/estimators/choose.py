@@ -215,11 +215,6 @@ def require_sums(plan: LinearPlan) -> None:
         raise ConditionError(
             f"tilted and adversarial losses need arrays: {kind}, of plain losses"
         )
-    if task.smoothness is None and plan.mechanism == "output":
-        raise ConditionError(
-            f"loss must be smooth: {kind}, and a kink needs a dual variable of each record. Use "
-            "LinearSVC(loss='smoothed_hinge') or a width > 0 for quantiles"
-        )
 
 
 def fit_linear(

@@ -239,7 +239,7 @@ class LinearSVC(BinaryClassifier):
             intercept_scaling, reg, radius, mechanism, n_max, secure, accountant: see `LinearModel`.
         classes, class_weight: see `Classifier`; two labels, of which the second is the positive one.
         loss: "smoothed_hinge" (a parabola at the corner, so that objective perturbation applies, which is more accurate
-            by far) or "hinge" (output perturbation, and slow for many rows).
+            by far) or "hinge" (output perturbation, with a corner of a thousandth).
         width: > 0, of the parabola.
 
     Example:

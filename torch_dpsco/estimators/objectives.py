@@ -40,9 +40,7 @@ class RowConstants:
         self.smooth = loss.unclipped.problem(bound_x=1.0).smoothness is not None
         sums = records.sum(partial(_row_sums, loss))
         up = 1 + gamma(records.depth + 8)
-        self._slope, self._start, self._label, curvature, self.norm_mass, self._offset = (
-            float(s) * up for s in sums
-        )
+        self._slope, self._start, self._label, curvature = (float(s) * up for s in sums)
         self.curvature = curvature if self.smooth else math.inf
 
     def slope_mass(self, size: float) -> float:
@@ -50,17 +48,13 @@ class RowConstants:
         grown = self._start if size == 0 else self._start + self.curvature * size
         return min(self._slope, grown)
 
-    def reach_mass(self, size: float) -> float:
-        """Bound on sum_i c_i (||x_i|| size + 1 + |y_i|), the size of scores and residuals."""
-        return self.norm_mass * size + self._offset
-
     def score_mass(self, size: float) -> float:
         """Bound on sum_i c_i bend_i ||x_i|| (|score error|) / gamma(d + 4): scores, label products and residuals."""
         return self.curvature * size + self._label
 
 
 def _row_sums(loss: TableLoss | ResidualClipped, records: Records) -> tuple[Tensor, ...]:
-    """Weighted sums of slope |x|, start |x|, bend |x| |y|, bend |x|^2, |x|, 1 + |y|; 0 of bends where phi' jumps."""
+    """Weighted sums of slope |x|, start |x|, bend |x| |y|, bend |x|^2; 0 of bends where phi' jumps."""
     table = loss.unclipped
     smoothness = table.problem(bound_x=1.0).smoothness
     norms = records.norms * (1 + gamma(records.dim + 8))
@@ -80,8 +74,7 @@ def _row_sums(loss: TableLoss | ResidualClipped, records: Records) -> tuple[Tens
         if less is not None:  # for labels +-1
             bend = torch.where((targets == 1) & (slope <= 0.5), less, bend)
     slopes = torch.where(norms > 0, slope * norms, 0.0)
-    curves = bend * norms * targets, bend * norms * norms
-    masses = slopes, start * norms, *curves, norms * label, 1 + targets
+    masses = slopes, start * norms, bend * norms * targets, bend * norms * norms
     return tuple(records.total(records.weights * mass) for mass in masses)
 
 

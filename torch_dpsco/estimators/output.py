@@ -38,7 +38,6 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.accounting.analysis.rounding import (
     asks_exact,
     exact_grid,
-    gamma,
     require_gaussian,
     safe,
     with_grid,
@@ -47,8 +46,6 @@ from torch_dpsco.accounting.designs import is_exact
 from torch_dpsco.accounting.events import REPLACE_ONE, Gaussian, KNorm
 from torch_dpsco.errors import CalibrationError, ConditionError
 from torch_dpsco.estimators.certificates import (
-    BoxDual,
-    check_gap_tolerance,
     check_tolerance,
     project,
     solver_tolerance,
@@ -61,7 +58,7 @@ from torch_dpsco.estimators.output_numbers import (
 )
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.solvers import solve
-from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective
+from torch_dpsco.estimators.task import KINK, LinearPlan, LinearTask, build_objective
 from torch_dpsco.estimators.tilted_numbers import tilted_sensitivity, tilted_strong_convexity
 from torch_dpsco.rng import Source
 from torch_dpsco.step.exact_noise import exact_release, gaussian_vector, knorm_vector
@@ -225,9 +222,7 @@ class OutputPlan(LinearPlan):
             raise ConditionError(
                 "objective must be that of the plan: its strong convexity is less than planned"
             )
-        # a kinked loss needs no ball for its constants: the projection of the answer is enough
-        ball = self.task.radius if objective.smoothness is not None else math.inf
-        return solve(objective, self.distance, radius=ball, start=start).w
+        return solve(objective, self.distance, radius=self.task.radius, start=start).w
 
     def draw(self, solved: Tensor, generator: Source) -> Tensor:
         """Draws the noise and returns the private vector; see `LinearPlan`."""
@@ -252,7 +247,7 @@ def plan_output(task: LinearTask, secure: str | None = None) -> OutputPlan:
     Guarantee:
         The event of the plan, for a task's adjacency, if the released point is certified within `distance`.
     """
-    _require_solvable(task)
+    task = _smooth(task)
     if task.reg is None:
         task = replace(task, reg=least_risk_reg(task, plan_output))
     draft = OutputPlan(task=task, noise_scale=1.0, secure=secure)
@@ -289,30 +284,25 @@ class _Moves(NamedTuple):
 
 def _certified(task: LinearTask, reg: float) -> _Moves:
     sensitivity, mu = _sensitivity(task, reg)
-    kinked = task.smoothness is None
-    distance = solver_tolerance(sensitivity, mu, kinked) / mu
+    distance = solver_tolerance(sensitivity, mu) / mu
     # PRIVACY: by public numbers, so that no data set can fail it (test_a_tolerance_below_the_rounding_is_not_planned)
-    if kinked:
-        rounding = _gap_rounding(task, reg)
-        distance = max(
-            distance, math.sqrt(8 * rounding / mu) * (1 + 1e-9)
-        )  # the noise grows by what gaps cannot show
-        check_gap_tolerance(distance, mu, rounding)
-    else:
-        check_tolerance(mu * distance, _rounding(task, reg))
+    check_tolerance(mu * distance, _rounding(task, reg))
     # PRIVACY: both minimizers are approximate (test_the_noise_covers_what_the_solver_left)
     return _Moves(
         mu, sensitivity, distance, certified_sensitivity(sensitivity, mu, mu * distance)
     )
 
 
-def _require_solvable(task: LinearTask) -> None:
-    """Raises ConditionError for losses that no certificate covers."""
-    kinked = task.smoothness is None
-    if kinked and (task.tilt or task.attack_radius or BoxDual.of(task.loss) is None):
+def _smooth(task: LinearTask) -> LinearTask:
+    """Returns the task, with a public smoothing of a loss that has a kink, as a certificate needs it."""
+    if task.smoothness is not None:
+        return task
+    smooth = task.loss.smoothed(KINK * (task.bound_y or 1.0))
+    if smooth is None:
         raise ConditionError(
-            f"loss must be smooth, hinge or pinball to be certified (got {task.loss!r})"
+            f"loss must be smooth, Hinge or Pinball to be certified (got {task.loss!r})"
         )
+    return replace(task, loss=smooth)
 
 
 def _rounding(task: LinearTask, reg: float) -> float:
@@ -323,14 +313,6 @@ def _rounding(task: LinearTask, reg: float) -> float:
     return share * task.gradient_rounding(
         reg, norm, lipschitz, dim=task.parameters, most=task.most_records
     )
-
-
-def _gap_rounding(task: LinearTask, reg: float) -> float:
-    """Returns what rounding may hide from a gap that is summed record by record (see `certificates.gap_error`)."""
-    box = BoxDual.of(task.loss)
-    assert box is not None  # of _require_solvable
-    reach = task.preparation.bound * task.minimizer_radius(reg) + 1 + (task.bound_y or 1.0)
-    return gamma(task.width + 6) * box.width * task.most_records * reach
 
 
 def _sensitivity(task: LinearTask, reg: float) -> tuple[float, float]:

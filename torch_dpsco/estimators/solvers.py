@@ -1,26 +1,17 @@
 """Untrusted solvers of strongly convex objectives, and the certificates that verify their results.
 
-`solve(objective, tolerance)` is the entry: a fast solver (Newton, L-BFGS, Huber continuation), a run-time certificate
+`solve(objective, tolerance)` is the entry: a fast solver (Newton, L-BFGS), a run-time certificate
 of the distance to the exact minimizer, and a deterministic fallback. Nothing but the point leaves: iteration counts,
 losses, times and the certified number depend on the data.
 
 Differs from the paper in: its output step trusts the expected accuracy of the solver; here the solver is never trusted,
 and its stochastic solvers, accurate in expectation only, are in tests/reference/papers/output_solvers.py.
 
-Newton and L-BFGS; for losses with kinks, Newton on smoothed losses of shrinking width.
-
 Near the minimum differences of values drown in rounding while gradients do not: a step of either method is accepted on
 the value within a slack of 1e-13 |F|, or on a smaller gradient norm. Damped Newton is for d up to some thousands, with
 few passes over the data: a factor of the Hessian is kept while it still shrinks the gradient threefold per step, since
 a Hessian costs d gradients, and what steps show of the curvature since then corrects it, as in L-BFGS. Undamped Newton
 diverges on residual-clipped losses. L-BFGS is for many coordinates: it has no stopping rule besides the certificate.
-
-Hinge, pinball and absolute loss are maxima of slopes, l = max over a in [low, high] of a z (`BoxDual`). Smoothed with
-width h it is the maximum of a z - h a^2/2, whose maximizer a = clip(z/h) is a feasible dual point: the Fenchel gap of
-(w, a) is of order h times the share of records at the kink, and certifies w for the loss itself. The fallback, which
-cannot fail, is accelerated projected ascent on the dual with the average of the primal points, whose gap is at most
-5 L_D (R_a)^2/(t (t + 1)), R_a half the diagonal of the box, for a pair that C3 certifies at run time, so that rounding
-in the ascent needs no analysis.
 """
 
 from __future__ import annotations
@@ -38,14 +29,8 @@ from torch_dpsco._doors import typed
 from torch_dpsco._validate import positive
 from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.estimators.certificates import (
-    BoxDual,
     Certificate,
     agd_certified_steps,
-    box_of,
-    distance_of_gap,
-    gap_certificate,
-    gap_error,
-    primal_point,
     project,
     projected_certificate,
 )
@@ -87,9 +72,9 @@ def solve(
     """A point within `tolerance` of the minimizer of the objective (on the ball of `radius`), certified in float64.
 
     Args:
-        objective: strongly convex.
+        objective: strongly convex and smooth.
         tolerance: r > 0, public distance ||w - w*||; must lie above the rounding of float64 by public constants.
-        radius: of the ball around 0 that is the feasible set, or inf; needs a smooth objective.
+        radius: of the ball around 0 that is the feasible set, or inf.
         start: w_0, float64, or None for 0.
 
     Returns:
@@ -119,6 +104,10 @@ def solve(
     radius = positive(allow_inf=True, radius=radius)
     if not objective.strong_convexity > 0:
         raise ConditionError("strong_convexity must be > 0: regularize every coordinate")
+    if objective.smoothness is None:
+        raise ConditionError(
+            f"{type(objective).__name__} must be smooth to be solved: give it a public smoothing"
+        )
     point = (
         torch.zeros(objective.dim, dtype=torch.float64, device=objective.device)
         if start is None
@@ -128,29 +117,15 @@ def solve(
     # a loop that diverged is no start: its point would fail its certificate, and the solver begin again from 0
     point = torch.where(torch.isfinite(point).all(), point, 0.0)
     with torch.no_grad():
-        if isinstance(objective, LinearObjective) and BoxDual.of(objective.loss) is not None:
-            if math.isfinite(radius):
-                raise ConditionError(
-                    "a ball needs a smooth objective; take SmoothedHinge or Huber"
-                )
-            found, certificate = continuation(objective, point, distance)
-            if not certificate.proves(distance):
-                found, certificate = dual_ascent(objective, distance)
-        elif objective.smoothness is None:
-            raise ConditionError(
-                f"{type(objective).__name__} must be smooth to be solved: give it a public"
-                " smoothing"
+        fast = _fast(objective, point, distance)
+        fast = fast if bool(torch.isfinite(fast).all()) else point
+        found, certificate = projected_certificate(objective, fast, radius)
+        if not certificate.proves(distance):
+            # PRIVACY: a solver that fails must not raise, which would show that it failed
+            # (test_the_fallback_certifies_when_the_fast_solver_is_broken)
+            found, certificate = certified_descent(
+                objective, torch.zeros_like(point), distance, radius
             )
-        else:
-            fast = _fast(objective, point, distance)
-            fast = fast if bool(torch.isfinite(fast).all()) else point
-            found, certificate = projected_certificate(objective, fast, radius)
-            if not certificate.proves(distance):
-                # PRIVACY: a solver that fails must not raise, which would show that it failed
-                # (test_the_fallback_certifies_when_the_fast_solver_is_broken)
-                found, certificate = certified_descent(
-                    objective, torch.zeros_like(point), distance, radius
-                )
     return Solution(found, certificate)
 
 
@@ -458,184 +433,3 @@ def _inverse_times(
     for (move, turn), share in zip(pairs, reversed(shares), strict=True):
         vector += (share - (turn @ vector) / (move @ turn)) * move
     return vector
-
-
-_SHRINK = 0.1  # of the width, at first
-_LEAST_SHRINK = 0.95
-_ROUNDS = 40
-_LARGEST = 2**22  # entries of the rows at the kinks, for their pseudo-inverse
-_DENSE = 2000  # coordinates up to which a Hessian is formed
-
-
-class SmoothedBox(Objective):
-    """The objective with max over a of (a z - h a^2/2) in place of the loss. A step to the solution, not certified.
-
-    Args:
-        objective: with a `BoxDual` loss.
-        width: h > 0.
-    """
-
-    def __init__(self, objective: LinearObjective, width: float) -> None:
-        self.base = objective
-        self.box = box_of(objective)
-        self.width = width
-        self.dim = objective.dim
-        self.device = objective.device
-        self.strong_convexity = objective.strong_convexity
-        self.smoothness = None
-
-    def dual(self, point: Tensor) -> Tensor:
-        """The maximizing a of every record, shape (n,)."""
-        records = self.base.records
-        return self._slopes(self.box.residuals(records.scores(point), records.targets))
-
-    def value_and_gradient(self, point: Tensor) -> tuple[float, Tensor]:
-        """Smoothed value and its gradient."""
-        records = self.base.records
-        box = self.box
-
-        def terms(scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-            targets = records.targets[rows]
-            weights = records.weights[rows]
-            residuals = box.residuals(scores, targets)
-            slopes = self._slopes(residuals)
-            losses = slopes * (residuals - self.width / 2 * slopes)
-            return weights * losses, -weights * slopes * box.signs(targets)
-
-        return self.base.completed(*records.fold(point, terms), point)
-
-    def hessian(self, point: Tensor) -> Tensor:
-        """Curvature 1/h of the records between the two corners."""
-        base = self.base
-        records = self.base.records
-        residuals = self.box.residuals(records.scores(point), records.targets) / self.width
-        inside = (residuals > self.box.low) & (residuals < self.box.high)
-        curvature = records.weights * inside * self.box.signs(records.targets) ** 2 / self.width
-        total = records.gram(curvature) / base.normalizer
-        total.diagonal().add_(base.reg)
-        return total
-
-    def gradient_error(self, point: Tensor) -> float:
-        """0: no certificate is built on this objective."""
-        return 0.0
-
-    def _slopes(self, residuals: Tensor) -> Tensor:
-        return (residuals / self.width).clamp(self.box.low, self.box.high)
-
-
-def continuation(
-    objective: LinearObjective, start: Tensor, distance: float
-) -> tuple[Tensor, Certificate]:
-    """Smoothed problems of shrinking width, from h = 1 on, until C3 proves the distance or the rounds are over.
-
-    Args:
-        objective: hinge, pinball or absolute loss, reg > 0.
-        start: w_0, float64.
-        distance: r > 0.
-
-    Returns:
-        (point, its certificate): the best found; it may miss the distance.
-
-    Source:
-        docs/proofs/output.md#a-duality-gap-certifies
-    """
-    step = newton if objective.dim <= _DENSE else lbfgs
-    best = start
-    proof = Certificate(math.inf)
-    settled = start
-    width = 1.0
-    shrink = _SHRINK
-    for _ in range(_ROUNDS):
-        smooth = SmoothedBox(objective, width)
-        point = step(smooth, settled, distance / 8)
-        dual = smooth.dual(point)
-        for primal, variables in ((point, dual), onto_kinks(objective, dual)):
-            certificate = gap_certificate(objective, primal, variables)
-            if certificate.distance < proof.distance:
-                best = primal
-                proof = certificate
-        if proof.proves(distance) or shrink > _LEAST_SHRINK:
-            break
-        if certified(smooth, Iterate.at(smooth, point), distance / 4):
-            settled = point
-            width = width * shrink
-        else:  # too far in one leap: the set of records at the kink changed too much
-            width = width / math.sqrt(shrink)
-            shrink = math.sqrt(shrink)
-    return best, proof
-
-
-def onto_kinks(objective: LinearObjective, dual: Tensor) -> tuple[Tensor, Tensor]:
-    """Moves the free dual variables so that v(a) lies on the kinks of their records, as at the solution.
-
-    For free records A = (sign_i x_i) and residuals r: the least d with A d = r, and the least change of a with
-    v(a + change) = v(a) + d. Twice, since the second removes the rounding of the first. Where the free set is wrong the
-    pair is merely worse: its certificate says so.
-
-    Returns:
-        (v(a), a).
-    """
-    box = box_of(objective)
-    records = objective.records
-    free = ((dual > box.low) & (dual < box.high) & (records.weights > 0)).nonzero().squeeze(1)
-    point = primal_point(objective, dual)
-    if not 0 < len(free) * objective.dim <= _LARGEST:
-        return point, dual
-    targets = records.targets[free]
-    rows = records.select(free) * box.signs(targets).unsqueeze(1)
-    inverse = torch.linalg.pinv(rows)
-    scale = objective.strong_convexity * objective.normalizer / records.weights[free]
-    for _ in range(2):
-        move = inverse @ (box.offsets(targets) - rows @ point)
-        dual = dual.index_add(0, free, scale * (inverse.T @ move)).clamp(box.low, box.high)
-        point = primal_point(objective, dual)
-    return point, dual
-
-
-def dual_ascent(objective: LinearObjective, distance: float) -> tuple[Tensor, Certificate]:
-    """Accelerated projected ascent on the box of dual variables, from its center, with the primal average.
-
-    With theta_t = 2/(t + 2): y = (1 - theta) a + theta b; b <- clip(b + grad D(y)/(theta L_D)); a <- (1 - theta) a +
-    theta b; wbar <- (1 - theta) wbar + theta v(y). Then P(wbar) - D(a) <= 5 L_D sum_i (side/2)^2/(T (T + 1)) after T
-    steps, since P is the maximum over the box of the linearizations of D.
-
-    Returns:
-        (wbar, certificate) with certificate.distance <= distance, after O(B/(reg r)) steps at the latest.
-
-    Raises:
-        NotCertifiedError: if float64 is too coarse for `distance`: outside of any guarantee.
-
-    Source:
-        docs/proofs/output.md#solvers-that-cannot-fail
-    """
-    box = box_of(objective)
-    records = objective.records
-    mu = objective.strong_convexity
-    signs = box.signs(records.targets)
-    scale = records.weights / objective.normalizer
-    steepness = float(records.total((scale * signs * records.norms) ** 2)) / mu * (1 + 1e-9)
-    half = (box.high - box.low) / 2
-    if distance_of_gap(gap_error(objective, 0.0), mu) > distance:
-        raise NotCertifiedError(
-            "no certificate: float64 is too coarse for the distance asked for"
-        )
-    used = float((records.weights > 0).sum())
-    worst = math.ceil(math.sqrt(4 * steepness * used * half * half / mu) / distance) + 2
-    dual = shifted = torch.full_like(records.norms, (box.low + box.high) / 2)
-    average = primal_point(objective, dual)
-    check = 8
-    for step in range(4 * worst + 2):
-        theta = 2 / (step + 2)
-        query = (1 - theta) * dual + theta * shifted
-        point = primal_point(objective, query)
-        residuals = box.residuals(records.scores(point), records.targets)
-        if steepness > 0:
-            shifted = (shifted + scale * residuals / (theta * steepness)).clamp(box.low, box.high)
-        dual = (1 - theta) * dual + theta * shifted
-        average = (1 - theta) * average + theta * point
-        if step >= check or step == 0:
-            check = max(check, step + step // 8)
-            certificate = gap_certificate(objective, average, dual)
-            if certificate.proves(distance):
-                return average, certificate
-    raise NotCertifiedError("no certificate: float64 is too coarse for the distance asked for")

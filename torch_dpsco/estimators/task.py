@@ -499,7 +499,7 @@ class LinearPlan(Plan):
 
 _PART = 2**16  # rows
 _DISTANCE = 15.0  # |w| times the norm of rows: scores of about 15 / sqrt(d)
-_KINK = 1e-3  # public smoothing of the norm of an adversarial objective
+KINK = 1e-3  # public smoothing, of a loss with a kink and of the norm of an adversarial objective
 
 
 def make_records(
@@ -625,7 +625,7 @@ def build_objective(
             reg=reg,
             normalizer=1.0,
             attack_norm=task.attack_norm,
-            smoothing=_KINK,
+            smoothing=KINK,
         )
     if task.num_scores > 1:
         return SoftmaxObjective(
