@@ -386,7 +386,7 @@ def leaves(value: Any) -> list[float]:
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "Ridge"])
 def test_nothing_noiseless_is_left_in_a_fitted_model(name, monkeypatch):
     from torch_dpsco.estimators import objective, output
-    from torch_dpsco.estimators.gradient_descent import PreconditionedGDPlan
+    from torch_dpsco.estimators.least_squares import PreconditionedGDPlan
 
     secrets: list[float] = []
     solved, summed = output.solve, PreconditionedGDPlan.gradient

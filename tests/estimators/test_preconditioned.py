@@ -17,13 +17,13 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators import gradient_descent as preconditioned_gd
-from torch_dpsco.estimators.gradient_descent import (
+from torch_dpsco.estimators.least_squares import (
     PreconditionedGDPlan,
     horizon,
+    plan_boosted,
     plan_preconditioned_gd,
     stable_step,
 )
-from torch_dpsco.estimators.least_squares import plan_boosted
 from torch_dpsco.estimators.preparation import Chain, Preparation, PrivatePreparation, Units
 from torch_dpsco.estimators.task import LinearTask, make_records
 from torch_dpsco.step.exact_noise import gaussian_vector

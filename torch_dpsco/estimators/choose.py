@@ -19,8 +19,12 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.rounding import asks_exact, require_gaussian
 from torch_dpsco.errors import AdjacencyError, ConditionError, InfeasibleError, UnitError
-from torch_dpsco.estimators.gradient_descent import plan_noisy_gd, plan_preconditioned_gd
-from torch_dpsco.estimators.least_squares import plan_adassp, plan_boosted
+from torch_dpsco.estimators.gradient_descent import plan_noisy_gd
+from torch_dpsco.estimators.least_squares import (
+    plan_adassp,
+    plan_boosted,
+    plan_preconditioned_gd,
+)
 from torch_dpsco.estimators.objective import plan_objective
 from torch_dpsco.estimators.output import plan_output
 from torch_dpsco.estimators.preparation import (

@@ -127,9 +127,9 @@ class QuantileRegressor(Regressor):
             intercept_scaling, reg, radius, mechanism, n_max, secure, accountant: see `LinearModel`.
         bound_y: Y > 0, that targets are clipped to; required.
         quantile: in (0, 1).
-        width: >= 0, in units of the target, public, over which the kink is smoothed; 0 for a thousandth of bound_y, by
-            output perturbation. "auto" for twice the threshold of `HuberRegressor` (a tenth of bound_y where measuring does
-            not pay), and for less at other quantiles.
+        width: >= 0, in units of the target, public, over which the kink is smoothed; 0 for a thousandth of bound_y,
+            by output perturbation. "auto" for twice the threshold of `HuberRegressor` (a tenth of bound_y where
+            measuring does not pay), and for less at other quantiles.
 
     Example:
         >>> import numpy as np

@@ -45,7 +45,7 @@ from torch_dpsco.rng import Source
 from torch_dpsco.step.pace import smooth_pace
 
 MOST_ROWS = 2**26  # for which roundings of a user's sums are bounded
-_STEPS = 600
+_USER_STEPS = 600
 _LEAST_FRICTION = 0.015
 _FRICTION, _CLIPS = (
     0.1,
@@ -64,7 +64,7 @@ _LAST_STEPS, _LAST_SHARE, _LAST_CLIP = (
     0.2,
     math.sqrt(2),
 )  # for scale and intercept: share of mu^2, gradients' bound
-_WIDE, _WAY, _FAR = (
+_WIDE, _WAY, _LAST_FAR = (
     0.25,
     2.0,
     1000.0,
@@ -152,9 +152,15 @@ class UserGDPlan(DescentPlan):
         score = gamma(self.task.width + 16) / _WIDE  # of a score, over its clip
         # PRIVACY: products that make a score may be rounded differently beside other rows
         # (test_rounding_is_in_the_sensitivity_of_the_sums_for_scale_and_intercept)
-        mean = (slope + _LAST_CLIP * bend * _FAR) * score + _LAST_CLIP * gamma(MOST_ROWS)
+        mean = (slope + _LAST_CLIP * bend * _LAST_FAR) * score + _LAST_CLIP * gamma(MOST_ROWS)
         mean += gradient_rounding(
-            1, 2, lipschitz=_LAST_CLIP, smoothness=2 * bend, reg=0.0, norm=_FAR, score_offset=1.0
+            1,
+            2,
+            lipschitz=_LAST_CLIP,
+            smoothness=2 * bend,
+            reg=0.0,
+            norm=_LAST_FAR,
+            score_offset=1.0,
         )
         return most * (mean + _LAST_CLIP * gamma(most + 18))
 
@@ -217,7 +223,7 @@ class UserGDPlan(DescentPlan):
             generator,
             steps=_LAST_STEPS,
             lr=pace.lr,
-            radius=_FAR,
+            radius=_LAST_FAR,
             momentum=pace.momentum,
         ).tolist()
         answer = slopes * float(min(max(scale / unit, _LEAST_SCALE), 1.0))
@@ -256,7 +262,9 @@ class UserGDPlan(DescentPlan):
         return (means * torch.where(norms > most, most / norms, 1.0).unsqueeze(1)).sum(0)
 
 
-def plan_users(task: LinearTask, steps: int = _STEPS, clip: float | None = None) -> UserGDPlan:
+def plan_users(
+    task: LinearTask, steps: int = _USER_STEPS, clip: float | None = None
+) -> UserGDPlan:
     """Returns the numbers of noisy gradient descent on users.
 
     Args:
