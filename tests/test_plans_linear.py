@@ -31,14 +31,13 @@ from torch_dpsco.accounting.events import Gaussian, KNorm, Pure, RDPCurve, in_wo
 from torch_dpsco.errors import AdjacencyError, CalibrationError, DpscoError, InfeasibleError
 from torch_dpsco.estimators import gradient_descent, preparation
 from torch_dpsco.estimators.choose import plan_linear
-from torch_dpsco.estimators.gradient_descent import NoisyGDPlan
+from torch_dpsco.estimators.gradient_descent import NoisyGDPlan, UserGDPlan
 from torch_dpsco.estimators.least_squares import AdaSSPPlan, BoostedPlan, PreconditionedGDPlan
 from torch_dpsco.estimators.objective import ObjectivePlan
 from torch_dpsco.estimators.output import OutputPlan, _sensitivity
 from torch_dpsco.estimators.preparation import Preparation, PrivatePreparation
 from torch_dpsco.estimators.solved import SolvedOptimizer
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective, make_records
-from torch_dpsco.estimators.users import UserGDPlan
 from torch_dpsco.step import checks
 from torch_dpsco.step.plan import Plan
 

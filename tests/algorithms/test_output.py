@@ -34,13 +34,6 @@ from tests.reference.papers.output import (
 from torch_dpsco.accounting.analysis.convert import delta_with_failure
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.errors import ConditionError, MissingConstantError
-from torch_dpsco.estimators.certificates import (
-    amp_tolerance,
-    check_tolerance,
-    gradient_rounding,
-    solver_tolerance,
-    sum_terms,
-)
 from torch_dpsco.estimators.output_numbers import (
     adversarial_gradient_diameter,
     adversarial_lipschitz,
@@ -48,6 +41,13 @@ from torch_dpsco.estimators.output_numbers import (
     erm_sensitivity,
     minimizer_radius,
     noise_norms,
+)
+from torch_dpsco.estimators.solvers import (
+    amp_tolerance,
+    check_tolerance,
+    gradient_rounding,
+    solver_tolerance,
+    sum_terms,
 )
 from torch_dpsco.losses.classification import logistic_gradient_diameter
 

@@ -22,13 +22,13 @@ from torch_dpsco.accounting.analysis.gaussian import (
     gaussian_sigma_zhao,
     zhao_constant,
 )
+from torch_dpsco.estimators.objectives import Adversarial, Tilted
 from torch_dpsco.estimators.output_numbers import (
     erm_sensitivity,
     noise_norms,
+    tilted_sensitivity,
 )
 from torch_dpsco.estimators.records import Records
-from torch_dpsco.estimators.robust import Adversarial, Tilted
-from torch_dpsco.estimators.tilted_numbers import tilted_sensitivity
 from torch_dpsco.losses import Logistic
 
 

@@ -13,7 +13,7 @@ from tests.reference.papers.output import (
     subgradient_steps,
 )
 from torch_dpsco.errors import ConditionError, InfeasibleError
-from torch_dpsco.estimators.certificates import agd_certified_steps
+from torch_dpsco.estimators.solvers import agd_certified_steps
 
 
 @pytest.mark.cases(2, 1)

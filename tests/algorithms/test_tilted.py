@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.reference.papers.output import tilted_sensitivity_paper, tilted_smoothness
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators.output_numbers import erm_sensitivity
-from torch_dpsco.estimators.tilted_numbers import (
+from torch_dpsco.estimators.output_numbers import (
+    erm_sensitivity,
     tilted_max_weight,
     tilted_sensitivity,
     tilted_strong_convexity,

@@ -25,7 +25,7 @@ from torch_dpsco.audit import (
     mu_of_guesses,
 )
 from torch_dpsco.doctor import Diagnosis, Finding
-from torch_dpsco.estimators import Category, Number, objectives, robust, solvers
+from torch_dpsco.estimators import Category, Number, objectives, solvers
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.integrations import opacus
 from torch_dpsco.integrations.parquet import ParquetRows
@@ -418,9 +418,9 @@ CALLS["objectives.SoftmaxObjective"] = lambda: (
         "normalizer": 1.0,
     },
 )
-CALLS["robust.Tilted"] = lambda: (robust.Tilted, {"loss": LOSS, "tilt": 0.1} | rows())
-CALLS["robust.Adversarial"] = lambda: (
-    robust.Adversarial,
+CALLS["objectives.Tilted"] = lambda: (objectives.Tilted, {"loss": LOSS, "tilt": 0.1} | rows())
+CALLS["objectives.Adversarial"] = lambda: (
+    objectives.Adversarial,
     {"loss": LOSS, "attack_radius": 0.1, "normalizer": 1.0} | rows(),
 )
 CALLS["solvers.solve"] = lambda: (solvers.solve, {"objective": objective(), "tolerance": 1e-3})

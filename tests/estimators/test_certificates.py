@@ -10,15 +10,15 @@ import torch
 
 from tests.estimators import objective_references as reference
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators.certificates import (
+from torch_dpsco.estimators.objectives import Adversarial, LinearObjective, Tilted
+from torch_dpsco.estimators.records import Records
+from torch_dpsco.estimators.solvers import (
     Certificate,
     gradient_certificate,
+    newton,
     projected_certificate,
+    solve,
 )
-from torch_dpsco.estimators.objectives import LinearObjective
-from torch_dpsco.estimators.records import Records
-from torch_dpsco.estimators.robust import Adversarial, Tilted
-from torch_dpsco.estimators.solvers import newton, solve
 from torch_dpsco.losses import Hinge, Huber, Logistic, SmoothedHinge, Squared
 
 FAR = math.inf

@@ -21,7 +21,7 @@ import torch_dpsco as dp
 from torch_dpsco import losses
 from torch_dpsco.errors import UnitError
 from torch_dpsco.estimators import Category, Number, Ordered, Schema, frames
-from torch_dpsco.estimators.columns import key
+from torch_dpsco.estimators.schema import key
 
 COLUMNS = {
     "age": Number(17, 90),

@@ -11,9 +11,13 @@ import torch
 from tests.estimators import objective_references as reference
 from torch_dpsco.accounting.analysis.rounding import gamma
 from torch_dpsco.errors import ConditionError, NotCertifiedError
-from torch_dpsco.estimators.objectives import LinearObjective, SoftmaxObjective
+from torch_dpsco.estimators.objectives import (
+    Adversarial,
+    LinearObjective,
+    SoftmaxObjective,
+    Tilted,
+)
 from torch_dpsco.estimators.records import PairwiseSum, Records
-from torch_dpsco.estimators.robust import Adversarial, Tilted
 from torch_dpsco.losses import (
     Hinge,
     Huber,

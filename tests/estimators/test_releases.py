@@ -23,12 +23,11 @@ from torch_dpsco.accounting.analysis.objective import (
 )
 from torch_dpsco.errors import ConditionError, InfeasibleError, PrivacyError, UtilityWarning
 from torch_dpsco.estimators import output
-from torch_dpsco.estimators.certificates import Certificate
 from torch_dpsco.estimators.choose import fit_linear, plan_linear
 from torch_dpsco.estimators.objective import plan_objective
 from torch_dpsco.estimators.output import plan_output
 from torch_dpsco.estimators.preparation import Preparation
-from torch_dpsco.estimators.solvers import Solution, solve
+from torch_dpsco.estimators.solvers import Certificate, Solution, solve
 from torch_dpsco.estimators.task import LinearTask, build_objective, make_records
 from torch_dpsco.step.exact_noise import gaussian_vector, knorm_vector
 

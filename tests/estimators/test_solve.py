@@ -11,13 +11,17 @@ import torch
 from tests.estimators import objective_references as reference
 from tests.reference.papers.output_solvers import katyusha, stochastic_subgradient
 from torch_dpsco.errors import ConditionError, NotCertifiedError
-from torch_dpsco.estimators.certificates import gradient_certificate
-from torch_dpsco.estimators.objectives import LinearObjective, SoftmaxObjective
+from torch_dpsco.estimators.objectives import (
+    Adversarial,
+    LinearObjective,
+    SoftmaxObjective,
+    Tilted,
+)
 from torch_dpsco.estimators.records import Records
-from torch_dpsco.estimators.robust import Adversarial, Tilted
 from torch_dpsco.estimators.solvers import (
     accelerated_steps,
     certified_descent,
+    gradient_certificate,
     lbfgs,
     newton,
     solve,

@@ -41,7 +41,6 @@ from torch_dpsco.accounting.report.figures import OneFit, PrivacyReport
 from torch_dpsco.accounting.report.statement import Statement, make_statement
 from torch_dpsco.acts import act
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators.certificates import needed_eigenvalue
 from torch_dpsco.estimators.choose import LinearFit, fit_linear, plan_linear
 from torch_dpsco.estimators.preparation import (
     Preparation,
@@ -66,6 +65,7 @@ from torch_dpsco.estimators.reading import (
     require_finite,
 )
 from torch_dpsco.estimators.records import Stored
+from torch_dpsco.estimators.solvers import needed_eigenvalue
 from torch_dpsco.estimators.task import LinearPlan, LinearTask
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.sampling.loader import user_ids

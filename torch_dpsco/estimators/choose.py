@@ -19,7 +19,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.rounding import asks_exact, require_gaussian
 from torch_dpsco.errors import AdjacencyError, ConditionError, InfeasibleError, UnitError
-from torch_dpsco.estimators.gradient_descent import plan_noisy_gd
+from torch_dpsco.estimators.gradient_descent import plan_noisy_gd, plan_users, users_of
 from torch_dpsco.estimators.least_squares import (
     plan_adassp,
     plan_boosted,
@@ -40,7 +40,6 @@ from torch_dpsco.estimators.task import (
     make_records,
     make_stored_records,
 )
-from torch_dpsco.estimators.users import plan_users, users_of
 from torch_dpsco.rng import noise_generator
 
 __all__ = [
@@ -239,7 +238,7 @@ def fit_linear(
         targets: (n,) real, +-1, or class numbers; None beside blocks.
         weights: (n,) of the losses, a private part of the records, clipped to [0, 1]; None for ones. A loss times a
             weight <= 1 has the constants of the loss, so that no noise changes.
-        users: (n,) integer ids of the user of each row, with a plan of `estimators.users.plan_users`, and only then.
+        users: (n,) integer ids of the user of each row, with a plan of `gradient_descent.plan_users`, and only then.
         accountant: ledger to charge; default a new one with the plan's budget.
         generator: noise generator of your own; repeatable, so for tests only (warns).
 

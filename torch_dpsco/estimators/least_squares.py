@@ -98,10 +98,10 @@ from torch_dpsco.accounting.analysis.rounding import (
 from torch_dpsco.accounting.designs import is_exact
 from torch_dpsco.accounting.events import GDP, REPLACE_ONE, Gaussian
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators.certificates import project, sum_terms
 from torch_dpsco.estimators.gradient_descent import DescentPlan, descend
 from torch_dpsco.estimators.preparation import level_left, signal_to_noise
 from torch_dpsco.estimators.records import Records
+from torch_dpsco.estimators.solvers import project, sum_terms
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective
 from torch_dpsco.problem import round_up
 from torch_dpsco.rng import Source

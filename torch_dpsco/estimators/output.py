@@ -45,21 +45,22 @@ from torch_dpsco.accounting.analysis.rounding import (
 from torch_dpsco.accounting.designs import is_exact
 from torch_dpsco.accounting.events import REPLACE_ONE, Gaussian, KNorm
 from torch_dpsco.errors import CalibrationError, ConditionError
-from torch_dpsco.estimators.certificates import (
-    check_tolerance,
-    project,
-    solver_tolerance,
-)
 from torch_dpsco.estimators.output_numbers import (
     adversarial_gradient_diameter,
     adversarial_lipschitz,
     certified_sensitivity,
     erm_sensitivity,
+    tilted_sensitivity,
+    tilted_strong_convexity,
 )
 from torch_dpsco.estimators.records import Records
-from torch_dpsco.estimators.solvers import solve
+from torch_dpsco.estimators.solvers import (
+    check_tolerance,
+    project,
+    solve,
+    solver_tolerance,
+)
 from torch_dpsco.estimators.task import KINK, LinearPlan, LinearTask, build_objective
-from torch_dpsco.estimators.tilted_numbers import tilted_sensitivity, tilted_strong_convexity
 from torch_dpsco.rng import Source
 from torch_dpsco.step.exact_noise import exact_release, gaussian_vector, knorm_vector
 from torch_dpsco.step.plan import exact_cost

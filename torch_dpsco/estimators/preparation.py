@@ -32,8 +32,8 @@ from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
 from torch_dpsco.accounting.analysis.rounding import DOUBLE
 from torch_dpsco.accounting.events import GDP, Adjacency
-from torch_dpsco.estimators.certificates import sum_terms
 from torch_dpsco.estimators.records import Records
+from torch_dpsco.estimators.solvers import sum_terms
 from torch_dpsco.losses import clip_rows
 from torch_dpsco.problem import round_up
 from torch_dpsco.rng import Source

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_dpsco.estimators.columns import ROW, Number, Ordered, key, numbers, unit_id
 from torch_dpsco.estimators.frames import Column, column
+from torch_dpsco.estimators.schema import ROW, Number, Ordered, key, numbers, unit_id
 
 if TYPE_CHECKING:
     from torch_dpsco.estimators.schema import Schema, Table

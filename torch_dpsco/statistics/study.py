@@ -38,11 +38,14 @@ from torch_dpsco.accounting.report.grounds import HELD
 from torch_dpsco.accounting.report.statement import Statement, make_statement
 from torch_dpsco.errors import ConditionError, UnitError
 from torch_dpsco.estimators.base import LinearModel, stand_in
-from torch_dpsco.estimators.classifiers import LogisticRegression, SoftmaxRegression
-from torch_dpsco.estimators.columns import ROW, Category
-from torch_dpsco.estimators.regressors import HuberRegressor, Ridge
+from torch_dpsco.estimators.models import (
+    HuberRegressor,
+    LogisticRegression,
+    Ridge,
+    SoftmaxRegression,
+)
 from torch_dpsco.estimators.released import Released
-from torch_dpsco.estimators.schema import Schema, Table
+from torch_dpsco.estimators.schema import ROW, Category, Schema, Table
 from torch_dpsco.show import card, plots
 from torch_dpsco.show.preview import Preview
 from torch_dpsco.statistics import Summary

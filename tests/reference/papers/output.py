@@ -34,7 +34,6 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta, zhao_co
 from torch_dpsco.accounting.analysis.rounding import DOUBLE, safe, scaled_up
 from torch_dpsco.algorithms.clip_numbers import safe_exp
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators.certificates import _count, sum_terms
 from torch_dpsco.estimators.least_squares import (
     AdaSSPConstants,
     AdaSSPPlan,
@@ -42,6 +41,7 @@ from torch_dpsco.estimators.least_squares import (
     _rounding,
 )
 from torch_dpsco.estimators.output_numbers import erm_sensitivity, noise_norms
+from torch_dpsco.estimators.solvers import _count, sum_terms
 from torch_dpsco.estimators.task import LinearTask
 
 _MODES = ("tight", "paper")

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from tests.reference.papers.output import katyusha_parameters
-from torch_dpsco.estimators.certificates import project
 from torch_dpsco.estimators.objectives import LinearObjective
-from torch_dpsco.estimators.solvers import Iterate, certified
+from torch_dpsco.estimators.solvers import Iterate, certified, project
 
 
 def katyusha(
