@@ -64,7 +64,6 @@ from torch_dpsco.estimators.reading import (
     require_dtype,
     require_finite,
 )
-from torch_dpsco.estimators.records import Stored
 from torch_dpsco.estimators.solvers import needed_eigenvalue
 from torch_dpsco.estimators.task import LinearPlan, LinearTask
 from torch_dpsco.losses.base import TableLoss
@@ -238,9 +237,8 @@ class LinearModel(BaseEstimator):
         # PRIVACY: all that can fail by settings does before anything is charged (test_bad_settings_charge_nothing)
         settings = self
         if self.n is None and self.adjacency != ADD_REMOVE:
-            settings = self._unspent(
-                n=_number_of_units(count if blocks is None else blocks, users)
-            )
+            stored = count if blocks is None else blocks.count(_MOST)
+            settings = self._unspent(n=stored if users is None else len(users.unique()))
         plan = settings.plan(width, "example" if groups is None else "user")
         ledger = plan.ledger() if self.accountant is None else self.accountant
         columns = read_columns(X if blocks is None or is_sparse(X) else features, width)
@@ -276,7 +274,9 @@ class LinearModel(BaseEstimator):
             ValueError: a setting.
         """
         plan = plan_linear(self._task(dim, unit), self.mechanism, self.secure)
-        return replace(plan, shown=_when_shown(plan)) if plan.task.curvature else plan
+        if plan.task.curvature:
+            _require_showable(plan)
+        return plan
 
     def preview(
         self,
@@ -516,32 +516,19 @@ class LinearModel(BaseEstimator):
         return tags
 
 
-def _when_shown(plan: LinearPlan) -> str:
-    """Returns when intervals can be shown; raises ConditionError where public numbers say that they cannot."""
+def _require_showable(plan: LinearPlan) -> None:
+    """Raises ConditionError where public numbers say that intervals cannot be shown after they were paid for."""
     task = plan.task
     assert task.smoothness is not None  # of plans with intervals
     needed = needed_eigenvalue(task.width, plan.hessian_scale)
-    each = task.smoothness / task.width
     # a record adds at most the smoothness to the trace, of which the least eigenvalue is at most an equal share
-    if task.most_records * each <= needed:
+    most = task.most_records * task.smoothness / task.width
+    if most <= needed:
         raise ConditionError(
             "intervals must be of more records, fewer features, a larger epsilon or share, or a"
             " smaller bound_x: they need a least eigenvalue of the released Hessian above"
-            f" {needed:.3g}, and {task.most_records} records give at most"
-            f" {task.most_records * each:.3g}"
+            f" {needed:.3g}, and {task.most_records} records give at most {most:.3g}"
         )
-    return (
-        f"intervals, if the least eigenvalue of the released Hessian is clearly above {needed:.3g}."
-        f" {task.n} records as long as bound_x allows, in all directions alike, would give"
-        f" {task.n * each:.3g}, others less: intervals may be refused after they were paid for"
-    )
-
-
-def _number_of_units(records: int | Stored, users: Tensor | None) -> int:
-    """Returns the number of records, or of users, where it is public."""
-    if users is not None:
-        return len(users.unique())
-    return records if isinstance(records, int) else records.count(_MOST)
 
 
 def stand_in(model: _Model, plan: LinearPlan, privacy: PrivacyReport) -> _Model:

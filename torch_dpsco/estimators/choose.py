@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,8 +29,6 @@ from torch_dpsco.estimators.least_squares import (
 from torch_dpsco.estimators.objective import plan_objective
 from torch_dpsco.estimators.output import plan_output
 from torch_dpsco.estimators.preparation import (
-    Preparation,
-    PrivatePreparation,
     Units,
     signal_to_noise,
 )
@@ -41,18 +40,6 @@ from torch_dpsco.estimators.task import (
     make_stored_records,
 )
 from torch_dpsco.rng import noise_generator
-
-__all__ = [
-    "MECHANISMS",
-    "LinearFit",
-    "LinearTask",
-    "Preparation",
-    "PrivatePreparation",
-    "choose_mechanism",
-    "fit_linear",
-    "plan_linear",
-    "require_sums",
-]
 
 _NOISY_LABELS, _NOISY_TARGETS = 400, 20_000  # n mu / sqrt(d)
 MECHANISMS = (
@@ -120,30 +107,20 @@ def _is_noisy(task: LinearTask) -> bool:
     """
     if task.reg is not None or task.noise_multiplier is not None:
         return False
-    signal, most = _signal(task)
-    return signal < most
-
-
-def _signal(task: LinearTask) -> tuple[float, float]:
-    """Returns n mu / sqrt(d), and from where on its noise is small."""
     most = _NOISY_TARGETS if task.loss.target_kind == "real" else _NOISY_LABELS
-    return signal_to_noise(task.level, task.n, task.parameters), most
+    return signal_to_noise(task.level, task.n, task.parameters) < most
 
 
-def _reason(task: LinearTask, chosen: str) -> str:
-    """Returns why a ranking led to this mechanism; "" where the loss leaves one."""
-    if chosen == "preconditioned_gd":
-        return (
-            "for classes steps on clipped gradients bear the noise best, whatever n, d, classes and"
-            " epsilon: see docs/choosing.md#heads-with-many-classes"
-        )
-    if chosen != "noisy_gd":
-        return ""
-    signal, most = _signal(task)
-    return (
-        f"n mu / sqrt(d) = {signal:.3g} is below {most:g}, so that the regularizer of objective"
-        " perturbation would hide more than noise does: see docs/proofs/output.md#how-far-to-go"
-    )
+_REASONS = {
+    "preconditioned_gd": (
+        "for classes steps on clipped gradients bear the noise best, whatever n, d, classes and"
+        " epsilon: see docs/choosing.md#heads-with-many-classes"
+    ),
+    "noisy_gd": (
+        "n mu / sqrt(d) is so small that the regularizer of objective perturbation would hide more"
+        " than noise does: see docs/proofs/output.md#how-far-to-go"
+    ),
+}
 
 
 def plan_linear(
@@ -174,18 +151,17 @@ def plan_linear(
     if mechanism == "auto":
         chosen = choose_mechanism(task, secure)
         plan = plan_linear(task, chosen, secure)
-        return replace(plan, reason=_reason(task, chosen))
-    if mechanism == "adassp":
-        return plan_adassp(task, secure)
-    if mechanism == "boosted_adassp":
-        return plan_boosted(task, secure=secure)
-    if mechanism == "preconditioned_gd":
-        return plan_preconditioned_gd(task, secure)
+        return replace(plan, reason=_REASONS.get(chosen, ""))
     if mechanism == "noisy_gd":
         return plan_noisy_gd(task, secure=secure, released="all" if task.reg is None else "last")
-    if mechanism == "objective":
-        return plan_objective(task, secure=secure)
-    return plan_output(task, secure)
+    plans: dict[str, Callable[..., LinearPlan]] = {
+        "adassp": plan_adassp,
+        "boosted_adassp": plan_boosted,
+        "preconditioned_gd": plan_preconditioned_gd,
+        "objective": plan_objective,
+        "output": plan_output,
+    }
+    return plans[mechanism](task, secure=secure)
 
 
 class LinearFit(NamedTuple):
@@ -306,9 +282,7 @@ def _fit_of(task: LinearTask, units: Units, answer: Tensor) -> LinearFit:
     weights = answer[: task.parameters].reshape(task.num_scores, task.width)
     if not task.curvature:
         return LinearFit(weights, units)
-    entries = answer[task.parameters :]
     squares = task.width**2
-    hessian = entries[:squares].reshape(task.width, task.width)
-    return LinearFit(
-        weights, units, hessian, entries[squares:] if len(entries) > squares else None
-    )
+    hessian, moments = answer[task.parameters :].tensor_split([squares])
+    shape = (task.width, task.width)
+    return LinearFit(weights, units, hessian.reshape(shape), moments if len(moments) else None)

@@ -4,8 +4,8 @@ The classes are public and given: what labels occur is a fact about the data. Th
 the first of two classes is -1, the second is +1.
 
 Targets of regressions are clipped to [-bound_y, bound_y]. The intercept is regularized, and the noise of most
-mechanisms grows with bound_y: subtract a public center from the targets if they lie far from 0, and divide them by a public
-scale.
+mechanisms grows with bound_y: subtract a public center from the targets if they lie far from 0, and divide them by a
+public scale.
 """
 
 from __future__ import annotations
@@ -281,7 +281,20 @@ class LinearSVC(BinaryClassifier):
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class TiltedClassifier(BinaryClassifier):
+class _Robust(BinaryClassifier):
+    """Base: the logistic loss, tilted or under attack, in public units."""
+
+    _in_parts = False
+
+    def _measurements(self, *public: Any) -> None:
+        """Measures nothing: the constants of a tilt or an attack are in public units."""
+
+    def make_loss(self, facts: Facts) -> TableLoss:
+        return Logistic()
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class TiltedClassifier(_Robust):
     """Private tilted logistic regression, (1/tau) log mean exp(tau l_i) + (reg / 2n) |w|^2, by output perturbation.
 
     tau > 0 minds the records that fit badly, tau < 0 ignores them. The noise grows with e^(|tau| range of the losses):
@@ -310,21 +323,13 @@ class TiltedClassifier(BinaryClassifier):
     tilt: float = 0.1
     n_min: int | None = None
 
-    _in_parts = False
-
-    def _measurements(self, *public: Any) -> None:
-        """Measures nothing: the constants of a tilt or an attack are in public units."""
-
-    def make_loss(self, facts: Facts) -> TableLoss:
-        return Logistic()
-
     def task_options(self, facts: Facts) -> dict[str, Any]:
         n_min = None if self.n_min is None else check.positive_count(n_min=self.n_min)
         return {"tilt": check.finite(tilt=self.tilt), "n_min": n_min}
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class AdversarialClassifier(BinaryClassifier):
+class AdversarialClassifier(_Robust):
     """Private logistic regression for rows that an adversary may perturb, by output perturbation.
 
     The loss of a record is its largest one over all prepared rows, the constant included, within `attack_radius`:
@@ -350,14 +355,6 @@ class AdversarialClassifier(BinaryClassifier):
 
     attack_radius: float = 0.1
     attack_norm: float = 2.0
-
-    _in_parts = False
-
-    def _measurements(self, *public: Any) -> None:
-        """Measures nothing: the constants of a tilt or an attack are in public units."""
-
-    def make_loss(self, facts: Facts) -> TableLoss:
-        return Logistic()
 
     def task_options(self, facts: Facts) -> dict[str, Any]:
         return {

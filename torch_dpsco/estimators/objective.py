@@ -143,7 +143,7 @@ class ObjectivePlan(LinearPlan):
                 "intervals",
                 (
                     f"a Hessian at the answer with noise of std {std:.3g}, of level mu={level:.3g},"
-                    " charged along"
+                    " charged along; they may be refused, if it does not stand out of its noise"
                 ),
             )
 

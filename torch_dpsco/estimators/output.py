@@ -117,8 +117,9 @@ def least_risk_reg(task: LinearTask, plan: Callable[[LinearTask], Any]) -> float
     return best
 
 
-def _added(task: LinearTask, plan: Any, grown: float) -> float:
-    """Returns a bound on E F(w + z) - F(w) of a plan's noise z, F without its regularizer."""
+def _risk(task: LinearTask, plan: Any, bound: float) -> float:
+    """Returns a bound on E F(w + z) - F(w) of a plan's noise z, F without its regularizer, and what that costs."""
+    grown = (bound / task.preparation.bound) ** 2
     spread = plan.noise_and_signal[0]
     lipschitz = task.lipschitz_at_minimizers(plan.reg) * math.sqrt(grown)
     moved = lipschitz * spread
@@ -126,14 +127,8 @@ def _added(task: LinearTask, plan: Any, grown: float) -> float:
         moved = min(
             moved, (task.smoothness * grown + abs(task.tilt) * lipschitz**2) / 2 * spread**2
         )
-    return float(moved)
-
-
-def _risk(task: LinearTask, plan: Any, bound: float) -> float:
     radius = min(task.radius, _SCORE / bound)
-    return _added(task, plan, (bound / task.preparation.bound) ** 2) + float(
-        plan.reg / task.n / 2 * radius**2
-    )
+    return float(moved) + float(plan.reg / task.n / 2 * radius**2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +157,15 @@ class OutputPlan(LinearPlan):
 
     @cached_property
     def _moves(self) -> _Moves:
-        return _certified(self.task, self.reg)
+        """How far one record moves things, and the certificate that is asked for."""
+        sensitivity, mu = _sensitivity(self.task, self.reg)
+        distance = solver_tolerance(sensitivity, mu) / mu
+        # PRIVACY: by public numbers, so that no data set can fail it
+        # (test_a_tolerance_below_the_rounding_is_not_planned)
+        check_tolerance(mu * distance, _rounding(self.task, self.reg))
+        # PRIVACY: both minimizers are approximate (test_the_noise_covers_what_the_solver_left)
+        answer = certified_sensitivity(sensitivity, mu, mu * distance)
+        return _Moves(mu, sensitivity, distance, answer)
 
     @property
     def moved(self) -> float:
@@ -193,22 +196,6 @@ class OutputPlan(LinearPlan):
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
         yield from super().lines()
-        task = self.task
-        plain = (
-            task.num_scores == 1
-            and not task.tilt
-            and not task.attack_radius
-            and math.isinf(task.radius)
-        )
-        if plain and task.lipschitz is not None:
-            # the regularizer's own part, reg |z|^2 / 2 in the sum, is no loss of a record
-            yield (
-                "expected",
-                (
-                    f"the noise adds at most {_added(task, self, 1.0):.3g} to the mean loss of the"
-                    " records"
-                ),
-            )
         if not self.task.pure:
             yield exact_cost(self.secure)
 
@@ -281,17 +268,6 @@ class _Moves(NamedTuple):
     minimizer: float
     distance: float
     answer: float
-
-
-def _certified(task: LinearTask, reg: float) -> _Moves:
-    sensitivity, mu = _sensitivity(task, reg)
-    distance = solver_tolerance(sensitivity, mu) / mu
-    # PRIVACY: by public numbers, so that no data set can fail it (test_a_tolerance_below_the_rounding_is_not_planned)
-    check_tolerance(mu * distance, _rounding(task, reg))
-    # PRIVACY: both minimizers are approximate (test_the_noise_covers_what_the_solver_left)
-    return _Moves(
-        mu, sensitivity, distance, certified_sensitivity(sensitivity, mu, mu * distance)
-    )
 
 
 def _smooth(task: LinearTask) -> LinearTask:

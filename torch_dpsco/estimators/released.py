@@ -78,41 +78,30 @@ class Released:
         kinds = sorted({*_KINDS.values()})
         _require(self.kind in kinds, f"kind must be one of {', '.join(kinds)}")
         softmax = self.kind == "softmax"
-        width = len(self.coef[0]) if self.coef else 0
-        rows = len(self.classes) if softmax else 1
-        _require(
-            width > 0 and len(self.coef) == rows and all(len(row) == width for row in self.coef),
-            "coef must have one row of numbers, or for softmax one per class, of one length",
-        )
-        _require(len(self.intercept) == rows, "intercept must have one number per row of coef")
-        for name, values in (
-            ("intercept", self.intercept),
-            ("bound_x", (self.bound_x,)),
-            ("center", self.center or ()),
-            ("scale", self.scale or ()),
-            *(("coef", row) for row in self.coef),
-        ):
-            _require(all(map(_finite, values)), f"{name} must be finite numbers (got others)")
-        for name, given in (
-            ("center", self.center),
-            ("scale", self.scale),
-            ("names", self.names),
-        ):
-            _require(given is None or len(given) == width, f"{name} must be {width}, or null")
-        _require(min((self.bound_x, *(self.scale or ()))) > 0, "bound_x and scale must be > 0")
-        text = all(isinstance(name, str) for name in self.names or ())
-        _require(text, "names must be texts, or null")
-        plain = all(isinstance(label, (str, bool)) or _finite(label) for label in self.classes)
         count = len(self.classes)
+        width = len(self.coef[0]) if self.coef else 0
+        rows = count if softmax else 1
+        _require(
+            width > 0 and len(self.coef) == rows,
+            "coef must have one row of numbers, or for softmax one per class",
+        )
+        for row in self.coef:
+            _require_numbers("coef", row, width)
+        _require_numbers("intercept", self.intercept, rows)
+        _require_numbers("bound_x", (self.bound_x,), 1)
+        for name, given in (("center", self.center), ("scale", self.scale)):
+            if given is not None:
+                _require_numbers(name, given, width)
+        _require(min((self.bound_x, *(self.scale or ()))) > 0, "bound_x and scale must be > 0")
+        names = self.names is None or [isinstance(name, str) for name in self.names]
+        _require(names in (True, [True] * width), f"names must be {width} texts, or null")
+        plain = all(isinstance(label, (str, bool)) or _finite(label) for label in self.classes)
         fits = count == 0 if self.kind == "regressor" else count >= 2 if softmax else count == 2
         _require(plain and fits and len(set(self.classes)) == count, _CLASSES)
         _require(isinstance(self.card, Mapping), "card must be an object, the privacy statement")
         if self.schema is not None:
             columns = len(Schema.from_dict(self.schema).names)
-            _require(
-                columns == width,
-                f"schema must have {width} features, as coef has (got {columns})",
-            )
+            _require(columns == width, f"schema must have {width} features (got {columns})")
 
     @classmethod
     @typed
@@ -237,22 +226,17 @@ class Released:
         weight = np.array(self.coef)
         wanted = f"X must be real numbers of shape (n, {weight.shape[1]}) (got {check.shown(X)})"
         try:
-            if (found := np.asarray(X)).dtype.kind == "c":
-                raise TypeError("which numpy would cut to their real parts")
-            rows = found.astype(np.float64)
-        except (TypeError, ValueError, OverflowError) as error:
+            rows = np.asarray(X)
+            _require(rows.dtype.kind != "c", wanted)  # numpy would cut them to their real parts
+            rows = rows.astype(np.float64)
+        except (TypeError, OverflowError) as error:
             raise ValueError(wanted) from error
         _require(rows.ndim == 2 and rows.shape[1] == weight.shape[1], wanted)
         _require(bool(np.isfinite(rows).all()), "X must be finite numbers (got others)")
         center = np.zeros(weight.shape[1]) if self.center is None else np.array(self.center)
         scale = np.ones(weight.shape[1]) if self.scale is None else np.array(self.scale)
         rows = (rows - center) / scale
-        largest = np.maximum(
-            np.abs(rows).max(1, keepdims=True, initial=0.0), np.finfo(np.float64).tiny
-        )
-        norms = largest * np.linalg.norm(
-            rows / largest, axis=1, keepdims=True
-        )  # squares neither over- nor underflow
+        norms = np.hypot.reduce(rows, axis=1, keepdims=True)  # without squares that overflow
         rows = rows * np.minimum(1.0, self.bound_x / np.maximum(norms, np.finfo(np.float64).tiny))
         return np.asarray(
             rows @ (weight * scale).T + (np.array(self.intercept) + weight @ center)
@@ -290,6 +274,11 @@ def _frozen(value: Any) -> Any:
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise ValueError(message)
+
+
+def _require_numbers(name: str, values: Sequence[Any], count: int) -> None:
+    fits = len(values) == count and all(map(_finite, values))
+    _require(fits, f"{name} must be {count} finite numbers (got others)")
 
 
 def _finite(value: Any) -> bool:

@@ -366,13 +366,11 @@ class LinearPlan(Plan):
         task: what was planned for: budget, adjacency and the regularizer that was chosen included.
         search: that the fit was the best trial of, None for a fit by itself.
         reason: why this mechanism was chosen, in words; "" where it was asked for.
-        shown: when intervals can be shown after they were paid for, in words; "" where they are not.
     """
 
     task: LinearTask
     search: Search | None = None
     reason: str = field(default="", compare=False, repr=False)
-    shown: str = field(default="", compare=False, repr=False)
     budget: Budget | None = field(init=False, repr=False)
     adjacency: Adjacency = field(init=False, repr=False)
 
@@ -497,8 +495,6 @@ class LinearPlan(Plan):
             most = f"there are at most n_max={task.n_max} of them"
         if self.reason:
             yield "chosen", self.reason
-        if self.shown:
-            yield "shown", self.shown
         yield "assumed", f"all settings were chosen without a look at the records; {most}"
 
 

@@ -86,7 +86,6 @@ class StudyPlan:
     def __str__(self) -> str:
         about = "about " if self.budget.adjacency == ADD_REMOVE else ""
         unit = self._unit
-        shown: list[str] = []
         if isinstance(self.model, PrivateSearch):
             how = (
                 f"the best of {self.model.trials:g} trials on average, among"
@@ -96,7 +95,6 @@ class StudyPlan:
             with parts():
                 plan = self.model.plan(len(self.schema.names), self.budget.unit)
             how = f"{type(self.model).__name__} by {plan.mechanism}"
-            shown = [f"    {plan.shown}"] if plan.shown else []
         lines = [
             (
                 f"Study of {self.schema.target!r}: {self.budget.target} ({in_words(self.budget.adjacency)}),"
@@ -104,7 +102,6 @@ class StudyPlan:
             ),
             f"  fit: {about}{self.n - self.held} of {self.n}, the whole budget",
             f"    {how}, {len(self.schema.names)} features",
-            *shown,
             f"  held out: {about}{self.held}, the whole budget",
             f"    {self.metric}: epsilon {self._shared.epsilon:g}",
         ]
