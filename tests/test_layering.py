@@ -38,7 +38,7 @@ ORDER = (
     " algorithms.heavy_tailed_numbers algorithms.holder_numbers algorithms.localized_numbers"
     " algorithms.mixture_numbers algorithms.output_sgd_numbers algorithms.user_filtered_numbers"
     " algorithms.user_localized_numbers algorithms.user_numbers estimators.output_numbers"
-    " estimators.tilted_numbers step.pace",
+    " step.pace",
     "problem schedule",
     "accounting",
     "noise rng secret trial rows sampling rules prox losses algorithms.mechanisms step.exact_noise",
@@ -51,7 +51,7 @@ ORDER = (
     "oracles",
     "doctor audit",
     "show train checkpoint make_private statistics",
-    "estimators.base estimators.classifiers estimators.regressors",
+    "estimators.base estimators.models",
     "statistics.prepare",
     "statistics.study statistics.held_out statistics.conformal statistics.search statistics.scores",
     "show.cli __main__ integrations fast",

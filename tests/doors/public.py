@@ -23,8 +23,7 @@ _UNDOCUMENTED = tuple(
     f"torch_dpsco.{name}" for name in ("algorithms.choose_clip", "estimators.solvers")
 )
 _OBJECTIVES = {
-    "objectives": ("LinearObjective", "SoftmaxObjective"),
-    "robust": ("Adversarial", "Tilted"),
+    "objectives": ("LinearObjective", "SoftmaxObjective", "Adversarial", "Tilted"),
 }
 
 __all__ = ["bare", "public_callables"]

@@ -42,9 +42,8 @@ from torch_dpsco.accounting.analysis.rounding import DOUBLE, require_gaussian
 from torch_dpsco.accounting.curves import objective_curve
 from torch_dpsco.accounting.events import REPLACE_ONE, ApproxDP, Pure, RDPCurve
 from torch_dpsco.errors import ConditionError, InfeasibleError
-from torch_dpsco.estimators.certificates import amp_tolerance, project, sum_terms
 from torch_dpsco.estimators.records import Records
-from torch_dpsco.estimators.solvers import SOLVERS, solve
+from torch_dpsco.estimators.solvers import amp_tolerance, project, solve, sum_terms
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective, weight_guess
 from torch_dpsco.rng import Source
 from torch_dpsco.step.exact_noise import gaussian_vector, knorm_vector, symmetric_noise
@@ -57,12 +56,10 @@ class ObjectivePlan(LinearPlan):
     Args:
         noise_scale: std of b, or 1/g.
         charge: "approx" or "curve", see `plan_objective`.
-        solver: see `estimators.solvers.solve`; never trusted.
     """
 
     noise_scale: float
     charge: str = "approx"
-    solver: str = "auto"
 
     mechanism = "objective"
 
@@ -145,7 +142,7 @@ class ObjectivePlan(LinearPlan):
                 "intervals",
                 (
                     f"a Hessian at the answer with noise of std {std:.3g}, of level mu={level:.3g},"
-                    " charged along"
+                    " charged along; they may be refused, if it does not stand out of its noise"
                 ),
             )
 
@@ -200,7 +197,7 @@ class ObjectivePlan(LinearPlan):
         objective = build_objective(
             self.task, self.reg, solved, draw(dim, self.noise_scale, generator)
         )
-        found = solve(objective, self.distance, solver=self.solver)
+        found = solve(objective, self.distance)
         answer = project(found.w + draw(dim, self.output_scale, generator), self.task.radius)
         if not self.task.curvature:
             return answer
@@ -234,7 +231,7 @@ _LARGEST_REG = 1e15  # beyond, the rounding of sums alone is too large
 
 
 def plan_objective(
-    task: LinearTask, charge: str = "approx", secure: str | None = None, solver: str = "auto"
+    task: LinearTask, charge: str = "approx", secure: str | None = None
 ) -> ObjectivePlan:
     """Returns the numbers of objective perturbation for a task.
 
@@ -244,7 +241,6 @@ def plan_objective(
             is exact for a release that stands alone; "curve", a Renyi curve, which composes better with others but
             says more than epsilon for one alone. Noise of your own is charged as a curve.
         secure: None; "exact" is refused, see docs/proofs/exact_gaussian.md.
-        solver: see `ObjectivePlan`.
 
     Raises:
         ConditionError: the loss is not smooth and Lipschitz on R^d, tilted or adversarial, or pure and softmax.
@@ -293,7 +289,6 @@ def plan_objective(
         task=replace(task, reg=reg),
         noise_scale=size(task, reg, lipschitz, smoothness),
         charge=charge,
-        solver=check.choice(SOLVERS, solver=solver),
     )
 
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from torch_dpsco import native
 from torch_dpsco.errors import ConditionError, NotCertifiedError
-from torch_dpsco.estimators.certificates import BLOCK_ROWS
 from torch_dpsco.estimators.records import PairwiseSum, Prepare, RawPart, Records, Stored
+from torch_dpsco.estimators.solvers import BLOCK_ROWS
 from torch_dpsco.streams.blocks import RawBlocks
 from torch_dpsco.streams.parts import PartedRecords
 
