@@ -151,7 +151,7 @@ def test_old_ledgers_are_read_as_they_were() -> None:
     assert Ledger([old]).epsilon(DELTA, REPLACE_ONE) == Ledger([base]).epsilon(DELTA, REPLACE_ONE)
     assert (
         repr(dp.Assigned(6, 26, amplification=False))
-        == "Assigned(batch_size=6, n=26, parts=None)"
+        == "Assigned(batch_size=6, n=26, parts=None, amplification=False, passes=1)"
     )
 
 

@@ -24,7 +24,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, singledispatch
-from itertools import product
 
 import numpy as np
 
@@ -78,9 +77,6 @@ from torch_dpsco.errors import AdjacencyError
 METHODS = ("best", "rdp", "pld")
 _SCALARS = 6  # numbers of a row behind its Renyi curve
 _SURVIVAL = 3  # place of log_survival, from the end
-_MANY_LAWS = (
-    64  # laws of all combinations of parts, beyond which they take more than about half a second
-)
 
 
 @cache
@@ -345,10 +341,14 @@ def _rdp_evaluation(cost_at: Callable[[int], Cost], delta: float) -> Evaluation:
     return Evaluation(best.epsilon, "rdp", best.order)
 
 
+Counted = tuple[tuple[LossLaw, int], ...]
+Laws = Callable[[str], Counted | None]  # of a method, which says how many may be composed
+
+
 def epsilon_of(
     cost_at: Callable[[int], Cost],
     delta: float,
-    laws: ComposedLaws,
+    laws: Laws,
     method: str = "best",
     enough: float = 0.0,
 ) -> Evaluation:
@@ -358,7 +358,7 @@ def epsilon_of(
         cost_at: the cost on the order grid of a level (more orders are asked for when the last one is the best).
         delta: in (0, 1).
         laws: of the same events.
-        method: "best" (the least bound there is, with loss distributions if they take at most 64 laws), "rdp" (Renyi
+        method: "best" (the least bound there is, with loss distributions if they take few laws), "rdp" (Renyi
             divergences alone), or "pld" (loss distributions of any number of events; the best of the others where
             there is no figure).
         enough: an epsilon below which a cheaper bound will do, >= 0.
@@ -397,7 +397,7 @@ def epsilon_of(
 def _converted(
     cost_at: Callable[[int], Cost],
     delta: float,
-    laws: ComposedLaws,
+    laws: Laws,
     method: str,
     enough: float = 0.0,
 ) -> Evaluation:
@@ -413,21 +413,23 @@ def _converted(
         found.append(Evaluation(zcdp_epsilon(rho, delta) if rho < math.inf else math.inf, "zcdp"))
     found.append(Evaluation(cost.pure, "pure"))
     if method == "pld" or min(bound.epsilon for bound in found) > enough:
-        tightest = laws.epsilon(delta, math.inf if method == "pld" else _MANY_LAWS)
+        known = laws(method)
+        tightest = None if known is None else pld_epsilon(known, delta)
         if tightest is not None:
-            found = [Evaluation(tightest, "pld"), *(found if method == "best" else ())]
+            found = [Evaluation(tightest.epsilon, "pld"), *(found if method == "best" else ())]
     return min(found, key=lambda evaluation: evaluation.epsilon)
 
 
-def delta_of(cost_at: Callable[[int], Cost], epsilon: float, laws: ComposedLaws) -> float:
+def delta_of(cost_at: Callable[[int], Cost], epsilon: float, laws: Laws) -> float:
     """Converts a cost into the least delta at epsilon >= 0 (see `epsilon_of` for the arguments)."""
     check.nonnegative(epsilon=epsilon)
     cost = cost_at(0)
     if cost.mu_squared is None:
         # orders up to 2^14 for small deltas; more would gain nothing that a loss distribution does not
         delta = 0.0 if epsilon >= cost.pure else rdp_delta(orders_at(1), cost_at(1).rdp, epsilon)
-        tightest = laws.delta(epsilon, _MANY_LAWS) if delta > 0 else None
-        delta = delta if tightest is None else min(delta, tightest)
+        known = laws("best") if delta > 0 else None
+        tightest = None if known is None else pld_delta(known, epsilon)
+        delta = delta if tightest is None else min(delta, tightest.delta)
     else:
         delta = (
             1.0
@@ -477,15 +479,6 @@ def objective_curve(
     return events.RDPCurve(orders, tuple(divergence(order) for order in orders), proved)
 
 
-_MOST_COMBINATIONS = 256
-
-
-_Counted = tuple[tuple[LossLaw, int], ...]
-
-
-_Places = Mapping[tuple[str, str], Mapping[SimpleEvent, int]]
-
-
 @lru_cache(maxsize=4096)
 def laws_of(event: SimpleEvent, adjacency: Adjacency) -> tuple[LossLaw, ...] | None:
     """Returns the law of an event (none for one that costs nothing); None if it has none that is known, or is infinite.
@@ -522,62 +515,22 @@ def laws_of(event: SimpleEvent, adjacency: Adjacency) -> tuple[LossLaw, ...] | N
     return (ApproxLoss(cost.pure),) if math.isfinite(cost.pure) else None
 
 
-class ComposedLaws:
-    """The loss laws of a ledger's entries, composed.
+def composed_laws(
+    counts: Mapping[SimpleEvent, int] | None, adjacency: Adjacency, most: float
+) -> Counted | None:
+    """Returns the laws of counted events with their counts; None without counts, or where some event has no law.
 
-    Args:
-        counts: gives the events with their counts, per (partition, part); both names are empty for events that touch
-            all records. Asked for at the first question.
-        adjacency: neighboring relation.
+    None as well where more than `most` laws are needed: then at once.
     """
-
-    def __init__(self, counts: Callable[[], _Places], adjacency: Adjacency) -> None:
-        self._counts = counts
-        self._adjacency = adjacency
-
-    def epsilon(self, delta: float, most: float = math.inf) -> float | None:
-        """Returns epsilon at delta; None without a figure, or if more than `most` laws were needed."""
-        return self._worst(
-            lambda laws: None if (r := pld_epsilon(laws, delta)) is None else r.epsilon, most
-        )
-
-    def delta(self, epsilon: float, most: float = math.inf) -> float | None:
-        """Returns delta at epsilon; None without a figure, or if it takes more than `most` laws."""
-        return self._worst(
-            lambda laws: None if (r := pld_delta(laws, epsilon)) is None else r.delta, most
-        )
-
-    def _worst(self, read: Callable[[_Counted], float | None], most: float) -> float | None:
-        parts = self._parts(most)
-        if parts is None or math.prod(map(len, parts)) > _MOST_COMBINATIONS:
+    if counts is None:
+        return None
+    laws: dict[LossLaw, int] = {}
+    others = 0  # Gaussians merge into one
+    for event, times in counts.items():
+        known = laws_of(event, adjacency)
+        others += sum(law.mu is None and law not in laws for law in known or ())
+        if known is None or others > most:
             return None
-        # PRIVACY: every combination of parts, since laws are not ordered (test_the_worst_combination_of_parts_counts)
-        combinations = [
-            tuple(pair for part in chosen for pair in part) for chosen in product(*parts)
-        ]
-        if (
-            sum(law.mu is None for laws in combinations for law, _ in laws) > most
-        ):  # Gaussians merge into one
-            return None
-        found = [read(laws) for laws in combinations]
-        known = [figure for figure in found if figure is not None]
-        return max(known, default=0.0) if len(known) == len(found) else None
-
-    def _parts(self, most: float) -> list[set[_Counted]] | None:
-        """Returns the different parts of each partition as laws with counts.
-
-        None where some event has no law, or a single part takes more than `most` laws: then at once.
-        """
-        partitions: dict[str, set[_Counted]] = {}
-        for (partition, _), counts in self._counts().items():
-            laws: dict[LossLaw, int] = {}
-            others = 0  # Gaussians merge into one
-            for event, times in counts.items():
-                known = laws_of(event, self._adjacency)
-                others += sum(law.mu is None and law not in laws for law in known or ())
-                if known is None or others > most:
-                    return None
-                for law in known:
-                    laws[law] = laws.get(law, 0) + times
-            partitions.setdefault(partition, set()).add(tuple(sorted(laws.items(), key=repr)))
-        return list(partitions.values())
+        for law in known:
+            laws[law] = laws.get(law, 0) + times
+    return tuple(sorted(laws.items(), key=repr))

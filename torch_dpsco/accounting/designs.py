@@ -76,16 +76,17 @@ class Design(ABC):
     batch_size: int
     n: int
     positional = one_pass = ordered = False
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Draws that touch each record once on average: ceil(n / batch_size)."""
-        return math.ceil(self.n / self.batch_size)
+    passes = 1
 
     @property
     def batches(self) -> int:
-        """Draws of one pass: `steps_per_epoch`, except for designs of several passes."""
-        return self.steps_per_epoch
+        """Draws of one pass, which touch each record once on average: ceil(n / batch_size)."""
+        return math.ceil(self.n / self.batch_size)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Draws of all passes: `batches`, except for designs of several."""
+        return self.batches * self.passes
 
     @property
     def secret(self) -> bool:
@@ -107,7 +108,7 @@ class Design(ABC):
 
     def _require_room(self, draws: int) -> None:
         """Raises ValueError for more draws than a design of a fixed number has."""
-        if check.count(draws=draws) > self.steps_per_epoch:
+        if check.count(draws=draws) > self.steps_per_epoch and self.one_pass:
             raise ValueError(
                 f"draws must be <= {self.steps_per_epoch}, those of {self} (got {draws})"
             )
@@ -261,9 +262,17 @@ def _restricted(base: BaseEvent, adjacencies: tuple[Adjacency, ...]) -> BaseEven
 
 
 class CutDesign(SizedDesign):
-    """A design of batches that are cut from a permutation of the records."""
+    """A design of batches that are cut from a permutation of the records.
+
+    No amplification is claimed: a pass costs one unsampled Gaussian, and a started pass counts as a whole one.
+    """
 
     positional = ordered = True
+
+    def event(self, base: BaseEvent, draws: int = 1) -> Event:
+        """Returns the event of the first `draws` draws."""
+        self._require_room(draws)
+        return Repeat(positional_event(base), math.ceil(draws / self.batches))
 
     def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
         """Returns the event of one draw."""
@@ -272,16 +281,7 @@ class CutDesign(SizedDesign):
 
 @dataclass(frozen=True)
 class Shuffled(CutDesign):
-    """Epochs over a fresh random permutation cut into batches: each record is in one batch of each epoch.
-
-    No amplification is claimed: a pass costs one unsampled Gaussian, and a started pass counts as a whole one.
-    """
-
-    def event(self, base: BaseEvent, draws: int = 1) -> Event:
-        """Returns the event of the first `draws` draws."""
-        return Repeat(
-            positional_event(base), math.ceil(check.count(draws=draws) / self.steps_per_epoch)
-        )
+    """Epochs over a fresh random permutation cut into batches: each record is in one batch of each epoch."""
 
 
 @dataclass(frozen=True)
@@ -289,11 +289,6 @@ class Disjoint(CutDesign):
     """One pass over a random permutation cut into batches: all draws together cost one unsampled Gaussian."""
 
     one_pass = True
-
-    def event(self, base: BaseEvent, draws: int = 1) -> Event:
-        """Returns the event of the first `draws` draws."""
-        self._require_room(draws)
-        return Repeat(positional_event(base), min(draws, 1))
 
 
 @dataclass(frozen=True)
@@ -339,7 +334,7 @@ class Undeclared(Design):
         return _restricted(base, (REPLACE_ONE,))
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Assigned(SizedDesign):
     """Passes over batches to which each record is assigned independently and uniformly; all three adjacencies.
 
@@ -378,21 +373,10 @@ class Assigned(SizedDesign):
             check.fields(self, parts=check.positive_count)
         check.fields(self, amplification=check.flag, passes=check.positive_count)
 
-    def __repr__(self) -> str:
-        # as it was before these fields: it enters the digests of checkpoints
-        more = ", amplification=True" if self.amplification else ""
-        more += f", passes={self.passes}" if self.passes > 1 else ""
-        return f"Assigned(batch_size={self.batch_size}, n={self.n}, parts={self.parts}{more})"
-
     @property
     def batches(self) -> int:
         """Number of batches of a pass."""
-        return self.parts or super().steps_per_epoch
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Draws of all passes."""
-        return self.batches * self.passes
+        return self.parts or super().batches
 
     @property
     def secret(self) -> bool:
@@ -463,8 +447,7 @@ class Assigned(SizedDesign):
 class Cyclic(CutDesign):
     """Several passes over one random permutation cut into batches, in the same order each time.
 
-    Two steps of one record are at least `batches` apart. No amplification is claimed: a pass costs one unsampled
-    Gaussian, and a started pass counts as a whole one.
+    Two steps of one record are at least `batches` apart.
 
     Args:
         batch_size: of all batches but the last of a pass.
@@ -479,21 +462,6 @@ class Cyclic(CutDesign):
         check_fields(self)
         super().__post_init__()
         check.fields(self, passes=check.positive_count)
-
-    @property
-    def batches(self) -> int:
-        """Number of batches of a pass."""
-        return super().steps_per_epoch
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Draws of all passes."""
-        return self.batches * self.passes
-
-    def event(self, base: BaseEvent, draws: int = 1) -> Event:
-        """Returns the event of the first `draws` draws."""
-        self._require_room(draws)
-        return Repeat(positional_event(base), math.ceil(draws / self.batches))
 
     def between(
         self, start: int, stop: int, bases: Sequence[BaseEvent], partition: str = "planned"
@@ -575,7 +543,7 @@ class Parts(Design):
         return self.parts[0][0].batch_size
 
     @property
-    def steps_per_epoch(self) -> int:
+    def batches(self) -> int:
         """Draws of all parts."""
         return sum(draws for _, draws in self.parts)
 

@@ -70,7 +70,7 @@ class RatePoisson(Design):
         return max(1, math.ceil(self.sample_rate * self.n))
 
     @property
-    def steps_per_epoch(self) -> int:
+    def batches(self) -> int:
         """Draws that touch each record once on average: ceil(1 / rate); n if the rate is 0."""
         # not n / batch_size: the drawn rate is rounded up, so that batches of 1 would count as 2
         # (test_an_epoch_of_a_recognized_loader_has_no_step_too_few)

@@ -32,7 +32,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
-from functools import lru_cache, reduce, wraps
+from functools import lru_cache, partial, reduce, wraps
 from itertools import islice, product
 from typing import Any, ParamSpec, TypeVar
 
@@ -41,13 +41,13 @@ import numpy as np
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.risk import Risk
 from torch_dpsco.accounting.curves import (
-    ComposedLaws,
     Cost,
     Evaluation,
+    Laws,
+    composed_laws,
     cost_of,
     delta_of,
     epsilon_of,
-    laws_of,
 )
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
@@ -117,7 +117,8 @@ def locked(method: Callable[_P, _T]) -> Callable[_P, _T]:
 
 _BASE = ("", "")  # partition and part of events that touch all records
 _POSITIONAL = ("positional", False)
-_MOST_CHOICES = 16  # of parts, that are composed one by one
+_MOST_CHOICES = 64  # of parts, that are composed one by one
+_MANY_LAWS = 64  # beyond which they take more than about half a second
 _Place = tuple[str, str]
 _Counts = dict[SimpleEvent, int]
 _Part = tuple[tuple[SimpleEvent, int], ...]
@@ -369,17 +370,11 @@ class Ledger:
             InfeasibleError: delta is 0 and some event has no pure epsilon; it is named.
         """
         if check.below_one(delta=delta) > 0:
-            if method == "best" and (choices := self._choices(adjacency, extra, count)):
-                found = [one.evaluate(delta, adjacency, enough=enough) for one in choices]
-                return max(found, key=lambda evaluation: evaluation.epsilon)
-            laws = ComposedLaws(lambda: self.counts(extra, count), adjacency)
-            return epsilon_of(
-                lambda level: self.cost(adjacency, level, extra, count),
-                delta,
-                laws,
-                method,
-                enough,
-            )
+            found = [
+                epsilon_of(cost_at, delta, laws, method, enough)
+                for cost_at, laws in self._cases(adjacency, extra, count)
+            ]
+            return max(found, key=lambda evaluation: evaluation.epsilon)
         if method not in ("best", "pure"):
             raise ValueError(f"method must be 'best' or 'pure' at delta=0 (got {method!r})")
         epsilon = self.pure(adjacency, extra, count)
@@ -388,31 +383,35 @@ class Ledger:
             raise InfeasibleError(f"delta must be > 0 (got 0.0): {impurity(culprit)}")
         return Evaluation(epsilon, "pure")
 
-    def _choices(
+    def _cases(
         self, adjacency: Adjacency, extra: Event | None = None, count: int = 1
-    ) -> list[Ledger]:
-        """Returns what a record may meet, one ledger per choice of a part of each partition; none if sums say as much.
+    ) -> list[tuple[Callable[[int], Cost], Laws]]:
+        """Returns what a record may meet, one case per choice of a part of each partition, as costs and laws.
 
-        They do not where something fails, whose failure is not to be added to the losses of another part, or where some
-        part has Renyi divergences alone, which are not to be all that is known of another.
+        Beyond 64 choices the largest of each cost stands for all, without laws. It would lose where something fails,
+        whose failure is not to be added to the losses of another part.
         """
-        parts = self._parts(extra, count)
-        if not 1 < math.prod(map(len, parts.values())) <= _MOST_CHOICES:
-            return []
         # PRIVACY: one choice alone does not know how records were cut (test_choices_of_parts_need_a_cut_that_holds)
         _require_defined(self._kinds_with(extra), adjacency)
-        lawless = any(
-            laws_of(event, adjacency) is None
-            for known in parts.values()
-            for part in known
-            for event, _ in part
+        parts = self._parts(extra, count)
+        choices = math.prod(map(len, parts.values()))
+        most = _MANY_LAWS // choices
+
+        def laws(part: _Part | None) -> Laws:
+            counts = None if part is None else dict(part)
+            return lambda method: composed_laws(
+                counts, adjacency, math.inf if method == "pld" else most
+            )
+
+        # PRIVACY: every combination of parts, since laws are not ordered (test_the_worst_combination_of_parts_counts)
+        merged = (
+            [_merged(chosen) for chosen in product(*parts.values())]
+            if choices <= _MOST_CHOICES
+            else [None]
         )
-        if not lawless and not self.cost(adjacency, 0, extra, count).fails:
-            return []
-        return [
-            Ledger(Repeat(event, times) for part in chosen for event, times in part)
-            for chosen in product(*parts.values())
-        ]
+        if len(merged) == 1:
+            return [(lambda level: self.cost(adjacency, level, extra, count), laws(merged[0]))]
+        return [(partial(_cost_of_part, part, adjacency), laws(part)) for part in merged if part]
 
     @locked
     def pure(self, adjacency: Adjacency, extra: Event | None = None, count: int = 1) -> float:
@@ -460,13 +459,8 @@ class Ledger:
     @locked
     def delta(self, epsilon: float, adjacency: Adjacency) -> float:
         """Returns delta at epsilon under an adjacency."""
-        if choices := self._choices(adjacency):
-            return max(one.delta(epsilon, adjacency) for one in choices)
-        return delta_of(
-            lambda level: self.cost(adjacency, level),
-            epsilon,
-            ComposedLaws(self.counts, adjacency),
-        )
+        found = [delta_of(cost_at, epsilon, laws) for cost_at, laws in self._cases(adjacency)]
+        return max(found)
 
     def risk(self, adjacency: Adjacency) -> Risk:
         """Returns what a test can find out about one record from the events recorded so far."""
@@ -610,6 +604,13 @@ class Sum:
             times[place] += count - self._counts.get(event, 0)
         with np.errstate(invalid="ignore"):  # nan marks what is not defined
             return Cost.of_row(times @ self._rows[:last])
+
+
+def _merged(chosen: Iterable[_Part]) -> _Part:
+    counts: _Counts = {}
+    for event, times in (pair for part in chosen for pair in part):
+        counts[event] = counts.get(event, 0) + times
+    return tuple(counts.items())
 
 
 @lru_cache(maxsize=4096)

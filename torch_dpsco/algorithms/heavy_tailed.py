@@ -155,7 +155,7 @@ class ClippedSGD(PlannedOptimizer):
         >>> problem, budget = dp.Problem(smoothness=2.0, strong_convexity=0.5), dp.Budget(1.0, 1e-4)
         >>> plan = dp.ClippedSGD.plan(problem=problem, n=600, budget=budget, clip=2.0, steps=6)
         >>> plan.design, plan.weights[-1]
-        (Assigned(batch_size=100, n=600, parts=6, amplification=True), 10.0)
+        (Assigned(batch_size=100, n=600, parts=6, amplification=True, passes=1), 10.0)
         >>> optimizer = dp.ClippedSGD(dp.attach(torch.nn.Linear(3, 1)).parameters(), plan)
         >>> optimizer.schedule.steps
         6
