@@ -922,5 +922,8 @@ def test_a_plan_that_was_saved_before_keeps_its_charge() -> None:
     for name in ("amplification", "passes"):
         del row["design"][name]
     old = type(plan).from_dict(row)
-    assert repr(old.design) == "Assigned(batch_size=6, n=24, parts=None, amplification=False, passes=1)"
+    assert (
+        repr(old.design)
+        == "Assigned(batch_size=6, n=24, parts=None, amplification=False, passes=1)"
+    )
     assert "RandomAllocation" not in str(old.event())

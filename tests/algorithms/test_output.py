@@ -15,6 +15,7 @@ from tests.reference.papers.output import (
     accuracy_paper,
     adversarial_smoothness,
     argmin_sensitivity,
+    delta_with_failure,
     expected_suboptimal_sensitivity,
     gap_rounding,
     psgd_sensitivity,
@@ -31,7 +32,6 @@ from tests.reference.papers.output import (
     risk_strongly_convex,
     suboptimal_sensitivity,
 )
-from torch_dpsco.accounting.analysis.convert import delta_with_failure
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.errors import ConditionError, MissingConstantError
 from torch_dpsco.estimators.output_numbers import (

@@ -9,19 +9,16 @@ import torch
 
 from tests.reference.papers.output import (
     accuracy_paper,
+    gaussian_sigma_zhao,
     paper_ratio,
     reg_convex_population,
     reg_smooth_population,
     risk_strongly_convex,
     subgradient_steps,
     suboptimal_sensitivity,
-)
-from torch_dpsco.accounting.analysis.gaussian import (
-    gaussian_delta,
-    gaussian_sigma,
-    gaussian_sigma_zhao,
     zhao_constant,
 )
+from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_sigma
 from torch_dpsco.estimators.objectives import Adversarial, Tilted
 from torch_dpsco.estimators.output_numbers import (
     erm_sensitivity,

