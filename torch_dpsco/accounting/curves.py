@@ -30,7 +30,6 @@ import numpy as np
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting import events
 from torch_dpsco.accounting.analysis.allocation import allocation_law, allocation_renyi
-from torch_dpsco.accounting.analysis.convert import epsilon_with_failures, zcdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
 from torch_dpsco.accounting.analysis.objective import Change, objpert_rdp
 from torch_dpsco.accounting.analysis.pld import pld_delta, pld_epsilon
@@ -52,11 +51,13 @@ from torch_dpsco.accounting.analysis.pure import (
 from torch_dpsco.accounting.analysis.rdp import (
     FloatArray,
     default_orders,
+    epsilon_with_failures,
     rdp_delta,
     rdp_epsilon,
     rdp_poisson_gaussian,
     rdp_poisson_gaussian_replace_one,
     rdp_wor_gaussian,
+    zcdp_epsilon,
 )
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,

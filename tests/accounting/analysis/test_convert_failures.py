@@ -11,12 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.reference.papers.output import delta_with_failure
-from torch_dpsco.accounting.analysis.convert import delta_before_failure, epsilon_with_failures
 from torch_dpsco.accounting.analysis.gaussian import (
     gaussian_delta,
     gaussian_epsilon,
 )
 from torch_dpsco.accounting.analysis.pure import pure_delta
+from torch_dpsco.accounting.analysis.rdp import delta_before_failure, epsilon_with_failures
 
 KINDS = ["coupling", "transcript", "per_side"]
 probabilities = st.one_of(st.just(0.0), st.floats(-15.0, 0.0).map(lambda x: 10**x))

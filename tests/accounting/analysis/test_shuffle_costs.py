@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tests.accounting.exact_shuffle import delta_bounds
 from tests.reference.papers.accounting import rdp_shuffle
 from torch_dpsco.accounting.analysis import shuffle
-from torch_dpsco.accounting.analysis.convert import zcdp_epsilon
-from torch_dpsco.accounting.analysis.rdp import rdp_epsilon
+from torch_dpsco.accounting.analysis.rdp import rdp_epsilon, zcdp_epsilon
 from torch_dpsco.accounting.analysis.shuffle import zcdp_shuffle
 from torch_dpsco.errors import ConditionError, InfeasibleError
 

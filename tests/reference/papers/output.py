@@ -30,8 +30,8 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco._margin import up
 from torch_dpsco._validate import positive
-from torch_dpsco.accounting.analysis.convert import _checked
 from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta
+from torch_dpsco.accounting.analysis.rdp import _checked
 from torch_dpsco.accounting.analysis.rounding import DOUBLE, safe, scaled_up
 from torch_dpsco.algorithms.clip_numbers import safe_exp
 from torch_dpsco.errors import ConditionError
