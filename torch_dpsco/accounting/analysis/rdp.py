@@ -96,7 +96,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import Literal, NamedTuple, TypeVar, cast, get_args
 
 import numpy as np
 import scipy
@@ -595,9 +595,9 @@ def by_order(curve: Callable[[FloatArray], FloatArray], order: Orders) -> Orders
     Raises:
         ValueError: an order is not finite or not > 1.
     """
-    if np.ndim(order) == 0:
-        return float(curve(np.array([check.order(order=order)]))[0])
-    values = np.asarray(order, dtype=np.float64)
+    values: FloatArray = np.asarray(order, dtype=np.float64)
+    if values.ndim == 0:
+        return cast(Orders, curve(np.array([check.order(order=order)]))[0].item())
     if values.ndim != 1:
         raise ValueError(f"order must be a number or a 1-d array (got shape {values.shape})")
     for bad in values[~((values > 1) & (values < np.inf))]:
@@ -605,8 +605,8 @@ def by_order(curve: Callable[[FloatArray], FloatArray], order: Orders) -> Orders
     distinct, inverse = np.unique(values, return_inverse=True)
     block = np.ceil(np.log2(distinct) / 4)
     parts = np.split(distinct, np.flatnonzero(np.diff(block)) + 1)
-    curves = [curve(part) for part in parts if part.size]
-    return np.concatenate([*curves, np.empty(0)])[inverse]
+    curves: list[FloatArray] = [curve(part) for part in parts if part.size]
+    return cast(Orders, np.concatenate([*curves, np.empty(0)])[inverse])
 
 
 def panels(
