@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.estimators.robust import Tilted
+from torch_dpsco.estimators.objectives import Tilted
+from torch_dpsco.estimators.output_numbers import tilted_max_weight
+from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.solvers import solve
-from torch_dpsco.estimators.tilted_numbers import tilted_max_weight
 
 EPSILON, DELTA = 3.0, 1e-6
 LAM = 0.005  # regularizer per record
@@ -50,7 +51,7 @@ def scaled(features: Tensor) -> Tensor:
 
 def exact(data: TensorDataset, tilt: float) -> Tensor:
     """Returns the weights (d,) without noise: NOT private."""
-    objective = Tilted(LOSS, *data.tensors, tilt=tilt, reg=LAM, bound_x=1.0)
+    objective = Tilted(LOSS, Records(*data.tensors), tilt=tilt, reg=LAM, bound_x=1.0)
     return solve(objective, 1e-6).w
 
 

@@ -369,7 +369,7 @@ def recomputed_filter_delta(
     (docs/proofs/user_level.md#guarantee-of-a-filtered-run): it must not exceed the target whatever the optimizer of the
     plan believed.
     """
-    svt = "torch_dpsco.accounting.analysis.svt"
+    svt = "torch_dpsco.accounting.analysis.pure"
     coefficient = resolve("torch_dpsco.algorithms.user_numbers", "filter_coefficient")(
         n_users, plan.score_floor, plan.ramp_end
     )
@@ -408,7 +408,7 @@ def tilted_logistic(
     loss = resolve("torch_dpsco.losses", "Logistic")()
     features, targets, point = (torch.tensor(values, dtype=torch.float64) for values in (X, y, w))
     # strong convexity is not asked for here: the vectors hold reg = 0 and tilts of both signs
-    objective = resolve("torch_dpsco.estimators.robust", "Tilted")(
+    objective = resolve("torch_dpsco.estimators.objectives", "Tilted")(
         loss, features, targets, tilt=abs(tilt), reg=reg
     )
     objective.tilt = tilt
@@ -430,7 +430,7 @@ def adversarial_logistic(
     """Returns the logistic objective under attacks of bounded l2 norm, and its gradient."""
     loss = resolve("torch_dpsco.losses", "Logistic")()
     features, targets, point = (torch.tensor(values, dtype=torch.float64) for values in (X, y, w))
-    adversarial = resolve("torch_dpsco.estimators.robust", "Adversarial")
+    adversarial = resolve("torch_dpsco.estimators.objectives", "Adversarial")
     objective = adversarial(
         loss, features, targets, attack_radius=attack_radius, reg=reg, normalizer=len(features)
     )
@@ -446,7 +446,7 @@ def logistic_certificate(
     features, targets, point = (torch.tensor(values, dtype=torch.float64) for values in (X, y, w))
     linear = resolve("torch_dpsco.estimators.objectives", "LinearObjective")
     objective = linear(loss, features, targets, reg=reg, normalizer=len(features))
-    bound = resolve("torch_dpsco.estimators.certificates", "gradient_certificate")(
+    bound = resolve("torch_dpsco.estimators.solvers", "gradient_certificate")(
         objective, point
     ).distance
     minimizer = resolve("torch_dpsco.estimators.solvers", "solve")(objective, 2e-12).w

@@ -14,7 +14,7 @@ import pytest
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.events import PoissonGaussian
-from torch_dpsco.estimators.columns import Category, Number
+from torch_dpsco.estimators.schema import Category, Number
 from torch_dpsco.show import cli
 from torch_dpsco.show.cli import main
 from torch_dpsco.step.plan import Plan

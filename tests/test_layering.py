@@ -35,8 +35,7 @@ ORDER = (
     "accounting.analysis",
     "algorithms.correlated_numbers"
     " algorithms.heavy_tailed_numbers algorithms.holder_numbers algorithms.localized_numbers"
-    " algorithms.output_sgd_numbers algorithms.user_numbers estimators.output_numbers"
-    " estimators.tilted_numbers",
+    " algorithms.output_sgd_numbers algorithms.user_numbers estimators.output_numbers",
     "problem schedule",
     "accounting",
     "noise rng secret trial rows sampling rules prox losses algorithms.mechanisms step.exact_noise",
@@ -46,7 +45,7 @@ ORDER = (
     "oracles",
     "doctor audit",
     "show train checkpoint make_private statistics",
-    "estimators.base estimators.classifiers estimators.regressors",
+    "estimators.base estimators.models",
     "statistics.prepare",
     "statistics.study statistics.held_out statistics.conformal statistics.search statistics.scores",
     "show.cli __main__ integrations fast",

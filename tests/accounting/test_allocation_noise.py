@@ -6,12 +6,9 @@ import math
 
 import pytest
 
+from tests.reference.papers.allocation import allocation_delta, allocation_epsilon
 from torch_dpsco.accounting.analysis import allocation
-from torch_dpsco.accounting.analysis.allocation import (
-    allocation_delta,
-    allocation_epsilon,
-    allocation_noise,
-)
+from torch_dpsco.accounting.analysis.allocation import allocation_noise
 
 
 @pytest.mark.cases(1, 1)

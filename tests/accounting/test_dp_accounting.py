@@ -30,8 +30,8 @@ from dp_accounting.pld import privacy_loss_distribution as other_tool
 from dp_accounting.pld.common import DifferentialPrivacyParameters
 from dp_accounting.rdp import RdpAccountant
 
+from tests.reference.papers.mixtures import rdp_epsilon_at_order
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.analysis.rdp import rdp_epsilon_at_order
 from torch_dpsco.accounting.curves import orders_at
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,

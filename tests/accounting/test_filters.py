@@ -13,14 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.reference.papers.accounting import RDPFilter
+from tests.reference.papers.mixtures import rdp_epsilon_at_order, rdp_poisson_gaussian
 from torch_dpsco.accounting import budgets as odometer
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, gaussian_sigma
-from torch_dpsco.accounting.analysis.rdp import (
-    rdp_epsilon,
-    rdp_epsilon_at_order,
-    rdp_poisson_gaussian,
-    rdp_poisson_gaussian_replace_one,
-)
+from torch_dpsco.accounting.analysis.rdp import rdp_epsilon, rdp_poisson_gaussian_replace_one
 from torch_dpsco.accounting.budgets import (
     Budget,
     adaptive_epsilon,

@@ -25,10 +25,11 @@ from opacus.accountants.analysis.prv import PoissonSubsampledGaussianPRV
 from opacus.accountants.analysis.rdp import compute_rdp
 from opacus.accountants.utils import get_noise_multiplier
 
+from tests.reference.papers.mixtures import rdp_epsilon_at_order
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.analysis import pld, pld_compose
-from torch_dpsco.accounting.analysis import pld_compose as pld_powers
-from torch_dpsco.accounting.analysis.rdp import rdp_epsilon_at_order
+from torch_dpsco.accounting.analysis import pld
+from torch_dpsco.accounting.analysis import pld as pld_compose
+from torch_dpsco.accounting.analysis import pld as pld_powers
 from torch_dpsco.accounting.calibrate import design_epsilon, noise_multiplier
 from torch_dpsco.accounting.curves import cost_of, orders_at
 from torch_dpsco.accounting.designs import Poisson

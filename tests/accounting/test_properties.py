@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.analysis.convert import zcdp_epsilon
+from torch_dpsco.accounting.analysis.rdp import zcdp_epsilon
 from torch_dpsco.accounting.curves import cost_of
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,

@@ -13,7 +13,7 @@ import torch
 from scipy import stats
 
 from tests.reference.papers.accounting import sequence_probability
-from torch_dpsco.accounting.analysis.svt import above_threshold_epsilon, bad_pass_probability
+from torch_dpsco.accounting.analysis.pure import above_threshold_epsilon, bad_pass_probability
 from torch_dpsco.accounting.events import REPLACE_ONE
 from torch_dpsco.algorithms import mechanisms as above_threshold
 from torch_dpsco.algorithms.mechanisms import AboveThreshold

@@ -21,7 +21,7 @@ from torch_dpsco.estimators import least_squares as adassp_module
 from torch_dpsco.estimators import output as output_module
 from torch_dpsco.estimators.choose import plan_linear
 from torch_dpsco.estimators.least_squares import plan_adassp
-from torch_dpsco.estimators.output import markov_plan, plan_output
+from torch_dpsco.estimators.output import plan_output
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.task import LinearTask, make_records
 from torch_dpsco.step.exact_noise import on_grid
@@ -188,16 +188,6 @@ def test_row_free_answers_pass_through_the_grid_as_one_vector(monkeypatch):
     ((value, event),) = seen
     assert event is optimizer.event
     assert torch.equal(answer, value + torch.arange(DIM + 1, dtype=torch.float64))
-
-
-def test_a_promised_accuracy_has_an_exact_form_too():
-    plain, exact = (
-        markov_plan(task(reg=2.0), 1e-3, 1e-6, secure=secure) for secure in (None, "exact")
-    )
-    assert exact.noise_scale == pytest.approx(plain.noise_scale * GRID, rel=1e-12)
-    ledger = dp.Accountant(adjacency="replace_one")
-    exact.release(torch.zeros(DIM, dtype=torch.float64), ledger, torch.Generator())
-    assert IDEAL not in said(ledger.report(1e-4))
 
 
 # -- Ridge ------------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from tests.reference.papers.heavy_tailed import (
     reduction_sizes,
     vector_parameters_paper,
 )
-from torch_dpsco.accounting.analysis.convert import zcdp_epsilon
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
+from torch_dpsco.accounting.analysis.rdp import zcdp_epsilon
 from torch_dpsco.algorithms.heavy_tailed_numbers import clip_bias, mean_noise_std
 from torch_dpsco.algorithms.localized_numbers import (
     sc_reduction_sizes_full,

@@ -13,22 +13,22 @@ from hypothesis import strategies as st
 
 from tests.reference.papers.objective import (
     amp_delta,
+    amp_delta_general,
+    amp_delta_monotone,
+    amp_sigma_monotone,
     objpert_delta,
+    objpert_delta_general,
+    objpert_delta_monotone,
+    objpert_rdp_dominating,
     objpert_rdp_monotone,
     objpert_sigma,
     objpert_sigma_general,
     objpert_sigma_monotone,
+    rdp_of_any_sign,
 )
-from torch_dpsco.accounting.analysis import objective as monotone
 from torch_dpsco.accounting.analysis import objective as op
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
-from torch_dpsco.accounting.analysis.objective import (
-    amp_delta_general,
-    amp_delta_monotone,
-    objpert_delta_general,
-    objpert_delta_monotone,
-    profile,
-)
+from torch_dpsco.accounting.analysis.objective import Change, profile
 from torch_dpsco.errors import InfeasibleError
 
 mp.mp.dps = 35
@@ -113,7 +113,7 @@ def test_renyi_curves_are_never_below_their_high_precision_values(order, sigma):
     folded = c + s * s / 2 + (t * t / 2 + mp.log(2 * mp.ncdf(t))) / k
     positive = mp.ncdf(-s / 2) + mp.exp(k * (k + 1) * s * s / 2) * mp.ncdf(s / 2 + k * s)
     for ours, exact in (
-        (op.objpert_rdp(order, sigma, 3.0, 1.0, 0.25), folded),
+        (rdp_of_any_sign(order, sigma, 3.0, 1.0, 0.25), folded),
         (objpert_rdp_monotone(order, sigma, 3.0, 1.0, 0.25), c + mp.log(positive) / k),
     ):
         assert exact <= ours <= exact * (1 + mp.mpf("1e-11"))
@@ -127,7 +127,7 @@ def test_the_renyi_curve_of_several_dimensions_is_not_below_its_integral():
         )
         exact = mp.mpf("0.1") + mp.mpf("0.25") ** 2 / 2 + mp.log(moment) / 4
         assert (
-            exact <= op.objpert_rdp_general(5, 4.0, 0.1, 1.0, k) <= exact * (1 + mp.mpf("1e-8"))
+            exact <= op.objpert_rdp(5, 4.0, Change(0.1, 1.0, k)) <= exact * (1 + mp.mpf("1e-8"))
         )
 
 
@@ -158,7 +158,7 @@ def test_the_dominating_curve_is_not_below_its_high_precision_value(order, sigma
     ahead = gauss * mp.ncdf(-far) + atom + mp.exp(k * c) * gauss * mp.ncdf(far - z)
     back = gauss * mp.ncdf(far) + atom + mp.exp(-(k + 1) * c) * gauss * mp.ncdf(-far - z)
     exact = mp.log(max(ahead, back)) / k
-    ours = monotone.objpert_rdp_dominating(order, sigma, reg, 1.0, 0.25)
+    ours = objpert_rdp_dominating(order, sigma, reg, 1.0, 0.25)
     assert exact <= ours <= exact * (1 + mp.mpf("1e-11")) + mp.mpf("2e-13") / k
     assert ours <= objpert_rdp_monotone(order, sigma, reg, 1.0, 0.25) * (1 + 1e-12) + 1e-12
 
@@ -182,7 +182,7 @@ def test_the_curve_of_a_replaced_record_is_the_integral_of_its_profile(order, si
         [0, c, c + s, c + 4 * s, c + 12 * s, c + 40 * s],
     )
     exact = mp.log(1 + k * (k + 1) * integral) / k
-    ours = monotone.objpert_rdp_dominating(order, sigma, 1.0, 1.0, 0.25, "replace_one")
+    ours = objpert_rdp_dominating(order, sigma, 1.0, 1.0, 0.25, "replace_one")
     assert exact * (1 - mp.mpf("1e-14")) <= ours <= exact * (1 + mp.mpf("1e-9"))
 
 
@@ -302,7 +302,7 @@ def test_the_noise_meets_its_delta_and_hardly_less_does_not(epsilon, delta):
     for sigma, delta_of in cases:
         assert delta_of(sigma) <= delta < delta_of(sigma * (1 - 1e-6))
     mu_out = 0.01 * epsilon
-    sigma = monotone.amp_sigma_monotone(epsilon, delta, reg, 1.0, 0.25, mu_out)
+    sigma = amp_sigma_monotone(epsilon, delta, reg, 1.0, 0.25, mu_out)
     assert amp_delta_monotone(epsilon, sigma, reg, 1.0, 0.25, mu_out) <= delta
 
 
@@ -409,7 +409,7 @@ def test_no_renyi_divergence_of_a_line_passes_the_dominating_curve():
             line.log_density(records, theta),
         )
         for order in (1.2, 2.0, 6.0):
-            bound = monotone.objpert_rdp_dominating(order, sigma, reg, 1.0, line.smoothness())
+            bound = objpert_rdp_dominating(order, sigma, reg, 1.0, line.smoothness())
             for one, other in ((log_p, log_q), (log_q, log_p)):
                 moment = np.exp(order * one + (1 - order) * other)
                 assert math.log(moment.sum() * weight) / (order - 1) <= bound + 1e-5
@@ -455,7 +455,7 @@ def test_no_replaced_record_of_a_line_passes_the_bound():
             general = objpert_delta_general(epsilon, sigma, c, 2.0, 2)
             assert max(divergences(log_p, log_q, weight, epsilon)) <= min(bound, general) + 1e-6
         for order in (1.3, 4.0):
-            curve = monotone.objpert_rdp_dominating(
+            curve = objpert_rdp_dominating(
                 order, sigma, reg, 1.0, line.smoothness(), "replace_one"
             )
             for one, other in ((log_p, log_q), (log_q, log_p)):
@@ -618,16 +618,16 @@ def test_a_determinant_that_uses_epsilon_up_is_refused_with_the_smallest_reg():
     for call in (
         lambda reg: objpert_sigma(0.1, 1e-6, reg, 1.0, 0.25),
         lambda reg: objpert_sigma_monotone(0.1, 1e-6, reg, 1.0, 0.25),
-        lambda reg: monotone.amp_sigma_monotone(0.1, 1e-6, reg, 1.0, 0.25, 1e-3),
+        lambda reg: op.spare_epsilon(0.1, reg, 0.25),
         lambda reg: op.objpert_pure_rate(0.1, reg, 1.0, 0.25),
     ):
         with pytest.raises(InfeasibleError, match=rf"reg must be > {least:g}"):
             call(0.999 * least)
         assert call(2 * least) > 0
     with pytest.raises(InfeasibleError, match="log_det"):
-        objpert_sigma_general(0.1, 1e-6, 0.1, 1.0, 2)
+        op.amp_sigma(0.1, 1e-6, Change(0.1, 1.0, 2), 1e-3)
     with pytest.raises(InfeasibleError, match="mu_out"):
-        monotone.amp_sigma_monotone(0.1, 1e-6, 100.0, 1.0, 0.25, 1.0)
+        amp_sigma_monotone(0.1, 1e-6, 100.0, 1.0, 0.25, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -649,9 +649,9 @@ def test_a_determinant_that_uses_epsilon_up_is_refused_with_the_smallest_reg():
             "subspace_dim must be an integer >= 1",
         ),
         (lambda: amp_delta(1.0, 1.0, 1.0, 1.0, 0.25, -1.0), "mu_out must be >= 0"),
-        (lambda: op.objpert_rdp(1.0, 1.0, 1.0, 1.0, 0.25), "order must be finite and > 1"),
+        (lambda: rdp_of_any_sign(1.0, 1.0, 1.0, 1.0, 0.25), "order must be finite and > 1"),
         (
-            lambda: monotone.objpert_rdp_dominating(math.inf, 1.0, 1.0, 1.0, 0.25),
+            lambda: objpert_rdp_dominating(math.inf, 1.0, 1.0, 1.0, 0.25),
             "order must be finite and > 1",
         ),
         (lambda: objpert_sigma(0.0, 1e-6, 1.0, 1.0, 0.25), "epsilon must be > 0"),
@@ -670,9 +670,9 @@ def test_arguments_out_of_range_are_named(call, message):
 def test_a_determinant_without_weight_leaves_the_gaussian_mechanism():
     """beta = 0: linear losses, where the whole mechanism is Gaussian noise on the sum of gradients."""
     for order in (1.5, 20.0):
-        assert monotone.objpert_rdp_dominating(order, 3.0, 1.0, 1.0, 0.0) == pytest.approx(
+        assert objpert_rdp_dominating(order, 3.0, 1.0, 1.0, 0.0) == pytest.approx(
             order / 18, rel=1e-10
         )
-    assert monotone.objpert_delta_monotone(0.5, 3.0, 1.0, 1.0, 0.0) == pytest.approx(
+    assert objpert_delta_monotone(0.5, 3.0, 1.0, 1.0, 0.0) == pytest.approx(
         gaussian_delta(1 / 3, 0.5), rel=1e-9
     )

@@ -9,25 +9,23 @@ import torch
 
 from tests.reference.papers.output import (
     accuracy_paper,
+    gaussian_sigma_zhao,
     paper_ratio,
     reg_convex_population,
     reg_smooth_population,
     risk_strongly_convex,
     subgradient_steps,
-)
-from torch_dpsco.accounting.analysis.gaussian import (
-    gaussian_delta,
-    gaussian_sigma,
-    gaussian_sigma_zhao,
+    suboptimal_sensitivity,
     zhao_constant,
 )
+from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_sigma
+from torch_dpsco.estimators.objectives import Adversarial, Tilted
 from torch_dpsco.estimators.output_numbers import (
     erm_sensitivity,
     noise_norms,
-    suboptimal_sensitivity,
+    tilted_sensitivity,
 )
-from torch_dpsco.estimators.robust import Adversarial, Tilted
-from torch_dpsco.estimators.tilted_numbers import tilted_sensitivity
+from torch_dpsco.estimators.records import Records
 from torch_dpsco.losses import Logistic
 
 
@@ -83,7 +81,7 @@ def test_a_maximum_of_smooth_losses_has_a_kink() -> None:
     rho = 0.5
     zero = torch.zeros(1, 2, dtype=torch.float64)
     attacked = Adversarial(
-        Logistic(), zero, torch.ones(1), attack_radius=rho, reg=0.1, normalizer=1
+        Logistic(), Records(zero, torch.ones(1)), attack_radius=rho, reg=0.1, normalizer=1
     )
     assert attacked.smoothness is None
     step = torch.tensor([1e-9, 0.0], dtype=torch.float64)
@@ -93,7 +91,12 @@ def test_a_maximum_of_smooth_losses_has_a_kink() -> None:
     )  # 2 rho |phi'(0)|, however small the step
     # a public smoothing of the norm mends it: from 1e-9 on both sides the gradient moves by no more than promised
     mended = Adversarial(
-        Logistic(), zero, torch.ones(1), attack_radius=rho, reg=0.1, normalizer=1, smoothing=1e-3
+        Logistic(),
+        Records(zero, torch.ones(1)),
+        attack_radius=rho,
+        reg=0.1,
+        normalizer=1,
+        smoothing=1e-3,
     )
     change = mended.value_and_gradient(step)[1] - mended.value_and_gradient(-step)[1]
     assert float(change.norm()) <= mended.smoothness * 2e-9 * (1 + 1e-9)
@@ -104,7 +107,9 @@ def test_replacing_a_record_changes_the_weights_of_all_others() -> None:
     rows = torch.tensor([[1.0], [1.0], [1.0]], dtype=torch.float64)
     point = torch.tensor([2.0], dtype=torch.float64)
     weights = [
-        Tilted(Logistic(), rows, torch.tensor([1.0, 1.0, last]), tilt=1.0, reg=0.1).weights(point)
+        Tilted(
+            Logistic(), Records(rows, torch.tensor([1.0, 1.0, last])), tilt=1.0, reg=0.1
+        ).weights(point)
         for last in (1.0, -1.0)
     ]
     assert float(weights[0][0]) == pytest.approx(1 / 3)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpsco.estimators.gradient_descent import (
+from torch_dpsco.estimators.least_squares import (
     horizon,
     preconditioned_mu,
     preconditioned_numbers,

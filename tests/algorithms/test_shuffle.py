@@ -23,7 +23,7 @@ from tests.reference.papers.heavy_tailed import (
     vector_parameters_paper,
     vector_sum,
 )
-from torch_dpsco.accounting.analysis.convert import zcdp_epsilon, zcdp_rho
+from torch_dpsco.accounting.analysis.rdp import zcdp_epsilon, zcdp_rho
 from torch_dpsco.algorithms import mechanisms as shuffle_noise
 from torch_dpsco.algorithms import mechanisms as shuffle_sizing
 from torch_dpsco.algorithms.mechanisms import (

@@ -16,7 +16,7 @@ import torch_dpsco as dp
 from tests.accounting.exact_shuffle import delta_bounds
 from tests.problems import released
 from tests.reference.papers.heavy_tailed import median_of_means, scalar_sum_variance, vector_sum
-from torch_dpsco.accounting.analysis.convert import zcdp_epsilon
+from torch_dpsco.accounting.analysis.rdp import zcdp_epsilon
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     REPLACE_ONE,

@@ -28,7 +28,7 @@ from torch_dpsco.errors import (
 )
 from torch_dpsco.estimators.output import OutputPlan
 from torch_dpsco.estimators.records import Records
-from torch_dpsco.estimators.solvers import SOLVERS, solve
+from torch_dpsco.estimators.solvers import solve
 from torch_dpsco.estimators.task import build_objective, make_records
 
 N = 24
@@ -365,44 +365,6 @@ def test_what_the_noise_was_calibrated_for_cannot_be_reassigned(kind: str) -> No
         optimizer._plan.noise_scale = 0.0
 
 
-# -- guarantee="markov" -----------------------------------------------------------------------------------------------
-
-
-def test_a_promised_accuracy_releases_what_the_loop_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(UtilityWarning, match="noise buries the signal: the answer"):
-        model, optimizer = make(guarantee="markov", expected_accuracy=1e-3, failure=1e-8)
-    certified = make()[1]
-    assert optimizer._plan.noise_scale > 100 * certified._plan.noise_scale
-    silence(optimizer, monkeypatch)
-    train(model, optimizer)
-    left = torch.cat([p.detach().flatten() for p in model.parameters()])
-    with pytest.raises(SequenceError, match="certify"):
-        optimizer.solve(DATA)
-    optimizer.certify(DATA)
-    optimizer.finalize()
-    torch.testing.assert_close(
-        torch.cat([p.detach().flatten() for p in model.parameters()]), left
-    )
-    assert 0.9 < optimizer.report().epsilon <= 1
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"expected_accuracy": 1e-3},
-        {"failure": 1e-8},
-        {"expected_accuracy": 1e-3, "failure": 1e-8},
-        {"guarantee": "markov"},
-        {"guarantee": "markov", "failure": 1e-8},
-        {"guarantee": "markov", "expected_accuracy": 1e-3},
-        {"guarantee": "trust"},
-    ],
-)
-def test_half_a_promise_is_refused(settings: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"expected_accuracy|guarantee"):
-        make(**settings)
-
-
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -464,32 +426,13 @@ def test_an_empty_data_set_is_solved_too(kind: str) -> None:
 
 
 @pytest.mark.cases(3, 1)
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_every_solver_takes_an_empty_data_set(solver: str) -> None:
+def test_the_solver_takes_an_empty_data_set() -> None:
     for loss in (dp.losses.Logistic(), dp.losses.Hinge()):
         for count in (0, 1):
-            model, optimizer = make(budget=ADD_REMOVE, solver=solver, loss=loss)
+            model, optimizer = make(budget=ADD_REMOVE, loss=loss)
             optimizer.solve(TensorDataset(ROWS[:count], SIGNS[:count]))
             optimizer.finalize()
             assert torch.isfinite(model.weight).all()
-
-
-@pytest.mark.cases(3, 1)
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_a_solver_leaves_the_global_generator_where_it_was(solver: str) -> None:
-    _, optimizer = make(solver=solver)
-    state = torch.get_rng_state()
-    optimizer.solve(DATA)
-    optimizer.finalize()
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize("kind", KINDS[:1])
-def test_a_solver_that_does_not_exist_is_named_before_anything_is_charged(kind: str) -> None:
-    ledger = dp.Accountant(BUDGET)
-    with pytest.raises(ValueError, match="solver"):
-        make(kind, solver="simplex", accountant=ledger)
-    assert len(ledger) == 0
 
 
 @pytest.mark.parametrize(
@@ -571,7 +514,6 @@ def test_step_and_certify_are_for_loops_alone() -> None:
         ({"radius": 0.0}, "radius"),
         ({"bound_y": 1.0}, "bound_y"),
         ({"n_max": 1}, "n_max"),
-        ({"mode": "best"}, "mode"),
         ({"attack_norm": 3.0}, "attack_norm"),
     ],
 )

@@ -7,9 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from tests.reference.papers.output import dual_ascent_steps, subgradient_steps
+from tests.reference.papers.output import (
+    dual_ascent_steps,
+    katyusha_parameters,
+    subgradient_steps,
+)
 from torch_dpsco.errors import ConditionError, InfeasibleError
-from torch_dpsco.estimators.certificates import agd_certified_steps, katyusha_parameters
+from torch_dpsco.estimators.solvers import agd_certified_steps
 
 
 @pytest.mark.cases(2, 1)

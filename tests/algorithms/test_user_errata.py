@@ -28,7 +28,7 @@ from tests.reference.user_level_literal import (
     published_scales,
 )
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
-from torch_dpsco.accounting.analysis.svt import (
+from torch_dpsco.accounting.analysis.pure import (
     above_threshold_epsilon,
     bad_pass_probability,
     svt_gaussian_delta,

@@ -16,7 +16,7 @@ from scipy import stats
 import torch_dpsco as dp
 from tests.algorithms.users import certain, released, same
 from tests.reference.papers.user_level import filtered_mean
-from torch_dpsco.accounting.analysis.svt import bad_pass_probability, svt_gaussian_delta
+from torch_dpsco.accounting.analysis.pure import bad_pass_probability, svt_gaussian_delta
 from torch_dpsco.accounting.designs import Draw, Full
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,

@@ -24,7 +24,8 @@ from torch_dpsco.audit import (
     mu_of_guesses,
 )
 from torch_dpsco.doctor import Diagnosis, Finding
-from torch_dpsco.estimators import Category, Number, objectives, robust, solvers
+from torch_dpsco.estimators import Category, Number, objectives, solvers
+from torch_dpsco.estimators.records import Records
 from torch_dpsco.integrations import opacus
 from torch_dpsco.integrations.parquet import ParquetRows
 from torch_dpsco.integrations.tar import TarRows
@@ -377,11 +378,8 @@ CALLS["estimators.Ridge.fit"] = lambda: (
 
 
 def rows() -> dict[str, Any]:
-    return {
-        "features": records(20, torch.float64).tensors[0],
-        "targets": torch.ones(20, dtype=torch.float64),
-        "reg": 1.0,
-    }
+    features = records(20, torch.float64).tensors[0]
+    return {"records": Records(features, torch.ones(20, dtype=torch.float64)), "reg": 1.0}
 
 
 def objective() -> objectives.LinearObjective:
@@ -394,11 +392,15 @@ CALLS["objectives.LinearObjective"] = lambda: (
 )
 CALLS["objectives.SoftmaxObjective"] = lambda: (
     objectives.SoftmaxObjective,
-    rows() | {"targets": torch.ones(20, dtype=torch.int64), "num_classes": 3, "normalizer": 1.0},
+    {
+        "records": Records(torch.ones(20, DIM), torch.ones(20, dtype=torch.int64), num_classes=3),
+        "reg": 1.0,
+        "normalizer": 1.0,
+    },
 )
-CALLS["robust.Tilted"] = lambda: (robust.Tilted, {"loss": LOSS, "tilt": 0.1} | rows())
-CALLS["robust.Adversarial"] = lambda: (
-    robust.Adversarial,
+CALLS["objectives.Tilted"] = lambda: (objectives.Tilted, {"loss": LOSS, "tilt": 0.1} | rows())
+CALLS["objectives.Adversarial"] = lambda: (
+    objectives.Adversarial,
     {"loss": LOSS, "attack_radius": 0.1, "normalizer": 1.0} | rows(),
 )
 CALLS["solvers.solve"] = lambda: (solvers.solve, {"objective": objective(), "tolerance": 1e-3})

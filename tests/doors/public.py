@@ -21,8 +21,7 @@ DIRECTIVE = re.compile(
 )
 _UNDOCUMENTED = ("torch_dpsco.estimators.solvers",)
 _OBJECTIVES = {
-    "objectives": ("LinearObjective", "SoftmaxObjective"),
-    "robust": ("Adversarial", "Tilted"),
+    "objectives": ("LinearObjective", "SoftmaxObjective", "Adversarial", "Tilted"),
 }
 
 __all__ = ["bare", "public_callables"]

@@ -244,9 +244,6 @@ def test_other_blocks_of_the_same_records_are_no_change(same_noise):
     [
         ("TiltedClassifier", {}, "tilted and adversarial"),
         ("AdversarialClassifier", {}, "tilted and adversarial"),
-        ("LinearSVC", {"loss": "hinge"}, "smoothed_hinge"),
-        ("QuantileRegressor", {"width": 0.0}, "width > 0"),
-        ("LogisticRegression", {"mechanism": "output", "solver": "katyusha"}, "katyusha"),
     ],
 )
 def test_what_is_no_sum_over_records_is_refused_by_name_and_charges_nothing(

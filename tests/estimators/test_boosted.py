@@ -18,13 +18,18 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators import Ridge
-from torch_dpsco.estimators.gradient_descent import boosted_clip
-from torch_dpsco.estimators.least_squares import BoostedPlan, plan_boosted
+from torch_dpsco.estimators.least_squares import BoostedPlan, boosted_clip, plan_boosted
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.task import LinearTask, make_records
 from torch_dpsco.step.exact_noise import gaussian_vector
 
-DRAW = "torch_dpsco.estimators.gradient_descent.gaussian_vector"
+
+def draw_with(monkeypatch, drawn):
+    """Takes the place of what noise is drawn with."""
+    for place in ("gradient_descent", "least_squares"):
+        monkeypatch.setattr(f"torch_dpsco.estimators.{place}.gaussian_vector", drawn)
+
+
 BOUND, TARGET = 1.5, 2.0
 NAN, INF = math.nan, math.inf
 ADJACENCIES = ["add_remove", "zero_out", "replace_one"]
@@ -137,7 +142,7 @@ def test_each_round_gets_its_noise_once(monkeypatch: pytest.MonkeyPatch) -> None
         drawn.append((dim, std))
         return gaussian_vector(dim, std, generator)
 
-    monkeypatch.setattr(DRAW, counted)
+    draw_with(monkeypatch, counted)
     given = task(dim=3)
     for rounds in (1, 5):
         drawn.clear()
@@ -149,8 +154,8 @@ def test_each_round_gets_its_noise_once(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_noise_of_the_matrix_is_not_rounded_down(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor] = []
     eigh = torch.linalg.eigh
-    monkeypatch.setattr(
-        DRAW, lambda dim, std, generator: torch.full((dim,), std, dtype=torch.float64)
+    draw_with(
+        monkeypatch, lambda dim, std, generator: torch.full((dim,), std, dtype=torch.float64)
     )
     monkeypatch.setattr(
         torch.linalg, "eigh", lambda matrix: seen.append(matrix.clone()) or eigh(matrix)
@@ -171,8 +176,8 @@ def test_the_rounds_are_those_of_the_page(
     reg: float | None, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With noise of all ones times its std, on gradients; the loop is written literally, record by record."""
-    monkeypatch.setattr(
-        DRAW, lambda dim, std, generator: torch.full((dim,), std, dtype=torch.float64)
+    draw_with(
+        monkeypatch, lambda dim, std, generator: torch.full((dim,), std, dtype=torch.float64)
     )
     given = task(n=50, dim=3, reg=reg)
     plan = plan_boosted(given, rounds)

@@ -9,21 +9,17 @@ import pytest
 import torch
 
 from tests.estimators import objective_references as reference
-from tests.reference.papers.output import hinge_dual_gap
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators.certificates import (
-    BoxDual,
+from torch_dpsco.estimators.objectives import Adversarial, LinearObjective, Tilted
+from torch_dpsco.estimators.records import Records
+from torch_dpsco.estimators.solvers import (
     Certificate,
-    distance_of_gap,
-    gap_certificate,
     gradient_certificate,
-    primal_point,
+    newton,
     projected_certificate,
+    solve,
 )
-from torch_dpsco.estimators.objectives import LinearObjective
-from torch_dpsco.estimators.robust import Adversarial, Tilted
-from torch_dpsco.estimators.solvers import newton, solve
-from torch_dpsco.losses import Absolute, Hinge, Huber, Logistic, Pinball, SmoothedHinge, Squared
+from torch_dpsco.losses import Hinge, Huber, Logistic, SmoothedHinge, Squared
 
 FAR = math.inf
 
@@ -40,31 +36,31 @@ def problem(seed, kind):
     reg = 10.0 ** -(seed % 6)
     rows = reference.long_rows(X, y)
     if kind == "logistic":
-        objective = LinearObjective(Logistic(), X, y, reg=reg, normalizer=n)
+        objective = LinearObjective(Logistic(), Records(X, y), reg=reg, normalizer=n)
         return objective, reference.margin_objective(*rows, reference.logistic, reg, n), generator
     if kind == "smoothed hinge":
-        objective = LinearObjective(SmoothedHinge(0.5), X, y, reg=reg, normalizer=n)
+        objective = LinearObjective(SmoothedHinge(0.5), Records(X, y), reg=reg, normalizer=n)
         return (
             objective,
             reference.margin_objective(*rows, reference.smoothed_hinge(0.5), reg, n),
             generator,
         )
     if kind == "squared":
-        objective = LinearObjective(Squared(), X, y, reg=reg, normalizer=n)
+        objective = LinearObjective(Squared(), Records(X, y), reg=reg, normalizer=n)
         return (
             objective,
             reference.residual_objective(*rows, lambda r: (r * r / 2, r), reg, n),
             generator,
         )
     if kind == "tilted":
-        objective = Tilted(Logistic(), X, y, tilt=1.5, reg=reg)
+        objective = Tilted(Logistic(), Records(X, y), tilt=1.5, reg=reg)
         return (
             objective,
             reference.tilted_objective(*rows, reference.logistic, reg, 1.5),
             generator,
         )
     objective = Adversarial(
-        Logistic(), X, y, attack_radius=0.1, reg=reg, normalizer=n, smoothing=0.05
+        Logistic(), Records(X, y), attack_radius=0.1, reg=reg, normalizer=n, smoothing=0.05
     )
     return (
         objective,
@@ -147,87 +143,6 @@ def constrained_minimizer(at, objective, free, radius):
     return w * (reference.LONG(radius) / np.sqrt((w**2).sum()))
 
 
-LOSSES = [Hinge(), Pinball(0.25), Pinball(0.9), Absolute()]
-
-
-@pytest.mark.cases(1, 1)
-@pytest.mark.parametrize("loss", LOSSES, ids=repr)
-def test_the_gap_of_records_is_the_difference_of_primal_and_dual(loss):
-    for seed in range(40):
-        objective, _, generator = problem(seed, "logistic")
-        X, y = objective.records._features, objective.records.targets
-        weights = torch.rand(len(X), generator=generator, dtype=torch.float64) + 0.1
-        term = torch.randn(objective.dim, generator=generator, dtype=torch.float64)
-        nonsmooth = LinearObjective(
-            loss, X, y, reg=0.3, normalizer=3, weights=weights, linear_term=term
-        )
-        box = BoxDual.of(loss)
-        dual = box.low + (box.high - box.low) * torch.rand(
-            len(X), generator=generator, dtype=torch.float64
-        )
-        point = torch.randn(objective.dim, generator=generator, dtype=torch.float64)
-        v = primal_point(nonsmooth, dual)
-        # D(a) = (1/N) sum c a offset - reg/2 |v|^2, for offset 1 (hinge) or y
-        lower = float((weights * dual * box.offsets(y)).sum()) / 3 - 0.15 * float(v @ v)
-        gap = nonsmooth.value(point) - lower
-        claimed = gap_certificate(nonsmooth, point, dual).distance
-        assert claimed == pytest.approx(math.sqrt(2 * gap / 0.3), rel=1e-9)
-        assert torch.allclose(
-            box.shares(box.residuals(X @ point, y), dual) >= 0, torch.tensor(True)
-        )
-
-
-@pytest.mark.cases(0, 1)
-@pytest.mark.parametrize("loss", LOSSES, ids=repr)
-def test_gap_certificates_hold_at_random_pairs(loss):
-    for seed in range(40):
-        base, _, generator = problem(seed, "logistic")
-        objective = LinearObjective(
-            loss, base.records._features, base.records.targets, reg=0.2, normalizer=2
-        )
-        best = solve(objective, 1e-5).w  # its own certificate is tested by `test_solve`
-        box = BoxDual.of(loss)
-        for _ in range(5):
-            dual = box.low + (box.high - box.low) * torch.rand(
-                len(objective.records.targets), generator=generator, dtype=torch.float64
-            )
-            for point in (
-                primal_point(objective, dual),
-                torch.randn(objective.dim, generator=generator).double(),
-            ):
-                assert (
-                    float((point - best).norm())
-                    <= gap_certificate(objective, point, dual).distance + 1e-5
-                )
-
-
-def test_an_exact_hinge_solution_has_a_gap_at_the_level_of_rounding():
-    # one record: w = b x/lam with b = min(1, lam/|x|^2), on the kink
-    result = hinge_dual_gap([[3.0, 4.0]], [1.0], [2.0 / 25.0], 2.0)
-    assert torch.allclose(result.w, torch.tensor([0.12, 0.16], dtype=torch.float64))
-    assert 0 <= result.gap < 1e-14
-    assert (
-        result.distance_bound == distance_of_gap(result.gap, 2.0) or result.distance_bound < 1e-6
-    )
-
-
-def test_infeasible_duals_are_clipped_before_they_can_fake_a_gap():
-    wild, tame = (
-        hinge_dual_gap([[1.0]], [1.0], [5.0], 0.1),
-        hinge_dual_gap([[1.0]], [1.0], [1.0], 0.1),
-    )
-    assert wild.gap == tame.gap
-    objective = LinearObjective(Hinge(), torch.ones(1, 1), torch.ones(1), reg=0.1, normalizer=1)
-    point = torch.tensor([2.0], dtype=torch.float64)  # the minimizer is 1
-    for dual in (-5.0, 0.2, 20.0):
-        claimed = gap_certificate(
-            objective, point, torch.tensor([dual], dtype=torch.float64)
-        ).distance
-        assert claimed >= 1.0
-        clipped = torch.tensor([min(max(dual, 0.0), 1.0)], dtype=torch.float64)
-        assert claimed == gap_certificate(objective, point, clipped).distance
-
-
 def test_the_counterexample_of_the_paper_is_refused_and_repaired():
     """A solver that is accurate in expectation and wrong, by a record's sign, with probability 0.002."""
     n, mu, reach = 1000, 1.0, 0.5
@@ -235,7 +150,7 @@ def test_the_counterexample_of_the_paper_is_refused_and_repaired():
     for sign in (-1.0, 1.0):
         y = torch.ones(n, dtype=torch.float64)
         y[0] = sign
-        objective = LinearObjective(Huber(1.0), X, y, reg=mu, normalizer=n)
+        objective = LinearObjective(Huber(1.0), Records(X, y), reg=mu, normalizer=n)
         exact = solve(objective, 1e-12).w
         delta = 2 / (mu * n)
         tolerance = 1e-3 * delta / 2
@@ -280,18 +195,14 @@ def test_autocast_is_refused():
 
 def test_objectives_without_strong_convexity_certify_nothing():
     X, y = torch.eye(2), torch.ones(2)
-    flat = LinearObjective(Logistic(), X, y, reg=0.0, normalizer=2)
+    flat = LinearObjective(Logistic(), Records(X, y), reg=0.0, normalizer=2)
     with pytest.raises(ConditionError, match="strong_convexity"):
         gradient_certificate(flat, torch.zeros(2, dtype=torch.float64))
     with pytest.raises(ConditionError, match="smooth"):
         projected_certificate(
-            LinearObjective(Hinge(), X, y, reg=1.0, normalizer=2), torch.zeros(2).double(), 1.0
-        )
-    with pytest.raises(ConditionError, match="dual"):
-        gap_certificate(
-            LinearObjective(Logistic(), X, y, reg=1.0, normalizer=2),
+            LinearObjective(Hinge(), Records(X, y), reg=1.0, normalizer=2),
             torch.zeros(2).double(),
-            torch.zeros(2).double(),
+            1.0,
         )
 
 

@@ -11,8 +11,9 @@ import torch
 from scipy import stats
 
 import torch_dpsco as dp
+from tests.reference.papers.objective import amp_delta_monotone
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
-from torch_dpsco.accounting.analysis.objective import amp_delta_monotone, hessian_sensitivity
+from torch_dpsco.accounting.analysis.objective import hessian_sensitivity
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.choose import fit_linear, plan_linear
 from torch_dpsco.estimators.objective import ObjectivePlan, plan_objective

@@ -19,10 +19,10 @@ from torch import Tensor
 from tests.test_native import SOURCE, U, changed, found_by, needed
 from torch_dpsco import native
 from torch_dpsco.accounting.analysis.rounding import gamma
-from torch_dpsco.estimators.certificates import gradient_certificate
 from torch_dpsco.estimators.objectives import LinearObjective, _columns
 from torch_dpsco.estimators.preparation import Chain, Preparation
 from torch_dpsco.estimators.records import PairwiseSum, Records, pairwise
+from torch_dpsco.estimators.solvers import gradient_certificate
 from torch_dpsco.losses import Logistic, ResidualClipped, Squared
 
 pytestmark = needed
@@ -328,13 +328,13 @@ def test_rows_that_are_longer_by_2_to_1021_make_null_records():
 
 def test_a_point_that_was_moved_in_place_is_read_again():
     rows = rows_of(8, 3)
-    objective = LinearObjective(Squared(), rows, torch.ones(8), reg=1.0, normalizer=1.0)
+    objective = LinearObjective(Squared(), Records(rows, torch.ones(8)), reg=1.0, normalizer=1.0)
     point = torch.zeros(3, dtype=DOUBLE)
     first = objective.value_and_gradient(point)[1]
     first += 5.0
     assert not torch.equal(objective.value_and_gradient(point)[1], first)
     point += 1.0
-    fresh = LinearObjective(Squared(), rows, torch.ones(8), reg=1.0, normalizer=1.0)
+    fresh = LinearObjective(Squared(), Records(rows, torch.ones(8)), reg=1.0, normalizer=1.0)
     assert torch.equal(objective.value_and_gradient(point)[1], fresh.value_and_gradient(point)[1])
     assert gradient_certificate(objective, point) == gradient_certificate(fresh, point)
 

@@ -15,6 +15,7 @@ from torch_dpsco.estimators import output as least_risk
 from torch_dpsco.estimators.objectives import LinearObjective
 from torch_dpsco.estimators.output import _risk, least_risk_reg, plan_output
 from torch_dpsco.estimators.preparation import Preparation
+from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.task import LinearTask
 from torch_dpsco.step.exact_noise import gaussian_vector, knorm_vector
 
@@ -82,7 +83,7 @@ def test_noise_costs_no_more_than_the_bound(loss, delta):
     generator = torch.Generator().manual_seed(1)
     X = torch.randn(300, 6, generator=generator, dtype=torch.float64)
     X *= 2 / X.norm(dim=1, keepdim=True)
-    mean = LinearObjective(loss, X, torch.sign(X[:, 0] + 0.3), reg=0.0, normalizer=300.0)
+    mean = LinearObjective(loss, Records(X, torch.sign(X[:, 0] + 0.3)), reg=0.0, normalizer=300.0)
     w = torch.tensor([1.0, -0.5, 0.2, 0.0, 0.3, 0.0]).double()
     draw = knorm_vector if delta == 0 else gaussian_vector
     moved = [

@@ -167,7 +167,7 @@ X, Y = SCHEMA.read(CLEAN).X, SCHEMA.read(CLEAN).y
 TOLD: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "the target is among the features": (
         ValueError,
-        "target must not be among the features",
+        "target and ids must not be among the features",
         lambda: Schema({"died": Category(["no", "yes"])}, target="died", labels=["no", "yes"]),
     ),
     "the id is among the features": (
@@ -185,7 +185,7 @@ TOLD: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "a column is there twice": (ValueError, "2 times", lambda: SCHEMA.read(twice())),
     "dates": (
         ValueError,
-        "column 'age' of the frame must be of numbers or text",
+        "column 'age' of the frame must be a list or array",
         lambda: SCHEMA.read(CLEAN | {"age": np.array(["2001-01-01"] * N, dtype="datetime64[D]")}),
     ),
     "ids are truth values": (

@@ -386,7 +386,7 @@ def leaves(value: Any) -> list[float]:
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "Ridge"])
 def test_nothing_noiseless_is_left_in_a_fitted_model(name, monkeypatch):
     from torch_dpsco.estimators import objective, output
-    from torch_dpsco.estimators.gradient_descent import PreconditionedGDPlan
+    from torch_dpsco.estimators.least_squares import PreconditionedGDPlan
 
     secrets: list[float] = []
     solved, summed = output.solve, PreconditionedGDPlan.gradient
@@ -518,30 +518,6 @@ def test_probabilities_are_those_of_the_scores(name):
     np.testing.assert_allclose(proba, pair.softmax(1).numpy(), rtol=1e-9)
     np.testing.assert_allclose(np.exp(model.predict_log_proba(rows())), proba, rtol=1e-9)
     assert (proba.argmax(1) == model.predict(rows())).all()
-
-
-def test_the_clipped_link_undoes_the_bias_of_the_clipped_loss():
-    """q that minimizes p min(1 - q, k) ... over a population is mapped back to p; k is of the row's own norm."""
-    model = fitted(
-        "LogisticRegression", bound_x=1.0, intercept_scaling=1.0, residual_clip=0.5, prepare=None
-    )
-    limit = model.plan_.task.clipped.clip / math.sqrt(2.0)
-    assert limit == pytest.approx(0.5, rel=1e-9)
-    row = np.array([[1.0, 0.0, 0.0]])
-    for p in (0.2, 0.4, 0.5, 0.7, 0.9):
-        grid = np.linspace(-6, 6, 48_001)  # scores
-        slope = -p * np.minimum(1 / (1 + np.exp(grid)), limit) + (1 - p) * np.minimum(
-            1 / (1 + np.exp(-grid)), limit
-        )
-        score = grid[np.abs(slope).argmin()]
-        model.coef_, model.intercept_ = np.array([[score, 0.0, 0.0]]), np.zeros(1)
-        assert model.predict_proba(row, link="clipped")[0, 1] == pytest.approx(p, abs=1e-3)
-    unclipped = fitted("LogisticRegression", residual_clip=None)
-    np.testing.assert_array_equal(
-        unclipped.predict_proba(rows(), "clipped"), unclipped.predict_proba(rows())
-    )
-    with pytest.raises(ValueError, match="link"):
-        model.predict_proba(row, link="probit")
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from scipy.special import logsumexp
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.curves import objective_curve
-from torch_dpsco.estimators.objective import ObjectivePlan, plan_objective
+from torch_dpsco.estimators.objective import ObjectivePlan, _change, plan_objective
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.task import LinearTask, make_records
 from torch_dpsco.losses.clipped import ResidualClipped
@@ -149,12 +149,10 @@ def test_the_charged_curve_bounds_the_renyi_divergence_of_neighbors(
     name: str, adjacency: str
 ) -> None:
     task = planned(name, "add_remove", 0.0)[0]  # any: what is charged depends on the noise alone
-    noise, smoothness, lipschitz = 4.0, task.smoothness, task.lipschitz
+    noise, lipschitz = 4.0, task.lipschitz
     for reg in (0.5, 100.0):
-        curve = objective_curve(
-            noise, reg, lipschitz, smoothness, monotone=task.monotone, adjacency=adjacency
-        )
         pure, plan = planned(name, adjacency, 0.0)
+        curve = objective_curve(noise, _change(pure, reg), 0.0, adjacency)
         plan = replace(
             plan,
             task=replace(pure, noise_multiplier=noise / lipschitz, reg=reg),

@@ -11,9 +11,13 @@ import torch
 from tests.estimators import objective_references as reference
 from torch_dpsco.accounting.analysis.rounding import gamma
 from torch_dpsco.errors import ConditionError, NotCertifiedError
-from torch_dpsco.estimators.objectives import LinearObjective, SoftmaxObjective
+from torch_dpsco.estimators.objectives import (
+    Adversarial,
+    LinearObjective,
+    SoftmaxObjective,
+    Tilted,
+)
 from torch_dpsco.estimators.records import PairwiseSum, Records
-from torch_dpsco.estimators.robust import Adversarial, Tilted
 from torch_dpsco.losses import (
     Hinge,
     Huber,
@@ -40,17 +44,19 @@ def plain(name, X, y):
     term = torch.arange(X.shape[1], dtype=torch.float64)
     if name == "logistic":
         objective = LinearObjective(
-            Logistic(), X, y, reg=0.3, normalizer=7, weights=weights, linear_term=term
+            Logistic(), Records(X, y, weights), reg=0.3, normalizer=7, linear_term=term
         )
         return (
             objective,
             lambda w: (weights * soft(-y * (X @ w))).sum() / 7 + 0.15 * w @ w + term @ w,
         )
     if name == "squared":
-        objective = LinearObjective(Squared(), X, y, reg=0.3, normalizer=len(X))
+        objective = LinearObjective(Squared(), Records(X, y), reg=0.3, normalizer=len(X))
         return objective, lambda w: ((y - X @ w) ** 2 / 2).mean() + 0.15 * w @ w
     if name == "huber":
-        objective = LinearObjective(Huber(threshold=0.7), X, y, reg=0.3, normalizer=len(X))
+        objective = LinearObjective(
+            Huber(threshold=0.7), Records(X, y), reg=0.3, normalizer=len(X)
+        )
         return (
             objective,
             lambda w: torch.nn.functional.huber_loss(X @ w, y, delta=0.7) + 0.15 * w @ w,
@@ -58,7 +64,7 @@ def plain(name, X, y):
     if name == "tilted up" or name == "tilted down":
         tilt, reg = (2.0, 0.3) if name == "tilted up" else (-0.5, 99.0)
         bound = float(X.norm(dim=1).max())
-        objective = Tilted(Logistic(), X, y, tilt=tilt, reg=reg, bound_x=bound)
+        objective = Tilted(Logistic(), Records(X, y), tilt=tilt, reg=reg, bound_x=bound)
         return (
             objective,
             lambda w: (
@@ -66,13 +72,14 @@ def plain(name, X, y):
             ),
         )
     if name == "adversarial 2":
-        objective = Adversarial(Logistic(), X, y, attack_radius=0.4, reg=0.3, normalizer=9)
+        objective = Adversarial(
+            Logistic(), Records(X, y), attack_radius=0.4, reg=0.3, normalizer=9
+        )
         return objective, lambda w: soft(-(y * (X @ w) - 0.4 * w.norm())).sum() / 9 + 0.15 * w @ w
     if name == "adversarial inf":
         objective = Adversarial(
             Logistic(),
-            X,
-            y,
+            Records(X, y),
             attack_radius=0.4,
             reg=0.3,
             normalizer=9,
@@ -82,7 +89,7 @@ def plain(name, X, y):
         size = lambda w: torch.sqrt(w * w + 0.04).sum()  # noqa: E731
         return objective, lambda w: soft(-(y * (X @ w) - 0.4 * size(w))).sum() / 9 + 0.15 * w @ w
     labels = (torch.arange(len(X)) % 3).long()
-    objective = SoftmaxObjective(X, labels, num_classes=3, reg=0.3, normalizer=len(X))
+    objective = SoftmaxObjective(Records(X, labels, num_classes=3), reg=0.3, normalizer=len(X))
     cross = torch.nn.functional.cross_entropy
     return objective, lambda w: cross(X @ w.view(3, -1).T, labels) + 0.15 * w @ w
 
@@ -160,23 +167,23 @@ def test_rounding_bounds_cover_the_true_rounding_on_ill_scaled_data(seed):
     squares = lambda r: (r * r / 2, r)  # noqa: E731
     pairs = [
         (
-            LinearObjective(Logistic(), X, y, reg=1e-3, normalizer=60),
+            LinearObjective(Logistic(), Records(X, y), reg=1e-3, normalizer=60),
             reference.margin_objective(long_x, long_y, reference.logistic, 1e-3, 60),
         ),
         (
-            LinearObjective(SmoothedHinge(0.1), X, y, reg=1e-3, normalizer=1),
+            LinearObjective(SmoothedHinge(0.1), Records(X, y), reg=1e-3, normalizer=1),
             reference.margin_objective(long_x, long_y, reference.smoothed_hinge(0.1), 1e-3, 1),
         ),
         (
-            LinearObjective(Squared(), X, y, reg=1e-3, normalizer=60),
+            LinearObjective(Squared(), Records(X, y), reg=1e-3, normalizer=60),
             reference.residual_objective(long_x, long_y, squares, 1e-3, 60),
         ),
         (
-            Tilted(Logistic(), X, y, tilt=0.7, reg=1e-3),
+            Tilted(Logistic(), Records(X, y), tilt=0.7, reg=1e-3),
             reference.tilted_objective(long_x, long_y, reference.logistic, 1e-3, 0.7),
         ),
         (
-            Adversarial(Logistic(), X, y, attack_radius=0.3, reg=1e-3, normalizer=60),
+            Adversarial(Logistic(), Records(X, y), attack_radius=0.3, reg=1e-3, normalizer=60),
             reference.adversarial_objective(long_x, long_y, reference.logistic, 1e-3, 0.3, 60),
         ),
     ]
@@ -195,7 +202,9 @@ def test_rounding_bounds_cover_scores_that_cancel():
         w = 1e8 * torch.randn(6, generator=generator, dtype=torch.float64)
         X = torch.randn(10, 6, generator=generator, dtype=torch.float64)
         X = X - torch.outer(X @ w, w) / (w @ w)
-        objective = LinearObjective(Logistic(), X, torch.ones(10), reg=0.0, normalizer=10)
+        objective = LinearObjective(
+            Logistic(), Records(X, torch.ones(10)), reg=0.0, normalizer=10
+        )
         at = reference.margin_objective(
             *reference.long_rows(X, torch.ones(10)), reference.logistic, 0.0, 10
         )
@@ -209,7 +218,7 @@ def test_rounding_bounds_cover_scores_that_cancel():
 def test_rounding_bounds_are_of_the_size_of_the_spec_and_not_of_the_number_of_records():
     X, y, w = data(0, n=100_000, dim=4)
     X = X / X.norm(dim=1, keepdim=True)
-    objective = LinearObjective(Logistic(), X, y, reg=1e-4, normalizer=len(X))
+    objective = LinearObjective(Logistic(), Records(X, y), reg=1e-4, normalizer=len(X))
     spec = (1024 + 2 * 7 + 4 + 64) * 2.0**-53 * (
         1 + 1e-4 * float(w.norm())
     ) + 16 * 2.0**-53 * float(w.norm())
@@ -248,16 +257,20 @@ def test_pairwise_sums_pass_each_term_through_few_additions():
 
 
 BUILDERS = {
-    "linear": lambda X, y, c: LinearObjective(Logistic(), X, y, reg=0.1, normalizer=5, weights=c),
-    "clipped": lambda X, y, c: LinearObjective(
-        ResidualClipped(Logistic(), 0.1), X, y, reg=0.1, normalizer=5, weights=c
+    "linear": lambda X, y, c: LinearObjective(
+        Logistic(), Records(X, y, c), reg=0.1, normalizer=5
     ),
-    "squared": lambda X, y, c: LinearObjective(Squared(), X, y, reg=0.1, normalizer=5, weights=c),
+    "clipped": lambda X, y, c: LinearObjective(
+        ResidualClipped(Logistic(), 0.1), Records(X, y, c), reg=0.1, normalizer=5
+    ),
+    "squared": lambda X, y, c: LinearObjective(
+        Squared(), Records(X, y, c), reg=0.1, normalizer=5
+    ),
     "softmax": lambda X, y, c: SoftmaxObjective(
-        X, (y > 0).long(), num_classes=2, reg=0.1, normalizer=5, weights=c
+        Records(X, (y > 0).long(), c, num_classes=2), reg=0.1, normalizer=5
     ),
     "adversarial": lambda X, y, c: Adversarial(
-        Logistic(), X, y, attack_radius=0.2, reg=0.1, normalizer=5, weights=c
+        Logistic(), Records(X, y, c), attack_radius=0.2, reg=0.1, normalizer=5
     ),
 }
 
@@ -305,18 +318,18 @@ def test_a_nan_label_and_an_unknown_class_make_null_records():
     y[0] = math.nan
     weights = torch.ones(40, dtype=torch.float64)
     weights[0] = 0.0
-    value, gradient = LinearObjective(Squared(), X, y, reg=0.1, normalizer=5).value_and_gradient(
-        w
-    )
-    clean = LinearObjective(Squared(), X, y.nan_to_num(), reg=0.1, normalizer=5, weights=weights)
+    value, gradient = LinearObjective(
+        Squared(), Records(X, y), reg=0.1, normalizer=5
+    ).value_and_gradient(w)
+    clean = LinearObjective(Squared(), Records(X, y.nan_to_num(), weights), reg=0.1, normalizer=5)
     assert clean.value_and_gradient(w)[0] == value
     assert torch.equal(clean.value_and_gradient(w)[1], gradient)
     classes = torch.arange(40) % 3
     classes[5] = 7
     weights[0], weights[5] = 1.0, 0.0
-    unknown = SoftmaxObjective(X, classes, num_classes=3, reg=0.1, normalizer=5)
+    unknown = SoftmaxObjective(Records(X, classes, num_classes=3), reg=0.1, normalizer=5)
     zeroed = SoftmaxObjective(
-        X, classes.clamp(max=2), num_classes=3, reg=0.1, normalizer=5, weights=weights
+        Records(X, classes.clamp(max=2), weights, num_classes=3), reg=0.1, normalizer=5
     )
     point = w.repeat(3)
     assert torch.equal(unknown.value_and_gradient(point)[1], zeroed.value_and_gradient(point)[1])
@@ -325,7 +338,7 @@ def test_a_nan_label_and_an_unknown_class_make_null_records():
 def test_a_null_record_of_a_tilted_mean_keeps_its_place_so_that_no_weight_exceeds_its_bound():
     X, y, w = data(3, n=4)
     X[0], X[1] = math.nan, math.inf
-    weights = Tilted(Logistic(), X, y, tilt=3.0, reg=0.1).weights(w)
+    weights = Tilted(Logistic(), Records(X, y), tilt=3.0, reg=0.1).weights(w)
     spread = math.exp(3.0 * float(X[2:].norm(dim=1).max() * w.norm()))
     assert weights.min() > 0
     assert float(weights.max()) <= spread / (spread + 3)
@@ -341,7 +354,7 @@ def test_low_precision_features_are_read_exactly_and_never_copied_as_a_whole(dty
     assert max(sizes) <= 1024
     assert sum(sizes) == 2500
     objectives = (
-        LinearObjective(Logistic(), part, y, reg=0.1, normalizer=9)
+        LinearObjective(Logistic(), Records(part, y), reg=0.1, normalizer=9)
         for part in (low, low.double())
     )
     found, exact = (objective.value_and_gradient(w)[1] for objective in objectives)
@@ -358,11 +371,13 @@ def test_blocks_of_wide_records_are_short():
 
 def test_a_tilt_near_zero_is_the_mean_without_a_jump():
     X, y, w = data(7)
-    mean = LinearObjective(Logistic(), X, y, reg=0.1, normalizer=40)
+    mean = LinearObjective(Logistic(), Records(X, y), reg=0.1, normalizer=40)
     value, gradient = mean.value_and_gradient(w)
     losses = torch.nn.functional.softplus(-y * (X @ w))
     for tilt in (0.0, 1e-300, 1e-14, -1e-9, 1e-6, -1e-3):
-        tilted = Tilted(Logistic(), X, y, tilt=tilt, reg=0.1, bound_x=float(X.norm(dim=1).max()))
+        tilted = Tilted(
+            Logistic(), Records(X, y), tilt=tilt, reg=0.1, bound_x=float(X.norm(dim=1).max())
+        )
         got, slope = tilted.value_and_gradient(w)
         # the second order: tau var/2
         assert (
@@ -374,7 +389,7 @@ def test_a_tilt_near_zero_is_the_mean_without_a_jump():
 
 def test_huge_tilts_neither_overflow_nor_lose_the_largest_loss():
     X, y, w = data(8)
-    objective = Tilted(Logistic(), X, y, tilt=1e5, reg=0.0)
+    objective = Tilted(Logistic(), Records(X, y), tilt=1e5, reg=0.0)
     losses = torch.nn.functional.softplus(-y * (X @ w))
     assert abs(objective.value(w) - float(losses.max())) <= math.log(40) / 1e5
     assert float(objective.weights(w).sum()) == pytest.approx(1.0)
@@ -384,7 +399,12 @@ def test_huge_tilts_neither_overflow_nor_lose_the_largest_loss():
 def test_the_adversarial_value_is_that_of_the_worst_attack(attack_norm):
     X, y, w = data(9)
     objective = Adversarial(
-        Logistic(), X, y, attack_radius=0.4, reg=0.0, normalizer=1, attack_norm=attack_norm
+        Logistic(),
+        Records(X, y),
+        attack_radius=0.4,
+        reg=0.0,
+        normalizer=1,
+        attack_norm=attack_norm,
     )
     generator = torch.Generator().manual_seed(1)
     direction = w / w.norm() if attack_norm == 2 else w.sign()
@@ -405,7 +425,7 @@ def test_smoothing_raises_values_by_no_more_than_its_bound(attack_norm):
     X, y, w = data(11)
     numbers = {"attack_radius": 0.4, "reg": 0.1, "normalizer": 40, "attack_norm": attack_norm}
     kinked, smooth = (
-        Adversarial(Logistic(), X, y, smoothing=nu, **numbers) for nu in (0.0, 1e-3)
+        Adversarial(Logistic(), Records(X, y), smoothing=nu, **numbers) for nu in (0.0, 1e-3)
     )
     most = 0.4 * 1e-3 * (1 if attack_norm == 2 else 3)
     for scale in (0.0, 1e-4, 1.0):
@@ -415,22 +435,26 @@ def test_smoothing_raises_values_by_no_more_than_its_bound(attack_norm):
 def test_losses_and_tilts_that_void_a_constant_are_refused():
     X, y, _ = data(0)
     with pytest.raises(ConditionError, match="Lipschitz"):
-        Tilted(Squared(), X, y, tilt=1.0, reg=0.1)
+        Tilted(Squared(), Records(X, y), tilt=1.0, reg=0.1)
     with pytest.raises(ConditionError, match="reg must exceed"):
-        Tilted(Logistic(), X, y, tilt=-1.0, reg=0.5, bound_x=1.0)
+        Tilted(Logistic(), Records(X, y), tilt=-1.0, reg=0.5, bound_x=1.0)
     with pytest.raises(ConditionError, match="bound_x"):
-        Tilted(Logistic(), X, y, tilt=-1.0, reg=0.5)
+        Tilted(Logistic(), Records(X, y), tilt=-1.0, reg=0.5)
     with pytest.raises(NotCertifiedError, match="clip the rows"):
-        Tilted(Logistic(), X, y, tilt=-1e-3, reg=0.5, bound_x=0.1)
+        Tilted(Logistic(), Records(X, y), tilt=-1e-3, reg=0.5, bound_x=0.1)
     with pytest.raises(ConditionError, match="SmoothedHinge"):
-        Adversarial(Hinge(), X, y, attack_radius=0.1, reg=0.1, normalizer=1)
+        Adversarial(Hinge(), Records(X, y), attack_radius=0.1, reg=0.1, normalizer=1)
     with pytest.raises(ConditionError, match="single score"):
-        LinearObjective(SoftmaxCrossEntropy(3), X, y, reg=0.1, normalizer=1)
+        LinearObjective(SoftmaxCrossEntropy(3), Records(X, y), reg=0.1, normalizer=1)
     assert (
-        LinearObjective(Hinge(), X, y, reg=0.1, normalizer=1).gradient_error(torch.zeros(3))
+        LinearObjective(Hinge(), Records(X, y), reg=0.1, normalizer=1).gradient_error(
+            torch.zeros(3)
+        )
         == math.inf
     )
-    assert LinearObjective(PowerLoss(1.5), X, y, reg=0.1, normalizer=1).smoothness is None
+    assert (
+        LinearObjective(PowerLoss(1.5), Records(X, y), reg=0.1, normalizer=1).smoothness is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -452,6 +476,6 @@ def test_labels_beyond_one_enlarge_the_constants():
     X, _, w = data(12)
     y = torch.full((40,), 3.0, dtype=torch.float64)
     for loss in (Logistic(), SmoothedHinge(0.5)):
-        objective = LinearObjective(loss, X, y, reg=0.1, normalizer=40)
+        objective = LinearObjective(loss, Records(X, y), reg=0.1, normalizer=40)
         eigenvalues = torch.linalg.eigvalsh(objective.hessian(w * 0))
         assert objective.smoothness >= float(eigenvalues.max())

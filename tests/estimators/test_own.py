@@ -17,6 +17,7 @@ import torch_dpsco as dp
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.objectives import LinearObjective
 from torch_dpsco.estimators.preparation import Preparation
+from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.task import LinearTask
 from torch_dpsco.step.plan import Plan
 
@@ -93,7 +94,7 @@ def test_the_bound_on_slopes_is_that_for_the_targets_there_are(theirs: ModuleTyp
             return score.exp().clamp(max=self.cap) - target
 
     targets = torch.tensor([50.0, 0.0])
-    wide = LinearObjective(Wide(cap=2.0), torch.eye(2), targets, reg=1.0, normalizer=1.0)
+    wide = LinearObjective(Wide(cap=2.0), Records(torch.eye(2), targets), reg=1.0, normalizer=1.0)
     assert wide.constants.slope_mass(1e9) >= 50 + 2
 
 

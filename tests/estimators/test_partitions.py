@@ -120,7 +120,8 @@ def test_a_partition_whose_blocks_are_in_one_buffer_has_each_record_once(same_no
     [
         ("LogisticRegression", {"delta": 0.0}),
         ("LogisticRegression", {"mechanism": "noisy_gd"}),
-        ("LogisticRegression", {"mechanism": "output", "solver": "lbfgs"}),
+        ("LogisticRegression", {"mechanism": "output"}),
+        ("LinearSVC", {"loss": "hinge"}),
         ("LogisticRegression", {"mechanism": "output", "secure": "exact"}),
         ("SoftmaxRegression", {}),
         ("SoftmaxRegression", {"secure": "exact"}),
@@ -304,9 +305,6 @@ def test_no_record_comes_back():
     [
         ("TiltedClassifier", {}, "tilted and adversarial"),
         ("AdversarialClassifier", {}, "tilted and adversarial"),
-        ("LinearSVC", {"loss": "hinge"}, "smoothed_hinge"),
-        ("QuantileRegressor", {"width": 0.0}, "width > 0"),
-        ("LogisticRegression", {"mechanism": "output", "solver": "katyusha"}, "katyusha"),
     ],
 )
 def test_what_is_no_sum_over_records_is_refused_by_name_and_charges_nothing(

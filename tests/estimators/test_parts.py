@@ -12,7 +12,8 @@ from torch import Tensor
 
 import torch_dpsco as dp
 from torch_dpsco.estimators import records as base
-from torch_dpsco.estimators.gradient_descent import plan_noisy_gd, plan_preconditioned_gd
+from torch_dpsco.estimators.gradient_descent import plan_noisy_gd
+from torch_dpsco.estimators.least_squares import plan_preconditioned_gd
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.task import (
     LinearTask,

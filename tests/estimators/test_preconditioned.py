@@ -16,19 +16,25 @@ from torch import Tensor
 import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators import gradient_descent as preconditioned_gd
-from torch_dpsco.estimators.gradient_descent import (
+from torch_dpsco.estimators import least_squares as preconditioned_gd
+from torch_dpsco.estimators.least_squares import (
     PreconditionedGDPlan,
     horizon,
+    plan_boosted,
     plan_preconditioned_gd,
     stable_step,
 )
-from torch_dpsco.estimators.least_squares import plan_boosted
 from torch_dpsco.estimators.preparation import Chain, Preparation, PrivatePreparation, Units
 from torch_dpsco.estimators.task import LinearTask, make_records
 from torch_dpsco.step.exact_noise import gaussian_vector
 
-DRAW = "torch_dpsco.estimators.gradient_descent.gaussian_vector"
+
+def draw_with(monkeypatch, drawn):
+    """Takes the place of what noise is drawn with."""
+    for place in ("gradient_descent", "least_squares"):
+        monkeypatch.setattr(f"torch_dpsco.estimators.{place}.gaussian_vector", drawn)
+
+
 BOUND, CLASSES = 1.5, 3
 NAN, INF = math.nan, math.inf
 SOFTMAX = {"loss": dp.losses.SoftmaxCrossEntropy(CLASSES)}
@@ -236,7 +242,7 @@ def test_the_level_of_a_run_is_that_of_all_its_releases(
         drawn.append((dim, std))
         return gaussian_vector(dim, std, generator)
 
-    monkeypatch.setattr(DRAW, counted)
+    draw_with(monkeypatch, counted)
     plan = plan_preconditioned_gd(task(**kind))
     release(plan, records_of(plan.task, list(RECORDS[:4])))
     assert drawn[0] == (3, plan.gram_std)  # of the lower triangle
@@ -262,7 +268,7 @@ def noise_of_the_answer(
             else gaussian_vector(dim, std, generator)
         )
 
-    monkeypatch.setattr(DRAW, drawn)
+    draw_with(monkeypatch, drawn)
     zero = torch.zeros(WIDE, dtype=torch.float64)
     monkeypatch.setattr(
         torch.linalg, "eigh", lambda gram: (zero, torch.eye(WIDE, dtype=torch.float64))
@@ -343,7 +349,7 @@ def literal(plan: PreconditionedGDPlan, rows: np.ndarray, labels: np.ndarray) ->
 
 
 def test_the_loop_is_the_literal_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DRAW, silent)
+    draw_with(monkeypatch, silent)
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(12, 4))
     rows *= (
@@ -365,7 +371,7 @@ def test_the_loop_is_the_literal_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_first_step_is_least_squares_on_indicators(monkeypatch: pytest.MonkeyPatch) -> None:
     """From 0 the gradient is X'(1/K - Y): one step with a clip that binds nobody is a ridge regression, times K."""
-    monkeypatch.setattr(DRAW, silent)
+    draw_with(monkeypatch, silent)
     plan = plan_preconditioned_gd(task(n=50, dim=3, budget=dp.Budget(300.0, 1e-6, "add_remove")))
     plan = PreconditionedGDPlan.from_dict(plan.to_dict() | {"steps": 1, "clip": 2 * BOUND})
     draws = torch.Generator().manual_seed(4)
@@ -389,9 +395,7 @@ def test_a_first_step_is_least_squares_on_indicators(monkeypatch: pytest.MonkeyP
 
 
 def test_iterates_and_the_answer_stay_in_the_ball(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        DRAW, lambda dim, std, generator: 1e9 * gaussian_vector(dim, std, generator)
-    )
+    draw_with(monkeypatch, lambda dim, std, generator: 1e9 * gaussian_vector(dim, std, generator))
     rows = list(RECORDS[:4])
     for given in (task(radius=0.05), task(), task(**SQUARED)):
         plan = plan_preconditioned_gd(given)

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import torch_dpsco as dp
+from tests.reference.papers.objective import amp_delta_monotone
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, sensitivity_factor
-from torch_dpsco.accounting.analysis.objective import AMP_MU_OUT, amp_delta_monotone
+from torch_dpsco.accounting.analysis.objective import AMP_MU_OUT
 from torch_dpsco.accounting.events import GDP, ApproxDP, Sequential
 from torch_dpsco.errors import BudgetExceeded, ConditionError
 from torch_dpsco.estimators import (

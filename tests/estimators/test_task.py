@@ -313,7 +313,7 @@ def test_exact_noise_leaves_the_mechanisms_that_have_it() -> None:
 @pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("settings", "word"),
-    [({"loss": dp.losses.SoftmaxCrossEntropy(3)}, "for classes"), ({}, "is below 400")],
+    [({"loss": dp.losses.SoftmaxCrossEntropy(3)}, "for classes"), ({}, "is so small")],
 )
 def test_a_plan_says_why_its_mechanism_was_chosen_and_nothing_where_it_was_asked_for(
     settings: dict[str, object], word: str

@@ -26,13 +26,13 @@ from torch_dpsco.estimators import (
     choose,
     gradient_descent,
     preparation,
-    users,
 )
+from torch_dpsco.estimators import gradient_descent as users
 from torch_dpsco.estimators.choose import fit_linear, plan_linear
+from torch_dpsco.estimators.gradient_descent import UserGDPlan, plan_users, users_of
 from torch_dpsco.estimators.objectives import LinearObjective
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.task import LinearTask, make_records
-from torch_dpsco.estimators.users import UserGDPlan, plan_users, users_of
 from torch_dpsco.step.chooser import smooth_pace
 from torch_dpsco.step.exact_noise import gaussian_vector
 

@@ -13,7 +13,7 @@ import pytest
 from scipy.special import logsumexp
 
 import torch_dpsco as dp
-from torch_dpsco.accounting.analysis.allocation import allocation_epsilon
+from tests.reference.papers.allocation import allocation_epsilon
 from torch_dpsco.sampling.one_pass import AssignedSampler, DisjointSampler
 
 SURE, DELTA = 1 - 1e-6, 1e-5

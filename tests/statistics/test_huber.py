@@ -48,7 +48,9 @@ def test_a_summary_of_raw_features() -> None:
     assert fit.privacy_.epsilon <= 4.0
     assert "errors of one law" in str(found)
     fit.set_params(intervals=None).fit(raw, y)
-    with pytest.raises(ConditionError, match="must be paid for by the fit: HuberRegressor"):
+    with pytest.raises(
+        ConditionError, match="HuberRegressor has no summary: intervals must be paid for"
+    ):
         fit.summary()
 
 

@@ -19,7 +19,7 @@ from torch_dpsco.show import plots
 from torch_dpsco.show.cli import main
 from torch_dpsco.statistics import needed_eigenvalue
 from torch_dpsco.statistics import study as module
-from torch_dpsco.statistics.study import Study, plan_study, study
+from torch_dpsco.statistics.study import Study, study
 
 N = 300
 RNG = np.random.default_rng(7)
@@ -151,22 +151,6 @@ PAID: list[tuple[Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "more"), PAID)
-def test_the_plan_says_when_intervals_are_shown_before_they_are_paid_for(kind, more):
-    given: dict[str, Any] = {
-        "n": 4000,
-        "bound_x": 1.0,
-        "intervals": 0.3,
-        "adjacency": "replace_one",
-    } | more
-    plan = kind(**given).plan(2)
-    text = " ".join(str(plan).split())
-    assert f"clearly above {needed_eigenvalue(3, plan.hessian_scale):.3g}" in text
-    assert f"would give {4000 * plan.task.smoothness / 3:.3g}, others less" in text
-    assert "intervals may be refused after they were paid for" in text
-    assert "intervals" not in str(kind(**given | {"intervals": None}).plan(2))
-
-
-@pytest.mark.parametrize(("kind", "more"), PAID)
 def test_intervals_that_no_table_of_this_size_has_are_refused_before_they_are_paid_for(
     kind, more
 ):
@@ -179,16 +163,9 @@ def test_intervals_that_no_table_of_this_size_has_are_refused_before_they_are_pa
     } | more
     plan = kind(**given, n=4000).plan(2)
     least = math.ceil(needed_eigenvalue(3, plan.hessian_scale) * 3 / plan.task.smoothness)
-    assert kind(**given, n=least + 2).plan(2).shown
+    assert kind(**given, n=least + 2).plan(2).task.curvature
     with pytest.raises(ConditionError, match="intervals must be of more records"):
         kind(**given, n=least - 2).plan(2)
-
-
-def test_the_plan_of_a_study_says_when_intervals_are_shown():
-    schema = dp.Schema({"v": Number(0, 1)}, target="y", labels=["no", "yes"])
-    assert "may be refused after they were paid for" in str(
-        plan_study(schema, BUDGET, n=N, intervals=0.3)
-    )
 
 
 # -- the command line -------------------------------------------------------------------------------------------------

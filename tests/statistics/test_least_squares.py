@@ -164,7 +164,7 @@ def test_a_summary_of_raw_features(adjacency):
     assert "bound_y=2" in str(found)
     fit.set_params(intervals=None).fit(raw, y)
     assert not hasattr(fit, "moments_")
-    with pytest.raises(ConditionError, match="must be paid for by the fit: Ridge"):
+    with pytest.raises(ConditionError, match="Ridge has no summary: intervals must be paid for"):
         fit.summary()
 
 

@@ -15,7 +15,6 @@ from scipy import stats
 
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators import LogisticRegression, QuantileRegressor
-from torch_dpsco.estimators.reading import NotFittedError
 from torch_dpsco.statistics import debias, needed_eigenvalue, p_value, reach
 
 SETTINGS = {
@@ -183,7 +182,7 @@ def test_a_fit_without_intercept_has_a_summary_and_a_picture() -> None:
 
 def test_what_has_no_intervals_says_so() -> None:
     X, y = table(400)
-    with pytest.raises(NotFittedError):
+    with pytest.raises(ConditionError, match="intervals must be paid for by the fit"):
         model(400).summary()
     fit = model(400, intervals=None).fit(X, y)
     with pytest.raises(ConditionError, match="intervals must be paid for by the fit"):

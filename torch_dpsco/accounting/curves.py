@@ -29,16 +29,9 @@ import numpy as np
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting import events
-from torch_dpsco.accounting.analysis.allocation import allocation_law
-from torch_dpsco.accounting.analysis.allocation_renyi import allocation_renyi
-from torch_dpsco.accounting.analysis.convert import epsilon_with_failures, zcdp_epsilon
+from torch_dpsco.accounting.analysis.allocation import allocation_law, allocation_renyi
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
-from torch_dpsco.accounting.analysis.objective import (
-    log_det,
-    objpert_rdp,
-    objpert_rdp_dominating,
-    objpert_rdp_general,
-)
+from torch_dpsco.accounting.analysis.objective import Change, objpert_rdp
 from torch_dpsco.accounting.analysis.pld import pld_delta, pld_epsilon
 from torch_dpsco.accounting.analysis.pld_laws import (
     ApproxLoss,
@@ -48,17 +41,24 @@ from torch_dpsco.accounting.analysis.pld_laws import (
     PoissonLoss,
     ReplaceOneLoss,
 )
-from torch_dpsco.accounting.analysis.pure import rdp_l2_knorm, rdp_laplace, rdp_pure, rho_pure
-from torch_dpsco.accounting.analysis.quadrature import FloatArray
+from torch_dpsco.accounting.analysis.pure import (
+    above_threshold_epsilon,
+    rdp_l2_knorm,
+    rdp_laplace,
+    rdp_pure,
+    rho_pure,
+)
 from torch_dpsco.accounting.analysis.rdp import (
+    FloatArray,
     default_orders,
+    epsilon_with_failures,
     rdp_delta,
     rdp_epsilon,
     rdp_poisson_gaussian,
     rdp_poisson_gaussian_replace_one,
     rdp_wor_gaussian,
+    zcdp_epsilon,
 )
-from torch_dpsco.accounting.analysis.svt import above_threshold_epsilon
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     CLIP_UNITS,
@@ -216,7 +216,7 @@ def _(event: events.PoissonGaussian, adjacency: Adjacency, orders: FloatArray) -
     if adjacency == REPLACE_ONE:
         return Cost(rdp_poisson_gaussian_replace_one(q, noise, orders))
     # the remove direction is the larger one at every order
-    return Cost(rdp_poisson_gaussian(q, noise, orders, "remove"))
+    return Cost(rdp_poisson_gaussian(q, noise, orders))
 
 
 @_cost.register
@@ -448,51 +448,33 @@ _LEVEL = 1  # orders up to 2^14
 
 
 def objective_curve(
-    noise_std: float,
-    reg: float,
-    lipschitz: float,
-    smoothness: float,
-    *,
-    monotone: bool,
-    mu_out: float = 0.0,
-    adjacency: Adjacency = ADD_REMOVE,
+    noise_std: float, change: Change, mu_out: float, adjacency: Adjacency
 ) -> events.RDPCurve:
-    """Returns the Renyi curve of a release by objective perturbation of a loss of one linear score.
+    """Returns the Renyi curve of a release by objective perturbation.
 
     Args:
         noise_std: sigma > 0, of b.
-        reg: lam > 0, in sum form.
-        lipschitz: L > 0, bound on the gradient of a loss at every theta of R^d.
-        smoothness: beta >= 0, bound on phi'' |x|^2 at every theta of R^d.
-        monotone: whether phi' keeps its sign for each record.
+        change: what a record can do.
         mu_out: >= 0, level of the noise on an approximate minimizer; 0 for an exact one.
         adjacency: of the guarantee: "add_remove" includes "zero_out".
 
     Raises:
         ValueError: an argument is out of range.
 
-    Guarantee: as `accounting.analysis.objective.objpert_rdp`, or `objpert_delta_monotone` for monotone losses.
+    Guarantee: as `accounting.analysis.objective.Change`.
 
     Source: docs/proofs/objective.md#what-is-charged
 
     Example:
-        >>> curve = objective_curve(10.0, 5.0, 1.0, 0.25, monotone=True)
+        >>> curve = objective_curve(10.0, Change(0.05, 1.0), 0.0, "add_remove")
         >>> curve.adjacencies, curve.values[0] < 0.01
         (('add_remove', 'zero_out'), True)
     """
     adjacency = check_adjacency(adjacency)
     mu_out = check.nonnegative(mu_out=mu_out)
-    determinant = log_det(reg, smoothness)
 
     def divergence(order: float) -> float:
-        if monotone:
-            value = objpert_rdp_dominating(
-                order, noise_std, reg, lipschitz, smoothness, adjacency
-            )
-        elif adjacency == REPLACE_ONE:
-            value = objpert_rdp_general(order, noise_std, determinant, 2 * lipschitz, 2)
-        else:
-            value = objpert_rdp(order, noise_std, reg, lipschitz, smoothness)
+        value = objpert_rdp(order, noise_std, change)
         return (value + order * mu_out * mu_out / 2) * (1 + 1e-15)
 
     orders = tuple(float(order) for order in orders_at(_LEVEL))

@@ -34,7 +34,7 @@ from itertools import pairwise
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.convert import FAILURE_KINDS
+from torch_dpsco.accounting.analysis.rdp import FAILURE_KINDS
 from torch_dpsco.errors import AdjacencyError
 
 Adjacency: TypeAlias = Literal["add_remove", "zero_out", "replace_one"]

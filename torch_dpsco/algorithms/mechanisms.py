@@ -127,10 +127,10 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.convert import zcdp_rho
+from torch_dpsco.accounting.analysis.pure import bad_pass_probability
+from torch_dpsco.accounting.analysis.rdp import zcdp_rho
 from torch_dpsco.accounting.analysis.rounding import upper
 from torch_dpsco.accounting.analysis.shuffle import ShuffleCost, zcdp_shuffle
-from torch_dpsco.accounting.analysis.svt import bad_pass_probability
 from torch_dpsco.accounting.events import REPLACE_ONE, ZCDP, ZERO_OUT, Adjacency
 from torch_dpsco.accounting.events import AboveThreshold as AboveThresholdEvent
 from torch_dpsco.errors import ConditionError, InfeasibleError, SequenceError

@@ -83,7 +83,7 @@ from scipy.special import log_ndtr
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
-from torch_dpsco.accounting.analysis.svt import (
+from torch_dpsco.accounting.analysis.pure import (
     above_threshold_scales,
     bad_pass_margin,
     concentration_score_sensitivity,

@@ -17,8 +17,8 @@
 One of your own is a `Regressor` or a `BinaryClassifier` that says its loss in `make_loss` (docs/your_own.md).
 
 Imported on first use, with scikit-learn, which the optimizers of `solved` do without. Of any release, `task`
-has the public numbers, and `choose` takes a mechanism and carries it out: `output`, `objective`, `gradient_descent`,
-`users` or `least_squares`; `objectives` and `solvers` are what is solved, and how.
+has the public numbers, and `choose` takes a mechanism and carries it out: `output`, `objective`, `gradient_descent` or
+`least_squares`; `objectives` and `solvers` are what is solved, and how.
 """
 
 from importlib import import_module
@@ -37,30 +37,30 @@ __all__ = [
 
 if TYPE_CHECKING:
     from torch_dpsco.estimators.base import Facts as Facts
-    from torch_dpsco.estimators.classifiers import (
+    from torch_dpsco.estimators.models import (
         AdversarialClassifier,
+        HuberRegressor,
         LinearSVC,
         LogisticRegression,
+        QuantileRegressor,
+        Ridge,
         SoftmaxRegression,
         TiltedClassifier,
     )
-    from torch_dpsco.estimators.classifiers import BinaryClassifier as BinaryClassifier
-    from torch_dpsco.estimators.columns import Category as Category
-    from torch_dpsco.estimators.columns import Number as Number
-    from torch_dpsco.estimators.columns import Ordered as Ordered
-    from torch_dpsco.estimators.regressors import HuberRegressor, QuantileRegressor, Ridge
-    from torch_dpsco.estimators.regressors import Regressor as Regressor
+    from torch_dpsco.estimators.models import BinaryClassifier as BinaryClassifier
+    from torch_dpsco.estimators.models import Regressor as Regressor
     from torch_dpsco.estimators.released import Released as Released
+    from torch_dpsco.estimators.schema import Category as Category
+    from torch_dpsco.estimators.schema import Number as Number
+    from torch_dpsco.estimators.schema import Ordered as Ordered
     from torch_dpsco.estimators.schema import Schema as Schema
     from torch_dpsco.estimators.schema import Table as Table
 else:  # or type checkers would take every name for one that exists
     _HOMES = {
         "base": ("Facts",),
-        "classifiers": (*__all__, "BinaryClassifier"),
-        "columns": ("Category", "Number", "Ordered"),
-        "regressors": ("HuberRegressor", "QuantileRegressor", "Regressor", "Ridge"),
+        "models": (*__all__, "BinaryClassifier", "Regressor"),
         "released": ("Released",),
-        "schema": ("Schema", "Table"),
+        "schema": ("Category", "Number", "Ordered", "Schema", "Table"),
     }
     _HOME = {name: place for place, names in _HOMES.items() for name in names}
 

@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -42,7 +41,6 @@ from torch_dpsco.accounting.report import OneFit, PrivacyReport
 from torch_dpsco.accounting.statement import Statement, make_statement
 from torch_dpsco.acts import act
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators.certificates import needed_eigenvalue
 from torch_dpsco.estimators.choose import LinearFit, fit_linear, plan_linear
 from torch_dpsco.estimators.preparation import (
     Preparation,
@@ -66,7 +64,7 @@ from torch_dpsco.estimators.reading import (
     require_dtype,
     require_finite,
 )
-from torch_dpsco.estimators.records import Stored
+from torch_dpsco.estimators.solvers import needed_eigenvalue
 from torch_dpsco.estimators.task import LinearPlan, LinearTask
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.sampling.loader import user_ids
@@ -125,7 +123,6 @@ class LinearModel(BaseEstimator):
         reg: in sum form, > 0; None for the mechanism's default.
         radius: > 0, norm that the answer is projected to; inf for none.
         mechanism: "auto" (chosen by public facts) or one of `linear.MECHANISMS`.
-        solver: see `estimators.solvers.solve`; never trusted.
         n_max: public cap on the number of records; None for 2 n.
         secure: "exact" for noise drawn in integers on a public grid: mechanism "adassp" or "output", delta > 0.
         accountant: ledger that every fit is charged to, copies' and clones' too; None for a new one per fit.
@@ -160,7 +157,6 @@ class LinearModel(BaseEstimator):
     reg: float | None = None
     radius: float = math.inf
     mechanism: str = "auto"
-    solver: str = "auto"
     n_max: int | None = None
     secure: str | None = None
     accountant: Accountant | None = None
@@ -229,8 +225,10 @@ class LinearModel(BaseEstimator):
             ValueError: a setting, a shape or a dtype; never a value of a record.
             UnitError: X has not n rows, where n is public.
         """
-        # PRIVACY: no ledger travels to a partition (test_no_ledger_travels_to_a_partition)
-        blocks = act("fit.stored")(X, y, sample_weight, self._unspent()._read)
+        blocks = None
+        if y is None or is_sparse(X) or not hasattr(X, "__len__"):
+            # PRIVACY: no ledger travels to a partition (test_no_ledger_travels_to_a_partition)
+            blocks = act("fit.stored")(X, y, sample_weight, self._unspent()._read)
         features = as_features(X) if blocks is None else blocks.empty()[0]
         count, width = features.shape
         users = (
@@ -239,9 +237,8 @@ class LinearModel(BaseEstimator):
         # PRIVACY: all that can fail by settings does before anything is charged (test_bad_settings_charge_nothing)
         settings = self
         if self.n is None and self.adjacency != ADD_REMOVE:
-            settings = self._unspent(
-                n=_number_of_units(count if blocks is None else blocks, users)
-            )
+            stored = count if blocks is None else blocks.count(_MOST)
+            settings = self._unspent(n=stored if users is None else len(users.unique()))
         plan = settings.plan(width, "example" if groups is None else "user")
         ledger = plan.ledger() if self.accountant is None else self.accountant
         columns = read_columns(X if blocks is None or is_sparse(X) else features, width)
@@ -276,10 +273,10 @@ class LinearModel(BaseEstimator):
             CalibrationError: the settings do not go together; or no table of this size has intervals.
             ValueError: a setting.
         """
-        plan = plan_linear(
-            self._task(dim, unit), self.mechanism, secure=self.secure, solver=self.solver
-        )
-        return replace(plan, shown=_when_shown(plan)) if plan.task.curvature else plan
+        plan = plan_linear(self._task(dim, unit), self.mechanism, self.secure)
+        if plan.task.curvature:
+            _require_showable(plan)
+        return plan
 
     def preview(
         self,
@@ -323,12 +320,12 @@ class LinearModel(BaseEstimator):
     def _task(self, dim: int, unit: str = "example") -> LinearTask:
         check.positive_count(dim=dim)
         check_fields(self, largest=1e100)
-        self._require_given({"n": _HOW_TO_COUNT})
+        self._require_given()
         budget = Budget(
             self.epsilon, self.delta, adjacency=check_adjacency(self.adjacency), unit=unit
         )
         given = Preparation(
-            self._bound_on_rows(),
+            check.positive(bound_x=self.bound_x),
             center=_numbers("feature_center", self.feature_center),
             scale=_numbers("feature_scale", self.feature_scale),
         )
@@ -363,35 +360,24 @@ class LinearModel(BaseEstimator):
 
     def _required(self) -> dict[str, str]:
         """Settings that must be given, and how to choose them."""
-        counted = {"n": _HOW_TO_COUNT} if self.adjacency == ADD_REMOVE else {}
-        return counted | {"bound_x": _HOW_TO_BOUND}
+        return {"n": _HOW_TO_COUNT, "bound_x": _HOW_TO_BOUND}
 
-    def _require_given(self, more: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Raises ValueError for all settings together that must be given, or these more, and are not."""
-        required = {**more, **self._required()}
-        missing = {name: how for name, how in required.items() if getattr(self, name) is None}
-        if len(missing) == 1:
-            raise ValueError(
-                "".join(
-                    f"{name} must be given: {how} (got None)" for name, how in missing.items()
-                )
-            )
+    def _require_given(self) -> None:
+        """Raises ValueError for all settings together that must be given, and are not."""
+        required = self._required().items()
+        missing = {name: how for name, how in required if getattr(self, name) is None}
         if missing:
-            *others, last = missing
-            how_to = "; ".join(f"{name}: {how}" for name, how in missing.items())
-            raise ValueError(f"{', '.join(others)} and {last} must be given (got None). {how_to}")
-
-    def _bound_on_rows(self) -> float:
-        return check.positive(bound_x=self.bound_x)
+            how = "; ".join(f"{name}, {how}" for name, how in missing.items())
+            names = " and ".join(missing).replace(" and ", ", ", len(missing) - 2)
+            raise ValueError(f"{names} must be given: {how} (got None)")
 
     def _level_of_intervals(self, budget: Budget) -> float:
         """Returns the level mu of what intervals need; 0 where they are not paid for."""
         share = getattr(self, "intervals", None)
         if share is None:
             return 0.0
-        level = (
-            gaussian_mu(budget.epsilon, budget.delta) if budget.delta > 0 else budget.epsilon
-        )  # the task refuses it
+        pure = budget.delta == 0  # which the task refuses
+        level = budget.epsilon if pure else gaussian_mu(budget.epsilon, budget.delta)
         return math.sqrt(check.open_interval(0.0, 1.0, intervals=share)) * level
 
     def _measurements(
@@ -445,10 +431,10 @@ class LinearModel(BaseEstimator):
 
     def _scores(self, X: Any) -> NDArray[np.float64]:
         """Scores (n, K) of public rows, prepared as in training."""
-        return np.concatenate([scores for scores, _ in self._blocks(X)])
+        return np.concatenate(list(self._blocks(X)))
 
-    def _blocks(self, X: Any) -> Iterable[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-        """Yields scores (m, K) and norms of prepared rows (m,), block by block."""
+    def _blocks(self, X: Any) -> Iterable[NDArray[np.float64]]:
+        """Yields scores (m, K), block by block."""
         if not hasattr(self, "coef_"):
             raise NotFittedError(
                 f"This {type(self).__name__} instance is not fitted yet: call fit before"
@@ -478,9 +464,7 @@ class LinearModel(BaseEstimator):
             part for features in dense_rows(X) for part in torch.split(features, _BLOCK_ROWS)
         ):
             require_finite(rows)
-            scores = given(rows) @ prepared.T + bias
-            norms = torch.linalg.vector_norm(self.units_.rows(rows), dim=1)
-            yield scores.cpu().numpy(), norms.cpu().numpy()
+            yield (given(rows) @ prepared.T + bias).cpu().numpy()
 
     # -- what is public ----------------------------------------------------------------------------------------------
 
@@ -517,17 +501,10 @@ class LinearModel(BaseEstimator):
         """
         name = type(self).__name__
         check.open_interval(0.0, 1.0, level=level)
-        if not hasattr(self, "intervals"):
-            raise ConditionError(
-                f"{name} has no summary: confidence intervals are proved for LogisticRegression,"
-                " HuberRegressor and Ridge (intervals=)"
-            )
-        if not hasattr(self, "coef_"):
-            raise NotFittedError(f"This {name} instance is not fitted yet: call fit before")
         if not hasattr(self, "hessian_"):
             raise ConditionError(
-                f"intervals must be paid for by the fit: {name}(..., intervals=0.3).fit(X, y)"
-                " spends 0.3 of the same budget on what they need (got a fit without)"
+                f"{name} has no summary: intervals must be paid for by the fit, of LogisticRegression,"
+                " HuberRegressor or Ridge (intervals=0.3 spends 0.3 of the same budget on them)"
             )
         return act("model.summary")(self, level)
 
@@ -539,32 +516,19 @@ class LinearModel(BaseEstimator):
         return tags
 
 
-def _when_shown(plan: LinearPlan) -> str:
-    """Returns when intervals can be shown; raises ConditionError where public numbers say that they cannot."""
+def _require_showable(plan: LinearPlan) -> None:
+    """Raises ConditionError where public numbers say that intervals cannot be shown after they were paid for."""
     task = plan.task
     assert task.smoothness is not None  # of plans with intervals
     needed = needed_eigenvalue(task.width, plan.hessian_scale)
-    each = task.smoothness / task.width
     # a record adds at most the smoothness to the trace, of which the least eigenvalue is at most an equal share
-    if task.most_records * each <= needed:
+    most = task.most_records * task.smoothness / task.width
+    if most <= needed:
         raise ConditionError(
             "intervals must be of more records, fewer features, a larger epsilon or share, or a"
             " smaller bound_x: they need a least eigenvalue of the released Hessian above"
-            f" {needed:.3g}, and {task.most_records} records give at most"
-            f" {task.most_records * each:.3g}"
+            f" {needed:.3g}, and {task.most_records} records give at most {most:.3g}"
         )
-    return (
-        f"intervals, if the least eigenvalue of the released Hessian is clearly above {needed:.3g}."
-        f" {task.n} records as long as bound_x allows, in all directions alike, would give"
-        f" {task.n * each:.3g}, others less: intervals may be refused after they were paid for"
-    )
-
-
-def _number_of_units(records: int | Stored, users: Tensor | None) -> int:
-    """Returns the number of records, or of users, where it is public."""
-    if users is not None:
-        return len(users.unique())
-    return records if isinstance(records, int) else records.count(_MOST)
 
 
 def stand_in(model: _Model, plan: LinearPlan, privacy: PrivacyReport) -> _Model:
@@ -592,7 +556,4 @@ def _numbers(name: str, values: Any) -> tuple[float, ...] | None:
     """Returns public numbers, one per feature, as a tuple."""
     if values is None:
         return None
-    given = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(given, Iterable):
-        raise ValueError(f"{name} must have one number per feature (got {values!r})")
-    return tuple(check.finite(**{name: value}) for value in given)
+    return tuple(check.finite(**{name: value}) for value in np.atleast_1d(values).tolist())

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,38 +20,26 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.rounding import asks_exact, require_gaussian
 from torch_dpsco.errors import AdjacencyError, ConditionError, InfeasibleError, UnitError
-from torch_dpsco.estimators.gradient_descent import plan_noisy_gd, plan_preconditioned_gd
-from torch_dpsco.estimators.least_squares import plan_adassp, plan_boosted
+from torch_dpsco.estimators.gradient_descent import plan_noisy_gd, plan_users, users_of
+from torch_dpsco.estimators.least_squares import (
+    plan_adassp,
+    plan_boosted,
+    plan_preconditioned_gd,
+)
 from torch_dpsco.estimators.objective import plan_objective
 from torch_dpsco.estimators.output import plan_output
 from torch_dpsco.estimators.preparation import (
-    Preparation,
-    PrivatePreparation,
     Units,
     signal_to_noise,
 )
 from torch_dpsco.estimators.records import Records, Stored
-from torch_dpsco.estimators.solvers import SOLVERS
 from torch_dpsco.estimators.task import (
     LinearPlan,
     LinearTask,
     make_records,
     make_stored_records,
 )
-from torch_dpsco.estimators.users import plan_users, users_of
 from torch_dpsco.rng import noise_generator
-
-__all__ = [
-    "MECHANISMS",
-    "LinearFit",
-    "LinearTask",
-    "Preparation",
-    "PrivatePreparation",
-    "choose_mechanism",
-    "fit_linear",
-    "plan_linear",
-    "require_sums",
-]
 
 _NOISY_LABELS, _NOISY_TARGETS = 400, 20_000  # n mu / sqrt(d)
 MECHANISMS = (
@@ -118,54 +107,38 @@ def _is_noisy(task: LinearTask) -> bool:
     """
     if task.reg is not None or task.noise_multiplier is not None:
         return False
-    signal, most = _signal(task)
-    return signal < most
-
-
-def _signal(task: LinearTask) -> tuple[float, float]:
-    """Returns n mu / sqrt(d), and from where on its noise is small."""
     most = _NOISY_TARGETS if task.loss.target_kind == "real" else _NOISY_LABELS
-    return signal_to_noise(task.level, task.n, task.parameters), most
+    return signal_to_noise(task.level, task.n, task.parameters) < most
 
 
-def _reason(task: LinearTask, chosen: str) -> str:
-    """Returns why a ranking led to this mechanism; "" where the loss leaves one."""
-    if chosen == "preconditioned_gd":
-        return (
-            "for classes steps on clipped gradients bear the noise best, whatever n, d, classes and"
-            " epsilon: see docs/choosing.md#heads-with-many-classes"
-        )
-    if chosen != "noisy_gd":
-        return ""
-    signal, most = _signal(task)
-    return (
-        f"n mu / sqrt(d) = {signal:.3g} is below {most:g}, so that the regularizer of objective"
-        " perturbation would hide more than noise does: see docs/proofs/output.md#how-far-to-go"
-    )
+_REASONS = {
+    "preconditioned_gd": (
+        "for classes steps on clipped gradients bear the noise best, whatever n, d, classes and"
+        " epsilon: see docs/choosing.md#heads-with-many-classes"
+    ),
+    "noisy_gd": (
+        "n mu / sqrt(d) is so small that the regularizer of objective perturbation would hide more"
+        " than noise does: see docs/proofs/output.md#how-far-to-go"
+    ),
+}
 
 
 def plan_linear(
     task: LinearTask,
     mechanism: str = "auto",
-    *,
-    mode: str = "tight",
     secure: str | None = None,
-    solver: str = "auto",
 ) -> LinearPlan:
     """Returns the plan of one release of a private linear model.
 
     Args:
         task: public numbers.
         mechanism: "auto" (`choose_mechanism`) or one of `MECHANISMS`.
-        mode: "tight" or "paper" (output).
         secure: "exact" for noise drawn in integers (output, adassp; delta > 0), which "auto" then chooses from.
-        solver: of output and objective perturbation, see `estimators.solvers.solve`; never trusted.
 
     Raises:
         ConditionError: the mechanism does not cover the task.
     """
     check.choice(MECHANISMS, mechanism=mechanism)
-    check.choice(SOLVERS, solver=solver)
     if task.budget is not None and task.budget.unit == "user":
         check.choice(("auto", "noisy_gd"), mechanism=mechanism)
         require_gaussian(secure, "its noise on users is drawn in floating point")
@@ -177,19 +150,18 @@ def plan_linear(
         return plan_users(task)
     if mechanism == "auto":
         chosen = choose_mechanism(task, secure)
-        plan = plan_linear(task, chosen, mode=mode, secure=secure, solver=solver)
-        return replace(plan, reason=_reason(task, chosen))
-    if mechanism == "adassp":
-        return plan_adassp(task, secure)
-    if mechanism == "boosted_adassp":
-        return plan_boosted(task, secure=secure)
-    if mechanism == "preconditioned_gd":
-        return plan_preconditioned_gd(task, secure)
+        plan = plan_linear(task, chosen, secure)
+        return replace(plan, reason=_REASONS.get(chosen, ""))
     if mechanism == "noisy_gd":
         return plan_noisy_gd(task, secure=secure, released="all" if task.reg is None else "last")
-    if mechanism == "objective":
-        return plan_objective(task, secure=secure, solver=solver)
-    return plan_output(task, mode, secure, solver)
+    plans: dict[str, Callable[..., LinearPlan]] = {
+        "adassp": plan_adassp,
+        "boosted_adassp": plan_boosted,
+        "preconditioned_gd": plan_preconditioned_gd,
+        "objective": plan_objective,
+        "output": plan_output,
+    }
+    return plans[mechanism](task, secure=secure)
 
 
 class LinearFit(NamedTuple):
@@ -210,9 +182,6 @@ class LinearFit(NamedTuple):
     moments: Tensor | None = None
 
 
-_RANDOM_ACCESS = ("katyusha", "subgradient")
-
-
 def require_sums(plan: LinearPlan) -> None:
     """Raises ConditionError unless all that a plan reads of the records are sums, as of records that come in blocks."""
     task = plan.task
@@ -224,15 +193,6 @@ def require_sums(plan: LinearPlan) -> None:
     if task.tilt or task.attack_radius:
         raise ConditionError(
             f"tilted and adversarial losses need arrays: {kind}, of plain losses"
-        )
-    if task.smoothness is None and plan.mechanism == "output":
-        raise ConditionError(
-            f"loss must be smooth: {kind}, and a kink needs a dual variable of each record. Use "
-            "LinearSVC(loss='smoothed_hinge') or a width > 0 for quantiles"
-        )
-    if getattr(plan, "solver", "auto") in _RANDOM_ACCESS:
-        raise ConditionError(
-            f"solver must not be one of {_RANDOM_ACCESS}: {kind}, and it draws single records"
         )
 
 
@@ -254,7 +214,7 @@ def fit_linear(
         targets: (n,) real, +-1, or class numbers; None beside blocks.
         weights: (n,) of the losses, a private part of the records, clipped to [0, 1]; None for ones. A loss times a
             weight <= 1 has the constants of the loss, so that no noise changes.
-        users: (n,) integer ids of the user of each row, with a plan of `estimators.users.plan_users`, and only then.
+        users: (n,) integer ids of the user of each row, with a plan of `gradient_descent.plan_users`, and only then.
         accountant: ledger to charge; default a new one with the plan's budget.
         generator: noise generator of your own; repeatable, so for tests only (warns).
 
@@ -322,9 +282,7 @@ def _fit_of(task: LinearTask, units: Units, answer: Tensor) -> LinearFit:
     weights = answer[: task.parameters].reshape(task.num_scores, task.width)
     if not task.curvature:
         return LinearFit(weights, units)
-    entries = answer[task.parameters :]
     squares = task.width**2
-    hessian = entries[:squares].reshape(task.width, task.width)
-    return LinearFit(
-        weights, units, hessian, entries[squares:] if len(entries) > squares else None
-    )
+    hessian, moments = answer[task.parameters :].tensor_split([squares])
+    shape = (task.width, task.width)
+    return LinearFit(weights, units, hessian.reshape(shape), moments if len(moments) else None)

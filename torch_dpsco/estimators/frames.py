@@ -17,25 +17,16 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_dpsco.estimators.columns import Category, Number, Ordered
-
-_ARROW = (
-    "int",
-    "uint",
-    "float",
-    "double",
-    "halffloat",
-)  # types of numbers, of which missing ones become NaN
+Column = (
+    NDArray[Any] | list[Any]
+)  # numbers by dtype, missing ones NaN; else values, each by itself
+_DATES = ("datetime", "timedelta", "timestamp", "date", "complex")
 
 
 def opened(frame: Any, wanted: list[str] | None) -> Any:
     """Returns a table; that of a path with these columns alone, or all of them."""
     if not isinstance(frame, (str, os.PathLike)):
-        if (
-            not hasattr(frame, "columns")
-            and not isinstance(frame, Mapping)
-            and not hasattr(frame, "column_names")
-        ):
+        if not isinstance(frame, Mapping) and not hasattr(frame, "columns"):
             raise ValueError(
                 f"frame must be a table with named columns, or a path (got {type(frame).__name__})"
             )
@@ -55,17 +46,55 @@ def opened(frame: Any, wanted: list[str] | None) -> Any:
             "files must be read by pyarrow: pip install 'torch_dpsco[parquet]'"
         ) from error
     try:
-        if path.endswith(".parquet"):
-            present = parquet.read_schema(path).names
-            return parquet.read_table(
-                path, columns=None if wanted is None else [n for n in wanted if n in present]
-            )
-        return _read_csv(path)
+        if path.endswith(".csv"):
+            return _read_csv(path)
+        present = parquet.read_schema(path).names
+        chosen = present if wanted is None else [name for name in wanted if name in present]
+        return parquet.read_table(path, columns=chosen)
     except (pyarrow.ArrowException, UnicodeDecodeError):
         # PRIVACY: pyarrow quotes the row (test_no_row_of_a_broken_file_is_quoted)
         raise ValueError(
             f"frame must be a valid {path.rpartition('.')[2]} file (got {path!r})"
         ) from None
+
+
+def names(frame: Any) -> list[str]:
+    """Returns the names of the columns."""
+    if isinstance(frame, Mapping):
+        return list(frame)
+    return list(getattr(frame, "column_names", None) or frame.columns)
+
+
+def columns_of(frame: Any, wanted: list[str]) -> dict[str, Column]:
+    """Returns columns of a table by name; raises ValueError unless each is there once, and all have one length."""
+    there = names(frame)
+    for name in wanted:
+        if (times := there.count(name)) != 1:
+            raise ValueError(f"column {name!r} must be in the frame, once (got it {times} times)")
+    columns = {name: column(name, frame[name]) for name in wanted}
+    lengths = {name: len(found) for name, found in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"columns must have one length (got {lengths})")
+    return columns
+
+
+def column(name: str, found: Any) -> Column:
+    """Returns a column of pandas, Arrow or numpy, or a list; raises ValueError unless it is of numbers or text."""
+    kind = str(getattr(found, "dtype", getattr(found, "type", type(found).__name__)))
+    listed = hasattr(found, "__len__") and not isinstance(found, (str, bytes))
+    if not listed or kind.startswith(_DATES) or getattr(found, "ndim", 1) != 1:
+        raise ValueError(
+            f"column {name!r} of the frame must be a list or array (n,) of numbers or text (got"
+            f" {kind})"
+        )
+    if hasattr(found, "to_pylist"):
+        whole = kind.startswith(("int", "uint", "bool")) and not found.null_count
+        if whole or kind.startswith(("float", "double", "halffloat")):
+            return np.asarray(found.to_numpy(zero_copy_only=False))
+        return list(found.to_pylist())
+    if isinstance(getattr(found, "dtype", None), np.dtype) and found.dtype.kind in "biuf":
+        return np.asarray(found)
+    return list(found.tolist() if hasattr(found, "tolist") else found)
 
 
 def _read_csv(path: str) -> Any:
@@ -102,106 +131,6 @@ def _read_csv(path: str) -> Any:
 def _version(path: str) -> tuple[int, int, int]:
     found = os.stat(path)
     return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def names(frame: Any) -> list[str]:
-    """Returns the names of the columns."""
-    return list(
-        getattr(
-            frame, "column_names", frame.keys() if isinstance(frame, Mapping) else frame.columns
-        )
-    )
-
-
-def others(frame: Any, wanted: list[str]) -> dict[Any, Any]:
-    """Returns the columns beside those that are wanted, as far as they are columns."""
-    there = names(frame)
-    found = {name: frame[name] for name in there if name not in wanted and there.count(name) == 1}
-    return {
-        name: one
-        for name, one in found.items()
-        if hasattr(one, "__len__") and not isinstance(one, (str, bytes))
-    }
-
-
-def column(frame: Any, name: str) -> Any:
-    """Returns a column as it is; raises ValueError unless it is there once, of numbers or text."""
-    if (times := names(frame).count(name)) != 1:
-        raise ValueError(f"column {name!r} must be in the frame, once (got it {times} times)")
-    found = frame[name]
-    if not hasattr(found, "__len__") or isinstance(found, (str, bytes)):
-        raise ValueError(
-            f"column {name!r} of the frame must be a list or array of values (got"
-            f" {type(found).__name__})"
-        )
-    if kind_of(found).startswith(("datetime", "timedelta", "timestamp", "date", "complex")):
-        raise ValueError(
-            f"column {name!r} of the frame must be of numbers or text (got {kind_of(found)})"
-        )
-    if getattr(found, "ndim", 1) != 1:
-        raise ValueError(
-            f"column {name!r} of the frame must have one value per row (got shape"
-            f" {tuple(found.shape)})"
-        )
-    return found
-
-
-def with_line_breaks(frame: Any) -> dict[str, float]:
-    """Returns the share of cells with line breaks, by the names of columns of an Arrow table that have some."""
-    if not (hasattr(frame, "column_names") and hasattr(frame, "schema")):
-        return {}
-    from pyarrow import compute, types
-
-    texts = {
-        field.name: frame[i]
-        for i, field in enumerate(frame.schema)
-        if types.is_string(field.type)
-    }
-    breaks = {
-        name: compute.sum(compute.match_substring_regex(text, "[\r\n]")).as_py()
-        for name, text in texts.items()
-    }
-    return {name: count / len(frame) for name, count in breaks.items() if count}
-
-
-def kind_of(column: Any) -> str:
-    """Returns the name of a column's dtype; empty for lists."""
-    return str(getattr(column, "dtype", getattr(column, "type", "")))
-
-
-def values(column: Any) -> list[Any]:
-    """Returns the values of a column."""
-    for reader in ("to_pylist", "tolist"):
-        if hasattr(column, reader):
-            return list(getattr(column, reader)())
-    return list(column)
-
-
-def array(column: Any) -> NDArray[Any] | None:
-    """Returns the values of a column of numbers by its dtype, missing ones as NaN; None for any other."""
-    dtype = getattr(column, "dtype", None)
-    if isinstance(dtype, np.dtype) and dtype.kind in "biuf":
-        return np.asarray(column)
-    if kind_of(column).startswith(_ARROW) and hasattr(column, "to_numpy"):
-        return np.asarray(column.to_numpy(zero_copy_only=False))
-    return None
-
-
-def coded(kind: Number | Category | Ordered, column: Any, width: int) -> NDArray[np.float64]:
-    """Returns the features (n, width) of a column, each value by itself."""
-    if isinstance(kind, Number) and (numbers := array(column)) is not None:
-        return kind.code_all(numbers)
-    known: dict[Any, list[float]] = {}
-    rows = []
-    for value in values(column):
-        try:
-            row = known.get(value)
-            if row is None:
-                row = known[value] = kind.code(value)
-        except TypeError:  # a list: no value, and no key
-            row = kind.code(value)
-        rows.append(row)
-    return np.array(rows, dtype=np.float64).reshape(len(rows), width)
 
 
 _BLOCK = 1 << 20  # bytes that are looked at together

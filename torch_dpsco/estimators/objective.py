@@ -26,25 +26,24 @@ from torch_dpsco._margin import up
 from torch_dpsco.accounting.analysis.objective import (
     AMP_MU_OUT,
     AMP_PURE_SHARE,
-    amp_delta_general,
-    amp_delta_monotone,
+    Change,
+    amp_delta,
     amp_noise_std,
-    amp_sigma_general,
-    amp_sigma_monotone,
+    amp_sigma,
     hessian_sensitivity,
     log_det,
     noise_reg,
     objpert_pure_rate,
     objpert_reg,
     softmax_log_det,
+    spare_epsilon,
 )
 from torch_dpsco.accounting.analysis.rounding import DOUBLE, require_gaussian
 from torch_dpsco.accounting.curves import objective_curve
 from torch_dpsco.accounting.events import REPLACE_ONE, ApproxDP, Pure, RDPCurve
 from torch_dpsco.errors import ConditionError, InfeasibleError
-from torch_dpsco.estimators.certificates import amp_tolerance, project, sum_terms
 from torch_dpsco.estimators.records import Records
-from torch_dpsco.estimators.solvers import SOLVERS, solve
+from torch_dpsco.estimators.solvers import amp_tolerance, project, solve, sum_terms
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective, weight_guess
 from torch_dpsco.rng import Source
 from torch_dpsco.step.exact_noise import gaussian_vector, knorm_vector, symmetric_noise
@@ -57,12 +56,10 @@ class ObjectivePlan(LinearPlan):
     Args:
         noise_scale: std of b, or 1/g.
         charge: "approx" or "curve", see `plan_objective`.
-        solver: see `estimators.solvers.solve`; never trusted.
     """
 
     noise_scale: float
     charge: str = "approx"
-    solver: str = "auto"
 
     mechanism = "objective"
 
@@ -110,7 +107,8 @@ class ObjectivePlan(LinearPlan):
         """Returns what was asked for, or what the noise costs where that is more."""
         task = self.task
         if task.pure:
-            determinant, moved, _ = _general(task, self.reg)
+            determinant = log_det(self.reg, _constants(task)[1])
+            moved = (1 + (task.adjacency == REPLACE_ONE)) * _constants(task)[0]
             parts = moved / self.noise_scale, 2 * self.distance / self.output_scale
             # margin: quotients and sum are rounded up, by the next number (docs/proofs/rounding.md#model-of-arithmetic)
             spent = math.fsum([determinant, *(math.nextafter(part, math.inf) for part in parts)])
@@ -118,10 +116,8 @@ class ObjectivePlan(LinearPlan):
             # PRIVACY: the epsilon of both noises (test_an_edited_plan_is_refused_or_charges_what_it_draws)
             return Pure(max(task.target.epsilon, spent), (task.adjacency,))
         if self.curve:
-            numbers = (self.noise_scale, self.reg, *_constants(task))
-            return _curve(
-                *numbers, monotone=task.monotone, mu_out=_mu_out(task), adjacency=task.adjacency
-            )
+            change = _change(task, self.reg)
+            return _curve(self.noise_scale, change, _mu_out(task), task.adjacency)
         # PRIVACY: the delta of the noise that is drawn (test_an_edited_plan_is_refused_or_charges_what_it_draws)
         delta = max(_spent(task.target.delta), _delta(task, self.reg, self.noise_scale))
         return ApproxDP(task.target.epsilon, delta, (task.adjacency,))
@@ -146,7 +142,7 @@ class ObjectivePlan(LinearPlan):
                 "intervals",
                 (
                     f"a Hessian at the answer with noise of std {std:.3g}, of level mu={level:.3g},"
-                    " charged along"
+                    " charged along; they may be refused, if it does not stand out of its noise"
                 ),
             )
 
@@ -201,7 +197,7 @@ class ObjectivePlan(LinearPlan):
         objective = build_objective(
             self.task, self.reg, solved, draw(dim, self.noise_scale, generator)
         )
-        found = solve(objective, self.distance, solver=self.solver)
+        found = solve(objective, self.distance)
         answer = project(found.w + draw(dim, self.output_scale, generator), self.task.radius)
         if not self.task.curvature:
             return answer
@@ -235,7 +231,7 @@ _LARGEST_REG = 1e15  # beyond, the rounding of sums alone is too large
 
 
 def plan_objective(
-    task: LinearTask, charge: str = "approx", secure: str | None = None, solver: str = "auto"
+    task: LinearTask, charge: str = "approx", secure: str | None = None
 ) -> ObjectivePlan:
     """Returns the numbers of objective perturbation for a task.
 
@@ -245,7 +241,6 @@ def plan_objective(
             is exact for a release that stands alone; "curve", a Renyi curve, which composes better with others but
             says more than epsilon for one alone. Noise of your own is charged as a curve.
         secure: None; "exact" is refused, see docs/proofs/exact_gaussian.md.
-        solver: see `ObjectivePlan`.
 
     Raises:
         ConditionError: the loss is not smooth and Lipschitz on R^d, tilted or adversarial, or pure and softmax.
@@ -294,7 +289,6 @@ def plan_objective(
         task=replace(task, reg=reg),
         noise_scale=size(task, reg, lipschitz, smoothness),
         charge=charge,
-        solver=check.choice(SOLVERS, solver=solver),
     )
 
 
@@ -369,13 +363,10 @@ def _constants(task: LinearTask) -> tuple[float, float]:
 def _noise_std(task: LinearTask, reg: float, lipschitz: float, smoothness: float) -> float:
     if task.noise_multiplier is not None:
         return task.noise_multiplier * lipschitz
-    epsilon = task.target.epsilon
+    if task.num_scores == 1:
+        spare_epsilon(task.target.epsilon, reg, smoothness)  # names the least reg
     delta = _spent(task.target.delta)
-    if task.monotone:
-        return _monotone_std(
-            epsilon, delta, float(reg), lipschitz, smoothness, _mu_out(task), task.adjacency
-        )
-    return _general_std(epsilon, delta, *_general(task, reg), _mu_out(task))
+    return _amp_sigma(task.target.epsilon, delta, _change(task, reg), _mu_out(task))
 
 
 def _mu_out(task: LinearTask) -> float:
@@ -387,34 +378,28 @@ def _mu_out(task: LinearTask) -> float:
 
 def _delta(task: LinearTask, reg: float, noise: float) -> float:
     """Returns what noise of this std spends at the budget's epsilon: of `_noise_std` at most `_spent`."""
-    epsilon, (lipschitz, smoothness) = task.target.epsilon, _constants(task)
+    return _amp_delta(task.target.epsilon, noise, _change(task, reg), _mu_out(task))
+
+
+def _change(task: LinearTask, reg: float) -> Change:
+    """Returns what one record can do."""
+    lipschitz, smoothness = _constants(task)
+    replaced = task.adjacency == REPLACE_ONE
+    sides = 1 + replaced
+    if task.num_scores > 1:
+        determinant = softmax_log_det(task.preparation.bound, reg, task.num_scores)
+        return Change(determinant, sides * lipschitz, sides * (task.num_scores - 1))
+    determinant = log_det(reg, smoothness)
     if task.monotone:
-        return _monotone_delta(
-            epsilon, noise, float(reg), lipschitz, smoothness, _mu_out(task), task.adjacency
-        )
-    return _general_delta(epsilon, noise, *_general(task, reg), _mu_out(task))
-
-
-def _general(task: LinearTask, reg: float) -> tuple[float, float, int]:
-    """Returns the bound on the determinants, how far a record moves the gradients, and in how many dimensions."""
-    (lipschitz, smoothness), sides = _constants(task), 1 + (task.adjacency == REPLACE_ONE)
-    classes = task.num_scores
-    if classes > 1:
-        return (
-            softmax_log_det(task.preparation.bound, reg, classes),
-            sides * lipschitz,
-            sides * (classes - 1),
-        )
-    return log_det(reg, smoothness), sides * lipschitz, sides
+        return Change(determinant, lipschitz, replaced=replaced)
+    return Change(determinant, sides * lipschitz, sides)
 
 
 _cached = functools.lru_cache(
     maxsize=256
 )  # a plan is made more than once, and the quadrature takes a second
-_monotone_std = _cached(amp_sigma_monotone)
-_general_std = _cached(amp_sigma_general)
-_monotone_delta = _cached(amp_delta_monotone)
-_general_delta = _cached(amp_delta_general)
+_amp_sigma = _cached(amp_sigma)
+_amp_delta = _cached(amp_delta)
 _curve = _cached(objective_curve)
 
 

@@ -20,6 +20,27 @@ by a public nu, which leaves the privacy constants as they are.
 
 Source: docs/proofs/output.md, from docs/proofs/output.md#how-far-a-minimizer-moves on,
 docs/proofs/output.md#clipped-residuals, docs/proofs/output.md#robust-losses.
+
+Tilted objectives (1/tau) log mean_i e^(tau l_i(w)) + psi(w): weights, curvature and sensitivity.
+
+The gradient is the mean of the losses' gradients with weights v_i proportional to e^(tau l_i); the Hessian is that of
+the weighted mean plus tau times the covariance of the gradients under v. tau > 0 stresses the largest losses, tau < 0
+the smallest, tau = 0 is the mean. If all losses lie in an interval of length r for every w that may be a minimizer,
+then with C = e^(|tau| r)
+
+    v_i <= C / (C + n - 1).
+
+One record replaced: with g the v-mean of the others, the gradients at one point differ by v_n g_n - v'_n g'_n +
+(v'_n - v_n) g. If v_n >= v'_n this is v_n times the difference of g_n and a convex combination of g'_n and g: at most
+D v_n, D the diameter of the gradients.
+
+One record added to n: the gradients differ by v (g_z - g), v <= C / (C + n). The empty data set has no weighted mean:
+there the first record moves the gradient by its length L, so that without a public n_min >= 1 the bound is max(D, L).
+
+Differs from the paper in: 1. tau < 0 is covered. 2. The diameter counts, and the exact supremum of the weight instead
+of min(1, C/n). 3. Adding or removing a record is covered.
+
+Source: docs/proofs/output.md#tilted-means
 """
 
 from __future__ import annotations
@@ -28,12 +49,11 @@ import math
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import (
-    SENSITIVITIES,
     gaussian_sigma,
     sensitivity_factor,
 )
-from torch_dpsco.accounting.analysis.rounding import safe
-from torch_dpsco.errors import MissingConstantError
+from torch_dpsco.accounting.analysis.rounding import safe, scaled_up
+from torch_dpsco.errors import ConditionError, MissingConstantError
 
 
 def erm_sensitivity(
@@ -105,79 +125,23 @@ def certified_sensitivity(sensitivity: float, strong_convexity: float, grad_tol:
     return safe(sensitivity + 2 * check.positive(grad_tol=grad_tol) / mu)
 
 
-def suboptimal_sensitivity(sensitivity: float, strong_convexity: float, accuracy: float) -> float:
-    """Returns Delta + 2 sqrt(2 alpha / mu), for points whose objective is within alpha of the minimum FOR CERTAIN.
-
-    The paper uses it for solvers that reach alpha in expectation, which is not private (see the errata): use
-    `certified_sensitivity` or `expected_suboptimal_sensitivity` for those.
-
-    Args:
-        sensitivity: Delta > 0, of exact minimizers.
-        strong_convexity: mu > 0.
-        accuracy: alpha > 0.
-
-    Source: docs/proofs/output.md#accuracy-in-expectation (Proposition 3.1 of the paper).
-
-    Example:
-        >>> round(suboptimal_sensitivity(sensitivity=0.02, strong_convexity=0.1, accuracy=1e-5), 9)
-        0.048284271
-    """
-    sensitivity = check.positive(sensitivity=sensitivity)
-    mu = check.positive(strong_convexity=strong_convexity)
-    return safe(
-        sensitivity + 2 * math.sqrt(2 * check.positive(accuracy=accuracy)) / math.sqrt(mu)
-    )
-
-
-def expected_suboptimal_sensitivity(
-    sensitivity: float, strong_convexity: float, expected_accuracy: float, failure: float
-) -> float:
-    """Returns Delta + 2 sqrt(2 alpha / (mu p)): E[F(w) - min F] <= alpha gives F(w) - min F <= alpha / p but for p.
-
-    Args:
-        sensitivity: Delta > 0, of exact minimizers.
-        strong_convexity: mu > 0.
-        expected_accuracy: alpha > 0, on every data set.
-        failure: p in (0, 1), of a failure on each side by itself: it adds (1 + e^epsilon) p to delta
-            (`delta_with_failure`, kind "per_side").
-
-    Guarantee: the sensitivity outside of the failure; a pure epsilon is not possible this way.
-
-    Source: docs/proofs/output.md#accuracy-in-expectation
-
-    Example:
-        >>> round(expected_suboptimal_sensitivity(0.02, 0.1, expected_accuracy=1e-5, failure=1e-7), 6)
-        89.462719
-    """
-    alpha = check.positive(expected_accuracy=expected_accuracy)
-    failure = check.open_interval(0.0, 1.0, failure=failure)
-    return safe(suboptimal_sensitivity(sensitivity, strong_convexity, safe(alpha / failure)))
-
-
 def minimizer_radius(
     reg: float,
     *,
     lipschitz: float | None = None,
     loss_at_zero: float | None = None,
     radius: float = math.inf,
-    adjacency: str = "replace_one",
-    n: int | None = None,
-    n_max: int | None = None,
 ) -> float:
     """Returns rho >= |w| for every minimizer w of (1/n) sum_i l(w, x_i) + (lam/2) |w|^2, over R^d or a ball.
 
-    rho = min(R, c L / lam, sqrt(2 c l0 / lam)): the first by the optimality condition, <s + lam w, -w> >= 0; the
-    second, for nonnegative losses, by F(w) <= F(0). c = 1, but under add_remove c = n_max / n, since the sum may have
-    up to n_max terms: with c = 1 the bound is false there.
+    rho = min(R, L / lam, sqrt(2 l0 / lam)): the first by the optimality condition, <s + lam w, -w> >= 0; the second,
+    for nonnegative losses, by F(w) <= F(0). A sum of up to N terms is a mean with lam = reg / N.
 
     Args:
         reg: lam > 0.
         lipschitz: L > 0, on the whole of R^d or of the ball.
         loss_at_zero: l0 >= 0 with 0 <= l(w, x) everywhere and l(0, x) <= l0.
         radius: R of the ball of a constrained problem, > 0; inf for none.
-        adjacency: "replace_one", "zero_out" or "add_remove".
-        n: the public divisor, add_remove only.
-        n_max: public cap on the number of records, add_remove only; without one R alone counts.
 
     Raises:
         ValueError: an argument is out of range.
@@ -193,63 +157,40 @@ def minimizer_radius(
         1.0
     """
     reg = check.positive(reg=reg)
-    radius = check.positive(radius=radius, allow_inf=True)
-    excess = 1.0
-    if check.choice(SENSITIVITIES, adjacency=adjacency) == "add_remove":
-        # PRIVACY: more records than n push the minimizer further (test_a_sum_of_many_records_leaves_the_replace_radius)
-        known = n is not None and n_max is not None
-        excess = (
-            check.positive_count(n_max=n_max) / check.positive_count(n=n) if known else math.inf
-        )
-    bounds = [radius]
+    bounds = [check.positive(radius=radius, allow_inf=True)]
     if lipschitz is not None:
-        bounds.append(safe(excess * check.positive(lipschitz=lipschitz) / reg))
-    if loss_at_zero is not None and excess < math.inf:
-        bounds.append(
-            safe(math.sqrt(2 * excess * check.nonnegative(loss_at_zero=loss_at_zero) / reg))
-        )
+        bounds.append(safe(check.positive(lipschitz=lipschitz) / reg))
+    if loss_at_zero is not None:
+        bounds.append(safe(math.sqrt(2 * check.nonnegative(loss_at_zero=loss_at_zero) / reg)))
     if min(bounds) == math.inf:
         raise MissingConstantError(
-            "no bound on the minimizer: give lipschitz or loss_at_zero (under add_remove with n and"
-            " n_max), or radius"
+            "no bound on the minimizer: give lipschitz, loss_at_zero or radius"
         )
     return min(bounds)
 
 
 def adversarial_lipschitz(
-    bound_x: float,
-    attack_radius: float,
-    link_lipschitz: float = 1.0,
-    *,
-    norm: str = "l2",
-    dim: int = 1,
+    bound_x: float, attack_radius: float, link_lipschitz: float = 1.0
 ) -> float:
     """Returns L_phi (B + a), the Lipschitz constant of max over the attacks v of phi(y w.(x + v)).
 
     Args:
         bound_x: B > 0, bound on the Euclidean norm of x.
-        attack_radius: rho >= 0; a = rho, or rho sqrt(d) for attacks in the maximum norm.
+        attack_radius: a >= 0, bound on the Euclidean norm of an attack: rho sqrt(d) in the maximum norm.
         link_lipschitz: L_phi > 0; phi nonincreasing.
-        norm: "l2" or "linf".
-        dim: d >= 1, for linf.
 
     Source: docs/proofs/output.md#robust-losses
 
     Example:
-        >>> round(adversarial_lipschitz(1.0, 0.5), 9), round(adversarial_lipschitz(1.0, 0.5, norm="linf", dim=4), 9)
-        (1.5, 2.0)
+        >>> round(adversarial_lipschitz(1.0, 0.5), 9)
+        1.5
     """
-    reach = check.positive(bound_x=bound_x) + _attack_length(attack_radius, norm, dim)
+    reach = check.positive(bound_x=bound_x) + check.nonnegative(attack_radius=attack_radius)
     return safe(check.positive(link_lipschitz=link_lipschitz) * reach)
 
 
 def adversarial_gradient_diameter(
-    bound_x: float,
-    attack_radius: float,
-    link_lipschitz: float = 1.0,
-    *,
-    norm: str = "l2",
-    dim: int = 1,
+    bound_x: float, attack_radius: float, link_lipschitz: float = 1.0
 ) -> float:
     """Returns L_phi max(2 B, B + a): bounds the distance of the robust gradients of two records with |x| <= B.
 
@@ -257,12 +198,7 @@ def adversarial_gradient_diameter(
     the norm at w, chosen without looking at the data). The distance is convex in both s, hence largest at their ends:
     2 B L_phi, where both are L_phi, or (B + a) L_phi, where one is 0. So a <= B costs no noise.
 
-    Args:
-        bound_x: B > 0, bound on the Euclidean norm of x.
-        attack_radius: rho >= 0; a = rho, or rho sqrt(d) for attacks in the maximum norm.
-        link_lipschitz: L_phi > 0; phi nonincreasing.
-        norm: "l2" or "linf".
-        dim: d >= 1, for linf.
+    Args: as in `adversarial_lipschitz`.
 
     Source: docs/proofs/output.md#robust-losses
 
@@ -271,15 +207,9 @@ def adversarial_gradient_diameter(
         4.0
     """
     bound = check.positive(bound_x=bound_x)
-    length = _attack_length(attack_radius, norm, dim)
+    length = check.nonnegative(attack_radius=attack_radius)
     # PRIVACY: holds for two gradients at one w (test_no_pair_of_robust_gradients_is_further_apart)
     return safe(check.positive(link_lipschitz=link_lipschitz) * max(2 * bound, bound + length))
-
-
-def _attack_length(attack_radius: float, norm: str, dim: int) -> float:
-    root = math.sqrt(check.positive_count(dim=dim))
-    radius = check.nonnegative(attack_radius=attack_radius)
-    return radius if check.choice(("l2", "linf"), norm=norm) == "l2" else radius * root
 
 
 def noise_norms(dim: int, epsilon: float, delta: float) -> tuple[float, float]:
@@ -302,3 +232,108 @@ def noise_norms(dim: int, epsilon: float, delta: float) -> tuple[float, float]:
         return d / epsilon, d * (d + 1) / epsilon**2
     sigma = gaussian_sigma(epsilon, delta, 1.0)
     return math.sqrt(d) * sigma, d * sigma**2
+
+
+def tilted_max_weight(tilt: float, loss_range: float, n: int) -> float:
+    """Returns C / (C + n - 1), C = e^(|tau| r): the largest weight of one of n records, which is attained.
+
+    Args:
+        tilt: tau, finite.
+        loss_range: r >= 0, length of an interval that holds all losses at every possible minimizer.
+        n: >= 1.
+
+    Source: docs/proofs/output.md#tilted-means
+
+    Example:
+        >>> round(tilted_max_weight(tilt=1.0, loss_range=2.0, n=100), 9)
+        0.06945316
+    """
+    exponent = abs(check.finite(tilt=tilt)) * check.nonnegative(loss_range=loss_range)
+    others = (check.positive_count(n=n) - 1) * math.exp(-scaled_up(exponent, 1))
+    # margin: rounded up, subnormal exponentials included (docs/proofs/rounding.md#model-of-arithmetic)
+    return min(1.0, scaled_up(1 / (1 + others * (1 - 1e-15)), 4))
+
+
+def tilted_strong_convexity(tilt: float, lipschitz: float, strong_convexity: float) -> float:
+    """Returns mu for tau >= 0, mu - |tau| L^2 for tau < 0: the covariance of vectors of length <= L is at most L^2.
+
+    Args:
+        tilt: tau, finite.
+        lipschitz: L > 0, at every w on the segments between possible minimizers.
+        strong_convexity: mu > 0, of the regularizer or of every loss.
+
+    Raises:
+        ValueError: an argument is out of range.
+        ConditionError: the result is not positive: the objective need not be convex.
+
+    Source: docs/proofs/output.md#tilted-means
+
+    Example:
+        >>> round(tilted_strong_convexity(-0.05, lipschitz=1.0, strong_convexity=0.1), 9)
+        0.05
+    """
+    tilt = check.finite(tilt=tilt)
+    mu = check.positive(strong_convexity=strong_convexity)
+    square = check.positive(lipschitz=lipschitz) ** 2
+    loss = scaled_up(max(-tilt, 0.0) * square, 4)
+    if loss >= mu:
+        raise ConditionError(
+            f"tilt = {tilt:g} needs strong_convexity > {loss:g} (got {mu:g}): use a larger reg, or"
+            f" a tilt above {-mu / square:g}"
+        )
+    return (mu - loss) * (1 - 1e-15) if loss else mu
+
+
+def tilted_sensitivity(
+    tilt: float,
+    loss_range: float,
+    n: int | None,
+    lipschitz: float,
+    strong_convexity: float,
+    adjacency: str = "replace_one",
+    n_min: int | None = None,
+) -> float:
+    """Returns a bound on how far one record moves the minimizer of a tilted objective.
+
+    (D / mu_tau) C / (C + n - 1) if one of n records is replaced, (D / mu_tau) C / (C + n_min) if one is added to at
+    least n_min, D / mu_tau if nothing is known about their number; D = 2 L.
+
+    Args:
+        tilt: tau, finite.
+        loss_range: r >= 0, length of an interval that holds all losses at every possible minimizer.
+        n: >= 1, public, for replace_one; ignored for add_remove.
+        lipschitz: L > 0.
+        strong_convexity: mu > 0, of the regularizer.
+        adjacency: "replace_one" or "add_remove"; "zero_out" is that of replace_one, since a null record has a weight.
+        n_min: public bound from below on the size of every data set of the universe, >= 1; add_remove only.
+
+    Returns:
+        The l2 sensitivity, rounded up.
+
+    Raises:
+        ValueError: an argument is out of range.
+        ConditionError: mu_tau <= 0 (tau < 0).
+
+    Guarantee: for every pair of neighbors. For tau < 0 L must bound the gradients on the segment between two
+        minimizers: on R^d, or on the ball that objective and solver are constrained to.
+
+    Source: docs/proofs/output.md#tilted-means
+
+    Example:
+        >>> round(tilted_sensitivity(1.0, 2.0, 100, lipschitz=1.0, strong_convexity=0.1), 9)
+        1.389063193
+    """
+    diameter = 2 * check.positive(lipschitz=lipschitz)
+    mu = tilted_strong_convexity(tilt, lipschitz, strong_convexity)
+    sensitivity_factor(adjacency)
+    if adjacency != "add_remove":
+        if n is None:
+            raise ValueError(f"n must be given under {adjacency}")
+        weight = tilted_max_weight(tilt, loss_range, n)
+    elif n_min is None:
+        weight = tilted_max_weight(
+            tilt, loss_range, 1
+        )  # 1: the first record moves the gradient from 0
+    else:
+        weight = tilted_max_weight(tilt, loss_range, check.positive_count(n_min=n_min) + 1)
+    return safe(diameter / mu * weight)

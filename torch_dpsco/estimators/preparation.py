@@ -23,7 +23,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,8 +32,8 @@ from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
 from torch_dpsco.accounting.analysis.rounding import DOUBLE
 from torch_dpsco.accounting.events import GDP, Adjacency
-from torch_dpsco.estimators.certificates import sum_terms
 from torch_dpsco.estimators.records import Records
+from torch_dpsco.estimators.solvers import sum_terms
 from torch_dpsco.losses import clip_rows
 from torch_dpsco.problem import round_up
 from torch_dpsco.rng import Source
@@ -149,27 +148,6 @@ def _tensor(values: tuple[float, ...] | None, default: float) -> Tensor:
     return torch.tensor(default if values is None else values, dtype=torch.float64)
 
 
-class RowMap(Protocol):
-    """A map of raw rows (B, d) to prepared ones (B, width), each by itself, with these public or released numbers."""
-
-    @property
-    def intercept(self) -> float:
-        """c0, the constant that is appended; 0 for none."""
-
-    @property
-    def shift_and_scale(self) -> tuple[Tensor, Tensor]:
-        """What rows within the bounds are shifted and divided by."""
-
-    def __call__(self, block: Tensor) -> Tensor:
-        """Returns prepared rows, float64."""
-
-    def numbers(self, dim: int) -> list[float] | None:
-        """Returns those of `native.Table`, for rows of so many numbers, or None."""
-
-    def shares(self, block: Tensor) -> Tensor:
-        """Returns what clipping leaves of each row's length (B,)."""
-
-
 @dataclass(frozen=True)
 class Chain:
     """Two maps of rows, one after the other; the first has no intercept."""
@@ -212,7 +190,7 @@ class Units:
         spread: > 0, that they are divided by then.
     """
 
-    rows: RowMap
+    rows: Preparation | Chain
     location: float = 0.0
     spread: float = 1.0
 
@@ -318,7 +296,7 @@ class PrivatePreparation:
         # test_rounding_is_in_the_noise_of_a_preparation)
         counter = _Counter(records, math.sqrt(self.counted) * room / self.counts, source)
         total = max(counter.count(lambda part: torch.ones_like(part.weights)), 1.0)
-        rows: RowMap = unit
+        rows: Preparation | Chain = unit
         if self.rows:
             center = self._center(
                 records, sensitivity_factor(adjacency) * room / self.rows, total, source

@@ -402,26 +402,3 @@ class Stored(ABC):
             prepared: makes records of a raw part.
             most: public cap on their number, beyond which they are not counted on.
         """
-
-
-def as_records(
-    features: Tensor | Records,
-    targets: Tensor | None,
-    weights: Tensor | None = None,
-    *,
-    num_classes: int | None = None,
-) -> Records:
-    """Records as they are, or made of tensors.
-
-    Raises:
-        ValueError: if targets are missing, or given beside records.
-    """
-    if not isinstance(features, Records):
-        if targets is None:
-            raise ValueError("targets must be given with features (got None)")
-        return Records(features, targets, weights, num_classes=num_classes)
-    if targets is not None or weights is not None:
-        raise ValueError("targets and weights must be None beside records, which have their own")
-    if num_classes is not None and features.num_classes != num_classes:
-        raise ValueError(f"records must have {num_classes} classes (got {features.num_classes})")
-    return features

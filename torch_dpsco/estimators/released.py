@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -75,61 +75,33 @@ class Released:
     schema: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        _require(
-            self.kind in _KINDS.values(),
-            f"kind must be one of {', '.join(sorted(set(_KINDS.values())))}",
-        )
+        kinds = sorted({*_KINDS.values()})
+        _require(self.kind in kinds, f"kind must be one of {', '.join(kinds)}")
+        softmax = self.kind == "softmax"
+        count = len(self.classes)
         width = len(self.coef[0]) if self.coef else 0
-        _require(width > 0, "coef must have rows of numbers (got none)")
-        for name, values in (
-            ("intercept", self.intercept),
-            *(("coef", row) for row in self.coef),
-        ):
-            _require(
-                all(_finite(value) for value in values),
-                f"{name} must be finite numbers (got others)",
-            )
+        rows = count if softmax else 1
         _require(
-            all(len(row) == width for row in self.coef),
-            "coef must have rows of one length (got several)",
+            width > 0 and len(self.coef) == rows,
+            "coef must have one row of numbers, or for softmax one per class",
         )
-        _require(
-            len(self.intercept) == len(self.coef),
-            "intercept must have one number per row of coef",
-        )
-        plain = all(
-            isinstance(label, (str, bool, int)) or _finite(label) for label in self.classes
-        )
-        _require(plain and len(set(self.classes)) == len(self.classes), _CLASSES)
-        scores = len(self.classes) if self.kind == "softmax" else 1
-        _require(
-            len(self.coef) == scores,
-            "coef must have one row, or for softmax one per class (got others)",
-        )
-        several = len(self.classes) >= 2 if self.kind == "softmax" else len(self.classes) == 2
-        _require(not self.classes if self.kind == "regressor" else several, _CLASSES)
-        _require(_finite(self.bound_x) and self.bound_x > 0, "bound_x must be a number > 0")
-        _require(isinstance(self.card, Mapping), "card must be an object, the privacy statement")
-        self._check_columns(width)
-
-    def _check_columns(self, width: int) -> None:
-        """Raises for units, names and a schema that do not go with the coefficients."""
+        for row in self.coef:
+            _require_numbers("coef", row, width)
+        _require_numbers("intercept", self.intercept, rows)
+        _require_numbers("bound_x", (self.bound_x,), 1)
         for name, given in (("center", self.center), ("scale", self.scale)):
-            fits = given is None or (
-                len(given) == width and all(_finite(value) for value in given)
-            )
-            _require(fits, f"{name} must be {width} finite numbers, or null")
-        _require(self.scale is None or min(self.scale) > 0, "scale must be numbers > 0")
-        named = self.names is None or (
-            len(self.names) == width and all(isinstance(x, str) for x in self.names)
-        )
-        _require(named, f"names must be {width} texts, or null")
+            if given is not None:
+                _require_numbers(name, given, width)
+        _require(min((self.bound_x, *(self.scale or ()))) > 0, "bound_x and scale must be > 0")
+        names = self.names is None or [isinstance(name, str) for name in self.names]
+        _require(names in (True, [True] * width), f"names must be {width} texts, or null")
+        plain = all(isinstance(label, (str, bool)) or _finite(label) for label in self.classes)
+        fits = count == 0 if self.kind == "regressor" else count >= 2 if softmax else count == 2
+        _require(plain and fits and len(set(self.classes)) == count, _CLASSES)
+        _require(isinstance(self.card, Mapping), "card must be an object, the privacy statement")
         if self.schema is not None:
             columns = len(Schema.from_dict(self.schema).names)
-            _require(
-                columns == width,
-                f"schema must have {width} features, as coef has (got {columns})",
-            )
+            _require(columns == width, f"schema must have {width} features (got {columns})")
 
     @classmethod
     @typed
@@ -201,22 +173,16 @@ class Released:
         )
         wanted = list(cls.__dataclass_fields__)
         for name in sorted({*wanted} ^ {*read}):
-            raise ValueError(
-                f"{name} must be in the file"
-                if name in wanted
-                else f"{name!r} must not be in the file"
-            )
+            must = "must be" if name in wanted else "must not be"
+            raise ValueError(f"{name} {must} in the file")
         for name in ("coef", "intercept", "classes", "center", "scale", "names"):
             optional = name in ("center", "scale", "names") and read[name] is None
             _require(optional or isinstance(read[name], list), f"{name} must be a list")
-        _require(
-            all(isinstance(row, list) for row in read["coef"]), "coef must be a list of lists"
-        )
-        _require(not any(isinstance(x, (list, dict)) for x in read["classes"]), _CLASSES)
+            read[name] = None if read[name] is None else tuple(map(_frozen, read[name]))
+        coef = all(isinstance(row, tuple) for row in read["coef"])
+        _require(coef, "coef must be a list of lists")
+        _require(not any(isinstance(x, (tuple, dict)) for x in read["classes"]), _CLASSES)
         _require(isinstance(read["kind"], str), "kind must be text")
-        read["coef"] = tuple(map(tuple, read["coef"]))
-        for name in ("intercept", "classes", "center", "scale", "names"):
-            read[name] = None if read[name] is None else tuple(read[name])
         return cls(**read)
 
     # -- predictions -------------------------------------------------------------------------------------------------
@@ -225,16 +191,7 @@ class Released:
         """Returns labels or numbers (n,) of public rows (n, d), or of a table if there is a schema."""
         if self.kind == "regressor":
             return self._scores(X)[:, 0]
-        scores = self.decision_function(X)
-        labels = np.asarray(self.classes)
-        if labels.tolist() != list(
-            self.classes
-        ):  # of several kinds, which numpy would turn into one
-            labels = np.empty(len(self.classes), dtype=object)
-            labels[:] = self.classes
-        return np.asarray(
-            labels[scores.argmax(1) if scores.ndim == 2 else (scores > 0).astype(np.int64)]
-        )
+        return labelled(labels_of(self.classes), self.decision_function(X))
 
     def decision_function(self, X: Any) -> Array:
         """Returns scores of a classifier: (n,) for the second of two classes, or (n, K)."""
@@ -252,17 +209,7 @@ class Released:
             self.kind in ("probabilities", "softmax"),
             f"kind must have probabilities (got {self.kind!r})",
         )
-        scores = self._scores(X)
-        if self.kind == "probabilities":
-            small = np.exp(-np.abs(scores[:, 0]))
-            likely = 1.0 / (1.0 + small)
-            unlikely = small / (1.0 + small)
-            second = scores[:, 0] >= 0
-            return np.stack(
-                [np.where(second, unlikely, likely), np.where(second, likely, unlikely)], axis=1
-            )
-        weights = np.exp(scores - scores.max(1, keepdims=True))
-        return np.asarray(weights / weights.sum(1, keepdims=True))
+        return chances(self._scores(X))
 
     def _scores(self, X: Any) -> Array:
         if self.schema is not None and not (
@@ -279,31 +226,59 @@ class Released:
         weight = np.array(self.coef)
         wanted = f"X must be real numbers of shape (n, {weight.shape[1]}) (got {check.shown(X)})"
         try:
-            if (found := np.asarray(X)).dtype.kind == "c":
-                raise TypeError("which numpy would cut to their real parts")
-            rows = found.astype(np.float64)
-        except (TypeError, ValueError, OverflowError) as error:
+            rows = np.asarray(X)
+            _require(rows.dtype.kind != "c", wanted)  # numpy would cut them to their real parts
+            rows = rows.astype(np.float64)
+        except (TypeError, OverflowError) as error:
             raise ValueError(wanted) from error
         _require(rows.ndim == 2 and rows.shape[1] == weight.shape[1], wanted)
         _require(bool(np.isfinite(rows).all()), "X must be finite numbers (got others)")
         center = np.zeros(weight.shape[1]) if self.center is None else np.array(self.center)
         scale = np.ones(weight.shape[1]) if self.scale is None else np.array(self.scale)
         rows = (rows - center) / scale
-        largest = np.maximum(
-            np.abs(rows).max(1, keepdims=True, initial=0.0), np.finfo(np.float64).tiny
-        )
-        norms = largest * np.linalg.norm(
-            rows / largest, axis=1, keepdims=True
-        )  # squares neither over- nor underflow
+        norms = np.hypot.reduce(rows, axis=1, keepdims=True)  # without squares that overflow
         rows = rows * np.minimum(1.0, self.bound_x / np.maximum(norms, np.finfo(np.float64).tiny))
         return np.asarray(
             rows @ (weight * scale).T + (np.array(self.intercept) + weight @ center)
         )
 
 
+def labels_of(classes: Sequence[Any]) -> NDArray[Any]:
+    """Returns labels as an array, of objects where they are of several kinds, which numpy would turn into one."""
+    labels = np.asarray(classes)
+    if labels.tolist() == list(classes):
+        return labels
+    labels = np.empty(len(classes), dtype=object)
+    labels[:] = classes
+    return labels
+
+
+def labelled(labels: NDArray[Any], scores: Array) -> NDArray[Any]:
+    """Returns the label of each score (n,) of the second of two classes, or of scores (n, K)."""
+    places = scores.argmax(1) if scores.ndim == 2 else (scores > 0).astype(np.int64)
+    return np.asarray(labels[places])
+
+
+def chances(scores: Array) -> Array:
+    """Returns probabilities (n, K) of scores (n, K), or for two classes of scores (n, 1) of the second one."""
+    if scores.shape[1] == 1:
+        scores = np.concatenate([np.zeros_like(scores), scores], axis=1)
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    return np.asarray(weights / weights.sum(1, keepdims=True))
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise ValueError(message)
+
+
+def _require_numbers(name: str, values: Sequence[Any], count: int) -> None:
+    fits = len(values) == count and all(map(_finite, values))
+    _require(fits, f"{name} must be {count} finite numbers (got others)")
 
 
 def _finite(value: Any) -> bool:

@@ -1,4 +1,8 @@
-"""A schema of a table: its columns, its target and its unit, from which features and bounds follow.
+"""Kinds of columns, and how one value of each is coded: by its own content and public numbers alone.
+
+Each kind adds at most 1 to the squared norm of a row (docs/schema.md#the-bound-on-rows).
+
+A schema of a table: its columns, its target and its unit, from which features and bounds follow.
 
 A table that was read by a schema.
 
@@ -27,18 +31,167 @@ from torch_dpsco.accounting.report import names_of
 from torch_dpsco.acts import act
 from torch_dpsco.errors import UnitError
 from torch_dpsco.estimators import frames
-from torch_dpsco.estimators.columns import (
-    ROW,
-    Category,
-    Number,
-    Ordered,
-    index_of,
-    key,
-    number,
-    unit_id,
-)
+from torch_dpsco.estimators.frames import Column
 from torch_dpsco.losses.base import Loss, TableLoss
 from torch_dpsco.problem import Problem
+
+ROW = "row"  # a unit without a name
+
+
+def number(value: Any) -> float:
+    """Returns a value as a finite float, text parsed; NaN for whatever is none."""
+    try:
+        found = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+    return found if math.isfinite(found) else math.nan
+
+
+def key(value: Any) -> float | str | None:
+    """Returns what levels and labels are compared by: 1, 1.0, True and "1" are one, other text is exact.
+
+    None for a missing value.
+    """
+    found = number(value)
+    return found if not math.isnan(found) else value if isinstance(value, str) else None
+
+
+def numbers(values: Column) -> NDArray[np.float64]:
+    """Returns values as `number` reads them."""
+    if isinstance(values, np.ndarray):
+        found = values.astype(np.float64)
+        return np.where(np.isfinite(found), found, math.nan)
+    return np.array([number(value) for value in values], dtype=np.float64)
+
+
+def places_of(levels: Sequence[Any], values: Column) -> NDArray[np.float64]:
+    """Returns the place of each value among levels; NaN for one that is none."""
+    places = index_of("levels", levels)
+    known: dict[Any, float] = {}
+    found = []
+    for value in values.tolist() if isinstance(values, np.ndarray) else values:
+        try:
+            if value not in known:
+                known[value] = places.get(key(value), math.nan)
+            found.append(known[value])
+        except TypeError:  # a list: no value, and no key
+            found.append(math.nan)
+    return np.array(found, dtype=np.float64)
+
+
+def index_of(name: str, levels: Sequence[Any]) -> dict[float | str | None, int]:
+    """Returns the place of each level; raises ValueError unless they are two or more, and distinct."""
+    if isinstance(levels, str) or len(levels) < 2:
+        raise ValueError(f"{name} must be a list of 2 or more values (got {check.shown(levels)})")
+    places = {key(level): place for place, level in enumerate(levels)}
+    if None in places or "" in places or len(places) < len(levels):
+        raise ValueError(
+            f"{name} must be numbers or text, distinct; 1 and '1' are one (got"
+            f" {check.shown(levels)})"
+        )
+    return places
+
+
+def unit_id(value: Any) -> str | None:
+    """Returns an id as text, 7 for 7.0, as an integer column with missing values is read; None for what is none."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        value = int(value) if value.is_integer() and abs(value) < 2**53 else None
+    if isinstance(value, bool) or not isinstance(value, (int, str)) or value == "":
+        return None
+    return f"={value}" if isinstance(value, str) or abs(value) < 2**64 else None
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number, clipped to [low, high] and scaled to [-1, 1].
+
+    Args:
+        low: public, < high.
+        high: public; both by the meaning of the column, never from the data.
+        missing: whether a second feature says that the value is missing; else such a row is a null record.
+    """
+
+    low: float
+    high: float
+    missing: bool = False
+
+    def __post_init__(self) -> None:
+        check.fields(self, low=check.finite, high=check.finite, missing=check.flag)
+        if not (self.low < self.high and math.isfinite(self.high - self.low)):
+            raise ValueError(
+                f"low must be below high, a finite distance away (got {self.low}, {self.high})"
+            )
+
+    def names(self, column: str) -> list[str]:
+        """Returns the names of the features."""
+        return [column, f"{column} missing"] if self.missing else [column]
+
+    def code(self, values: Column) -> NDArray[np.float64]:
+        """Returns the features (n, 1 or 2), each row of its own value alone."""
+        found = numbers(values)
+        lost = np.isnan(found)
+        within = np.clip(np.where(lost, self.low, found), self.low, self.high)
+        share = (within - self.low) / (self.high - self.low)
+        blank = 0.0 if self.missing else math.nan
+        coded = np.where(lost, blank, np.clip(2 * share - 1, -1.0, 1.0))
+        return np.stack([coded, lost.astype(np.float64)][: 1 + self.missing], axis=1)
+
+
+@dataclass(frozen=True)
+class Category:
+    """Levels without an order, one feature each; an unknown or missing value is 0 in all of them.
+
+    Args:
+        levels: public, 2 or more, distinct.
+        baseline: whether the first level has no feature, so that coefficients of the others are differences from it:
+            what intervals need beside an intercept.
+    """
+
+    levels: Sequence[Any]
+    baseline: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        index_of("levels", self.levels)
+        object.__setattr__(self, "levels", tuple(self.levels))  # a list, where it was read
+
+    def names(self, column: str) -> list[str]:
+        """Returns the names of the features."""
+        return [f"{column}={level}" for level in self.levels[self.baseline :]]
+
+    def code(self, values: Column) -> NDArray[np.float64]:
+        """Returns the features (n, number of levels), each row of its own value alone."""
+        wanted = np.arange(self.baseline, len(self.levels))
+        return (places_of(self.levels, values)[:, None] == wanted).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """Levels in an order, evenly spaced in [-1, 1].
+
+    Args:
+        levels: public, 2 or more, distinct, the lowest first.
+        missing: as in `Number`; an unknown level is a missing value.
+    """
+
+    levels: Sequence[Any]
+    missing: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        index_of("levels", self.levels)
+        object.__setattr__(self, "levels", tuple(self.levels))  # a list, where it was read
+
+    def names(self, column: str) -> list[str]:
+        """Returns the names of the features."""
+        return [column, f"{column} missing"] if self.missing else [column]
+
+    def code(self, values: Column) -> NDArray[np.float64]:
+        """Returns the features (n, 1 or 2), each row of its own value alone."""
+        places = places_of(self.levels, values)
+        return Number(0, len(self.levels) - 1, self.missing).code(places)
 
 
 @dataclass(frozen=True)
@@ -73,20 +226,22 @@ class Schema:
         if not self.columns:
             raise ValueError("columns must name at least one column (got none)")
         for name, kind in self.columns.items():
-            _require_name(columns=name)
             if not isinstance(kind, (Number, Category, Ordered)):
                 raise ValueError(
                     f"column {name!r} must be a Number, Category or Ordered (got"
                     f" {check.shown(kind)})"
                 )
-        _require_name(target=self.target)
-        for role, other in (("target", self.target), ("ids", self.ids)):
-            if other in self.columns:
+        for name in self._wanted:
+            if not (isinstance(name, str) and name.strip() and name.isprintable()):
                 raise ValueError(
-                    f"{role} must not be among the features (got {other!r}): remove it from columns"
+                    f"columns, target and ids must have names of printable text (got"
+                    f" {check.shown(name)}): rename the column"
                 )
-        if self.target == self.ids:
-            raise ValueError(f"ids must be another column than the target (got {self.ids!r})")
+        if len(set(self._wanted)) < len(self._wanted):
+            raise ValueError(
+                f"target and ids must not be among the features, nor be one column (got"
+                f" {self._wanted}): remove them from columns"
+            )
         if (self.labels is None) == (self.target_range is None):
             raise ValueError(
                 "labels or target_range must be given, one of them (got both or none)"
@@ -177,6 +332,11 @@ class Schema:
         assert self.target_range is not None
         return max(map(abs, self.target_range))
 
+    @property
+    def _wanted(self) -> list[str]:
+        """The columns that are read."""
+        return [*self.columns, self.target, *([] if self.ids is None else [self.ids])]
+
     def read(self, frame: Any) -> Table:
         """Codes a table. A value that cannot be read makes at most its own row a null record, and never raises.
 
@@ -189,27 +349,21 @@ class Schema:
             ValueError: a column is missing or doubled, of another length, or of dates; ids are truth values; or the
                 file cannot be read.
         """
-        wanted = [*self.columns, self.target, *([] if self.ids is None else [self.ids])]
-        frame = frames.opened(frame, wanted)
-        columns = {name: frames.column(frame, name) for name in wanted}
-        rows = _one_length(columns)
-        kept = np.arange(rows)
-        groups = None
-        lost = np.zeros(rows, dtype=bool)
-        if self.ids is not None:
-            kind = frames.kind_of(columns[self.ids])
-            if kind.startswith("bool"):
-                raise ValueError(f"ids {self.ids!r} must be integers or text (got {kind})")
-            units = [unit_id(value) for value in frames.values(columns[self.ids])]
-            kept, groups = self._units(units)
-            # PRIVACY: whose row it is nobody knows (test_a_row_without_an_id_is_a_null_record)
-            lost = np.array([unit is None for unit in units], dtype=bool)
-        features = self._features(columns, rows)
-        features[lost] = math.nan
-        targets = self._targets(
-            [values[row] for values in (frames.values(columns[self.target]),) for row in kept]
+        columns = frames.columns_of(frames.opened(frame, self._wanted), self._wanted)
+        features = self._features(columns)
+        targets = self._targets(columns[self.target])
+        if self.ids is None:
+            return Table(self, features, targets, None)
+        ids = columns[self.ids]
+        if isinstance(ids, np.ndarray) and ids.dtype.kind == "b":
+            raise ValueError(f"ids {self.ids!r} must be integers or text (got {ids.dtype})")
+        units = [unit_id(value) for value in ids]
+        # PRIVACY: whose row it is nobody knows (test_a_row_without_an_id_is_a_null_record)
+        features[[unit is None for unit in units]] = math.nan
+        kept, groups = self._units(units)
+        return Table(
+            self, features[kept], targets[kept], None if self.rows_per_unit == 1 else groups
         )
-        return Table(self, features[kept], targets, None if self.rows_per_unit == 1 else groups)
 
     def features(self, frame: Any) -> NDArray[np.float64]:
         """Returns the features (n, d) of all rows, NaN where one has none: for predictions, targets and ids not needed.
@@ -217,9 +371,8 @@ class Schema:
         Args:
             frame: as for `read`.
         """
-        frame = frames.opened(frame, list(self.columns))
-        columns = {name: frames.column(frame, name) for name in self.columns}
-        return self._features(columns, _one_length(columns))
+        wanted = list(self.columns)
+        return self._features(frames.columns_of(frames.opened(frame, wanted), wanted))
 
     def check(self, frame: Any) -> Any:
         """Returns what looks wrong in a table (`show.look.Check`). NOT private: for your eyes, on your machine.
@@ -227,13 +380,10 @@ class Schema:
         Args:
             frame: as for `read`, which raises what is wrong with names, lengths and dtypes.
         """
-        table = self.read(frame)
-        wanted = [*self.columns, self.target, *([] if self.ids is None else [self.ids])]
         frame = frames.opened(frame, None)
-        columns = {name: frames.column(frame, name) for name in wanted}
-        return act("schema.check")(
-            self, table, columns, frames.others(frame, wanted), frames.with_line_breaks(frame)
-        )
+        columns = frames.columns_of(frame, self._wanted)
+        others = {name: frame[name] for name in frames.names(frame) if name not in self._wanted}
+        return act("schema.check")(self, self.read(frame), columns, others)
 
     @classmethod
     @typed
@@ -254,12 +404,9 @@ class Schema:
         """
         check.positive_count(levels=levels)
         frame = frames.opened(frame, None)
-        kinds = {}
-        for name in frames.names(frame):
-            if name != fields.get("ids"):
-                kinds[name] = _public_kind(
-                    name, frames.values(frames.column(frame, name)), levels
-                )
+        wanted = [name for name in frames.names(frame) if name != fields.get("ids")]
+        columns = frames.columns_of(frame, wanted)
+        kinds = {name: _public_kind(name, column, levels) for name, column in columns.items()}
         if target not in kinds:
             raise ValueError(f"target must be a column of the table (got {target!r})")
         goal = kinds.pop(target)
@@ -272,33 +419,66 @@ class Schema:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns it as text, numbers, lists and dicts; `from_dict` reads it."""
-        return to_dict(self)
+        given = {name: getattr(self, name) for name in _FIELDS}
+        kept = {name: _plain(value) for name, value in given.items() if value is not None}
+        words = {kind: word for word, kind in _KINDS.items()}
+        columns = {}
+        for name, kind in self.columns.items():
+            own = {field: _plain(value) for field, value in vars(kind).items()}
+            columns[name] = {"kind": words[type(kind)], **own}
+        return {"rows_per_unit": _ALL, **kept, "columns": columns}
 
     @classmethod
     @typed
     def from_dict(cls, state: Mapping[str, Any]) -> Schema:
         """Builds a schema from `to_dict`; raises ValueError for a field that is unknown, missing or wrong."""
-        return cls(**fields_of(state))
+        columns = state.get("columns")
+        if not isinstance(columns, Mapping):
+            raise ValueError(
+                f"columns must be a table of columns by name (got {check.shown(columns)})"
+            )
+        for name in state.keys() - {*_FIELDS, "columns"}:
+            raise ValueError(
+                f"{name} must be left out: a schema has {', '.join(('columns', *_FIELDS))}"
+            )
+        if "target" not in state:
+            raise ValueError("target must be given: the name of the column of targets")
+        read = {name: _column(name, dict(column)) for name, column in columns.items()}
+        fields = {**state, "columns": read}
+        if fields.get("rows_per_unit") == _ALL:
+            fields["rows_per_unit"] = None
+        return cls(**fields)
 
     @typed
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Writes it as TOML, to be read and edited by people; raises FileExistsError if the file is there."""
-        text = to_toml(self.to_dict())
+        state = self.to_dict()
+        columns = state.pop("columns")
+        lines = [f"{name} = {_toml(value)}" for name, value in state.items()]
+        for name, column in columns.items():
+            lines += ["", f"[columns.{_toml(name)}]"]
+            lines += [f"{field} = {_toml(value)}" for field, value in column.items()]
+        text = "\n".join([*lines, ""])
         with open(path, "w" if overwrite else "x", encoding="utf-8") as file:
             file.write(text)
 
     @classmethod
     @typed
     def load(cls, path: str | os.PathLike[str]) -> Schema:
-        """Reads a file of `save`; raises ValueError for what is no schema."""
-        return cls.from_dict(read_toml(path))
+        """Reads a file of `save`; raises ValueError for what is no schema, FileNotFoundError if there is no file."""
+        with open(path, "rb") as file:
+            try:
+                state = tomllib.load(file)
+            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+                raise ValueError(
+                    f"path must be that of a TOML file: {error} (got {os.fspath(path)!r})"
+                ) from error
+        return cls.from_dict(state)
 
-    def _features(self, columns: Mapping[str, Any], rows: int) -> NDArray[np.float64]:
-        parts = [
-            frames.coded(kind, columns[name], len(kind.names(name)))
-            for name, kind in self.columns.items()
-        ]
-        return np.concatenate([np.zeros((rows, 0)), *parts], axis=1)
+    def _features(self, columns: Mapping[str, Column]) -> NDArray[np.float64]:
+        return np.concatenate(
+            [kind.code(columns[name]) for name, kind in self.columns.items()], axis=1
+        )
 
     def _units(self, units: list[str | None]) -> tuple[NDArray[np.int64], NDArray[Any]]:
         """Returns the rows that are kept, and their groups; a row without an id is a unit of its own."""
@@ -313,48 +493,25 @@ class Schema:
         groups = np.array([units[row] or f"?{row}" for row in kept], dtype=np.str_)
         return np.array(kept, dtype=np.int64), groups
 
-    def _targets(self, values: list[Any]) -> NDArray[Any]:
+    def _targets(self, values: Column) -> NDArray[Any]:
         if self.target_range is not None:
-            return np.clip(
-                np.array([number(value) for value in values], dtype=np.float64),
-                *self.target_range,
-            )
+            return np.clip(numbers(values), *self.target_range)
         assert self.labels is not None
-        places = index_of("labels", self.labels)
+        places = places_of(self.labels, values)
         unknown = "" if isinstance(self.labels[0], str) else math.nan
         known = np.array([*self.labels, unknown])
-        return (
-            known[[places.get(key(value), len(places)) for value in values]]
-            if values
-            else known[:0]
-        )
+        return known[np.nan_to_num(places, nan=len(self.labels)).astype(np.int64)]
 
 
-def _require_name(**field: Any) -> None:
-    """Raises ValueError unless the name of a column can stand in plans, pictures and files."""
-    ((name, value),) = field.items()
-    if not (isinstance(value, str) and value.strip() and value.isprintable()):
-        raise ValueError(
-            f"{name} must have names of printable text (got {check.shown(value)}): rename the"
-            " column"
-        )
-
-
-def _one_length(columns: Mapping[str, Any]) -> int:
-    lengths = {name: len(column) for name, column in columns.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"columns must have one length (got {lengths})")
-    return next(iter(lengths.values()))
-
-
-def _public_kind(name: str, values: list[Any], levels: int) -> Number | Category:
+def _public_kind(name: str, column: Column, levels: int) -> Number | Category:
+    values = column.tolist() if isinstance(column, np.ndarray) else column
     known = [value for value in values if key(value) not in (None, "")]
     different = {key(value): value for value in known}
     if len(different) < 2:
         raise ValueError(f"column {name!r} must have two different values or more: leave it out")
     if len(different) > levels and all(isinstance(one, float) for one in different):
         missing = len(known) < len(values)
-        return Number(min(map(number, known)), max(map(number, known)), missing)
+        return Number(min(different), max(different), missing)
     return Category(sorted(different.values(), key=lambda level: (isinstance(level, str), level)))
 
 
@@ -405,16 +562,11 @@ class Table:
             null = ~np.isfinite(targets)
             targets = np.where(null, 0.0, targets)
         else:
-            places = {key(label): place for place, label in enumerate(self.schema.labels)}
-            codes = np.array(
-                [places.get(key(label), -1) for label in self.y.tolist()], dtype=np.int64
-            )
-            null = codes < 0
-            targets = (
-                np.where(null, 0, codes)
-                if loss.target_kind == "class"
-                else np.where(codes == 0, -1.0, 1.0)
-            )
+            places = places_of(self.schema.labels, self.y)
+            null = np.isnan(places)
+            targets = np.where(null, 0.0, places)
+            if loss.target_kind == "sign":
+                targets = np.where(places == 0, -1.0, 1.0)
         rows[null] = np.nan
         wanted = torch.int64 if loss.target_kind == "class" else dtype
         return TensorDataset(
@@ -431,45 +583,6 @@ _FIELDS = ("target", "labels", "target_range", "ids", "rows_per_unit", "unit", "
 _ALL = "all"  # rows of a unit: TOML has no null
 
 
-def to_dict(schema: Schema) -> dict[str, Any]:
-    """Returns fields that are not None, and columns by name; see `Schema.to_dict`."""
-    fields = {
-        name: _plain(getattr(schema, name))
-        for name in _FIELDS
-        if getattr(schema, name) is not None
-    }
-    words = {kind: word for word, kind in _KINDS.items()}
-    columns = {
-        name: {"kind": words[type(kind)], **_plain(vars(kind))}
-        for name, kind in schema.columns.items()
-    }
-    for column in columns.values():
-        column.pop("_places", None)
-    return {"rows_per_unit": _ALL} | fields | {"columns": columns}
-
-
-def fields_of(state: Any) -> dict[str, Any]:
-    """Returns the fields of a schema; raises ValueError for what is none."""
-    if not isinstance(state, Mapping) or not isinstance(state.get("columns"), Mapping):
-        got = check.shown(state.get("columns") if isinstance(state, Mapping) else state)
-        raise ValueError(f"columns must be a table of columns by name (got {got})")
-    if unknown := sorted(map(str, state.keys() - {*_FIELDS, "columns"})):
-        raise ValueError(
-            f"{unknown[0]} must be left out: a schema has {', '.join(('columns', *_FIELDS))}"
-        )
-    if "target" not in state:
-        raise ValueError("target must be given: the name of the column of targets")
-    fields = {name: value for name, value in state.items() if name != "columns"}
-    if fields.get("rows_per_unit") == _ALL:
-        fields["rows_per_unit"] = None
-    return {
-        "columns": {
-            name: _column(name, dict(column)) for name, column in state["columns"].items()
-        },
-        **fields,
-    }
-
-
 def _column(name: str, state: dict[str, Any]) -> Number | Category | Ordered:
     kind = _KINDS.get(word) if isinstance(word := state.pop("kind", None), str) else None
     if kind is None:
@@ -482,44 +595,15 @@ def _column(name: str, state: dict[str, Any]) -> Number | Category | Ordered:
         raise ValueError(f"column {name!r}: {error}") from error
 
 
-def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns what a file holds; raises ValueError if it is no TOML, FileNotFoundError if there is none."""
-    if not os.path.exists(path):
-        raise FileNotFoundError(
-            f"path must be that of a TOML file that is there (got {os.fspath(path)!r})"
-        )
-    with open(path, "rb") as file:
-        try:
-            return tomllib.load(file)
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"path must be that of a TOML file: {error} (got {os.fspath(path)!r})"
-            ) from error
-
-
-def to_toml(state: Mapping[str, Any]) -> str:
-    """Returns a dict of `to_dict` as TOML: the fields, then one table per column, in order."""
-    lines = [f"{name} = {_value(value)}" for name, value in state.items() if name != "columns"]
-    for name, column in state["columns"].items():
-        lines += [
-            "",
-            f"[columns.{_value(name)}]",
-            *(f"{field} = {_value(value)}" for field, value in column.items()),
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def _value(value: Any) -> str:
+def _toml(value: Any) -> str:
     if isinstance(value, list):
-        return f"[{', '.join(map(_value, value))}]"
+        return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, str):  # strings of JSON are strings of TOML, but for one character
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return json.dumps(value, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in value.items()}
     if isinstance(value, (list, tuple, np.ndarray)):
         return [_plain(one) for one in value]
     return value.item() if isinstance(value, np.generic) else value

@@ -34,7 +34,7 @@ from torch_dpsco.accounting.statement import Statement
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.estimators.gradient_descent import NoisyGDPlan, plan_noisy_gd
 from torch_dpsco.estimators.objective import ObjectivePlan, plan_objective
-from torch_dpsco.estimators.output import OutputPlan, markov_plan, plan_output
+from torch_dpsco.estimators.output import OutputPlan, plan_output
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, make_records
@@ -510,8 +510,7 @@ class OutputPerturbation(SolvedOptimizer):
     Guarantee:
         Adjacency: that of the plan. Unit: one row. Event: one Gaussian, or the K-norm mechanism where delta is
         0, at the sensitivity of the exact minimizer and what the certificate leaves. Rows are clipped and unknown
-        labels ignored by the code. Assumes: n under replace_one and zero_out is public; with guarantee "markov" the
-        promised expected accuracy of the loop, on every data set.
+        labels ignored by the code. Assumes: n under replace_one and zero_out is public.
         Source: docs/proofs/output.md; Lowy, Razaviyayn 2021, Propositions 2.2, 3.1 and 5.1 in their corrected forms.
 
     Example:
@@ -549,12 +548,7 @@ class OutputPerturbation(SolvedOptimizer):
         attack_norm: float = 2.0,
         n_max: int | None = None,
         n_min: int | None = None,
-        mode: str = "tight",
         secure: str | None = None,
-        guarantee: str = "certified",
-        expected_accuracy: float | None = None,
-        failure: float | None = None,
-        solver: str = "auto",
     ) -> OutputPlan:
         """Returns regularizer, noise and epsilon of a release, before anything is spent.
 
@@ -575,13 +569,7 @@ class OutputPerturbation(SolvedOptimizer):
             attack_norm: 2 or inf.
             n_max: public cap on the number of records; default 2 n.
             n_min: public lower bound on it, for tilts under add_remove.
-            mode: "tight" or "paper" (closed-form Gaussian noise).
             secure: "exact" for noise drawn in integers on a public grid (delta > 0): 0.03 % more of it.
-            guarantee: "certified", or "markov": what the loop left is released as it is, and the noise covers a
-                promised accuracy but for a failure, which delta pays for. (By stability: `BoltOnPSGD`.)
-            expected_accuracy: of the loop, in expectation, on every data set; in sum form; "markov" only.
-            failure: probability in (0, 1) that delta pays for; "markov" only.
-            solver: of `solve` and `certify`, see `estimators.solvers.solve`; never trusted.
 
         Raises:
             ConditionError: nothing is proved for these settings.
@@ -603,14 +591,4 @@ class OutputPerturbation(SolvedOptimizer):
         task = replace(
             task, tilt=tilt, attack_radius=attack_radius, attack_norm=attack_norm, n_min=n_min
         )
-        markov = check.choice(("certified", "markov"), guarantee=guarantee) == "markov"
-        if markov != (expected_accuracy is not None) or markov != (failure is not None):
-            raise ValueError(
-                "expected_accuracy and failure must be given for guarantee='markov', and for it"
-                f" only (got {expected_accuracy} and {failure})"
-            )
-        if expected_accuracy is not None and failure is not None:
-            plan = markov_plan(task, expected_accuracy, failure, mode, secure)
-        else:
-            plan = plan_output(task, mode, secure, solver)
-        return plan if mode == "paper" else warned_of_noise(plan)
+        return warned_of_noise(plan_output(task, secure))

@@ -1,35 +1,49 @@
-"""Untrusted solvers of strongly convex objectives, and the certificates that verify their results.
+"""Run-time proofs that a point is within a distance of the exact minimizer: the privacy of every release rests on them.
 
-`solve(objective, tolerance)` is the entry: a fast solver (Newton, L-BFGS, Katyusha, stochastic subgradient, Huber
-continuation), a run-time certificate of the distance to the exact minimizer, and a deterministic fallback. Nothing but
-the point leaves: iteration counts, losses, times and the certified number depend on the data.
+| | certificate | of |
+|---|---|---|
+| C1 | `gradient_certificate` | ||w - w*|| <= ||s||/mu for a subgradient s at w |
+| C2 | `projected_certificate` | the same on the ball, for the point after a gradient step and a projection |
 
-Differs from the paper in: its output step trusts the expected accuracy of the solver; here the solver is never trusted.
+Every computed norm is increased by a bound on its rounding error before it is used. float64 only.
 
-Gradient methods: accelerated, variance-reduced, and stochastic subgradients.
+Differs from the paper in: the paper assumes that a bound on the EXPECTED accuracy of a solver bounds the distance,
+which is false (docs/proofs/output.md#accuracy-in-expectation); here the point at hand is certified, whatever solver
+found it.
 
-Differs from the papers in: Katyusha's rate hides a constant and holds in expectation only, so that the number of epochs
-is a hint; the certificate C1, free at the start of every epoch, decides. Weights of the average are theta^(j - m),
-which cannot overflow. Records are drawn with replacement from a generator of the solver, never from that of the noise.
+Solvers: their target accuracy, how long they run, and what rounding may hide from their certificates.
 
-Of subgradient steps with a weighted average, the first method of the paper, the indices are off by one
-(docs/errata.md#paper-4-lowy-razaviyayn-output-perturbation, E8): the corrected ones are used. Their accuracy holds in
-expectation only, which bounds no distance: whatever it returns is certified, or polished until it is.
+A certificate compares a COMPUTED gradient norm with a public tolerance. The comparison proves
+something about the exact one only after a bound on the rounding is taken off. With u = 2^-53, m terms per sum and the
+objective (weight / n) sum_i l_i + (lam/2) |w|^2 + b.w,
 
-Newton and L-BFGS; for losses with kinks, Newton on smoothed losses of shrinking width.
+    e_grad = (m + d + 16) u (weight L + lam |w| + |b|) + (d + 8) u weight beta (|w| + offset)
+
+bounds the error of the gradient norm. m is n for plain sums, in any order; for pairwise sums
+ceil(log2 n); for sums of blocks of 1024 rows that are then added pairwise, the block and the logarithm of their number.
+
+Two things count besides sums: the scores' own error where a target is subtracted from them (`offset`, see
+`Problem.score_offset`), and the beta term, in sum form.
+
+No privacy rests on steps and step sizes, how long each solver runs in the worst case: what is released is certified.
+
+Source: docs/proofs/output.md#rounding-of-a-gradient, docs/proofs/output.md#solvers-that-cannot-fail; Higham, Accuracy
+and Stability, ch. 3 and 4.
+
+Untrusted solvers of strongly convex objectives, and the certificates that verify their results.
+
+`solve(objective, tolerance)` is the entry: a fast solver (Newton, L-BFGS), a run-time certificate
+of the distance to the exact minimizer, and a deterministic fallback. Nothing but the point leaves: iteration counts,
+losses, times and the certified number depend on the data.
+
+Differs from the paper in: its output step trusts the expected accuracy of the solver; here the solver is never trusted,
+and its stochastic solvers, accurate in expectation only, are in tests/reference/papers/output_solvers.py.
 
 Near the minimum differences of values drown in rounding while gradients do not: a step of either method is accepted on
 the value within a slack of 1e-13 |F|, or on a smaller gradient norm. Damped Newton is for d up to some thousands, with
 few passes over the data: a factor of the Hessian is kept while it still shrinks the gradient threefold per step, since
 a Hessian costs d gradients, and what steps show of the curvature since then corrects it, as in L-BFGS. Undamped Newton
 diverges on residual-clipped losses. L-BFGS is for many coordinates: it has no stopping rule besides the certificate.
-
-Hinge, pinball and absolute loss are maxima of slopes, l = max over a in [low, high] of a z (`BoxDual`). Smoothed with
-width h it is the maximum of a z - h a^2/2, whose maximizer a = clip(z/h) is a feasible dual point: the Fenchel gap of
-(w, a) is of order h times the share of records at the kink, and certifies w for the loss itself. The fallback, which
-cannot fail, is accelerated projected ascent on the dual with the average of the primal points, whose gap is at most
-5 L_D (R_a)^2/(t (t + 1)), R_a half the diagonal of the box, for a pair that C3 certifies at run time, so that rounding
-in the ascent needs no analysis.
 """
 
 from __future__ import annotations
@@ -43,29 +57,309 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco._validate import choice, positive
-from torch_dpsco.errors import ConditionError, NotCertifiedError
-from torch_dpsco.estimators.certificates import (
-    BoxDual,
-    Certificate,
-    agd_certified_steps,
-    box_of,
-    distance_of_gap,
-    gap_certificate,
-    gap_error,
-    gradient_certificate,
-    katyusha_parameters,
-    primal_point,
-    project,
-    projected_certificate,
-)
-from torch_dpsco.estimators.objectives import LinearObjective, RowBounds, norm_up
+from torch_dpsco._validate import positive
+from torch_dpsco.accounting.analysis.rounding import DOUBLE, gamma, scaled_up
+from torch_dpsco.errors import ConditionError, InfeasibleError, NotCertifiedError
+from torch_dpsco.estimators.objectives import LinearObjective, norm_up
 from torch_dpsco.estimators.records import Objective, require_double
 
-__all__ = ["SOLVERS", "Certificate", "Solution", "gradient_certificate", "solve"]
+_CLEAR = 3.0  # of the norm of the noise, about 2 tau sqrt(p / 2)
+_UP = 1 + 1e-12  # more than the rounding of the few scalar operations after a bound
 
-SOLVERS = ("auto", "newton", "lbfgs", "agd", "katyusha", "subgradient")
+
+@dataclass(frozen=True)
+class Certificate:
+    """A proof that ||w - w*|| <= distance. The number depends on the data: it must be neither shown nor released.
+
+    Attributes:
+        distance: bound on the distance to the exact minimizer, rounding included; inf or NaN proves nothing.
+    """
+
+    distance: float = field(repr=False)
+
+    def proves(self, distance: float) -> bool:
+        """Whether the point is certified to be within `distance`; False for NaN."""
+        return self.distance <= distance
+
+
+@typed
+def gradient_certificate(objective: Objective, point: Tensor) -> Certificate:
+    """C1: ||w - w*|| <= ||s||/mu for any subgradient s of a mu-strongly convex F at w.
+
+    Args:
+        objective: with strong_convexity > 0.
+        point: w, float64.
+
+    Returns:
+        (computed norm + bound on its rounding)/mu.
+
+    Raises:
+        ValueError: if the point is not float64 or autocast is on.
+        ConditionError: if the objective is not strongly convex.
+
+    Source:
+        docs/proofs/output.md#a-gradient-certifies, docs/proofs/output.md#rounding-of-a-gradient
+
+    Example:
+        >>> from torch_dpsco.losses import Squared
+        >>> from torch_dpsco.estimators.records import Records
+        >>> F = LinearObjective(Squared(), Records(torch.ones(1, 1), torch.ones(1)), reg=1.0, normalizer=1)
+        >>> gradient_certificate(F, torch.tensor([0.5], dtype=torch.float64)).proves(1e-12)
+        True
+    """
+    require_double(point, objective.dim)
+    size = norm_up(objective.value_and_gradient(point)[1])
+    return Certificate((size + objective.gradient_error(point)) / _strong(objective) * _UP)
+
+
+def projected_certificate(
+    objective: Objective, point: Tensor, radius: float
+) -> tuple[Tensor, Certificate]:
+    """C2: a gradient step from w, projected onto B(0, R), and the certificate of the point reached.
+
+    s = beta (w - w+) + grad F(w+) - grad F(w) is a subgradient of F + indicator at w+ = Pi(w - grad F/beta).
+    The step that was really made is used, so that only the projection and the gradients are rounded.
+
+    Args:
+        objective: smooth on R^dim, strong_convexity > 0.
+        point: w, float64; anywhere.
+        radius: R > 0, or inf.
+
+    Returns:
+        (w+, its certificate on the ball); w itself with C1 if that proves the free minimizer to lie in the ball.
+
+    Raises:
+        ValueError, ConditionError: as for C1; ConditionError also if the objective is not smooth.
+
+    Source:
+        docs/proofs/output.md#a-projected-step-certifies
+    """
+    require_double(point, objective.dim)
+    if math.isinf(positive(allow_inf=True, radius=radius)):
+        return point, gradient_certificate(objective, point)
+    if objective.smoothness is None:
+        raise ConditionError(
+            "a ball needs a smooth objective: its certificate is a projected gradient step"
+        )
+    free = gradient_certificate(objective, point)
+    if norm_up(point) + free.distance <= radius:
+        return point, free  # the free minimizer is proved to lie in the ball
+    beta = objective.smoothness
+    gradient = objective.value_and_gradient(point)[1]
+    moved = project(point - gradient / beta, radius)
+    residual = beta * (point - moved) + objective.value_and_gradient(moved)[1] - gradient
+    size = norm_up(point) + norm_up(moved) + norm_up(gradient) / beta
+    # beta (exact step - made step), and the rounding of the residual itself
+    error = gamma(4 * objective.dim + 64) * (beta * size + norm_up(gradient))
+    error += objective.gradient_error(point) + objective.gradient_error(moved)
+    return moved, Certificate((norm_up(residual) + error) / _strong(objective) * _UP)
+
+
+def project(point: Tensor, radius: float) -> Tensor:
+    """Pi onto B(0, R), within gamma(d + 8) R."""
+    length = torch.linalg.vector_norm(point)
+    return point if math.isinf(radius) else point * (radius / length).clamp(max=1.0)
+
+
+def _strong(objective: Objective) -> float:
+    if not objective.strong_convexity > 0:
+        raise ConditionError(
+            "strong_convexity must be > 0: without it no distance to a minimizer can be certified"
+        )
+    return objective.strong_convexity
+
+
+BLOCK_ROWS = 1024
+_SHARE = 1e-3  # of the sensitivity: the noise grows by that much
+_AMP_LEAST, _AMP_MOST = 1e-6, 1e-2  # of the Lipschitz constant
+_ROOM = 4  # tolerances must exceed the rounding by this factor
+
+
+def sum_terms(n: int) -> int:
+    """Returns m: the error of a sum of n terms is at most m u times the sum of their sizes, up to O(u^2).
+
+    Example:
+        >>> sum_terms(10**6)
+        1034
+    """
+    n = check.positive_count(n=n)
+    return min(n, BLOCK_ROWS) + (-(-n // BLOCK_ROWS) - 1).bit_length()
+
+
+def gradient_rounding(
+    n: int,
+    dim: int,
+    *,
+    lipschitz: float,
+    smoothness: float,
+    reg: float,
+    norm: float,
+    weight: float = 1.0,
+    linear: float = 0.0,
+    score_offset: float = 0.0,
+) -> float:
+    """Returns e_grad, which bounds how far a computed gradient (and its norm) is from the exact one.
+
+    Args:
+        n: records, >= 1; the public n or n_max for a check before the run.
+        dim: d >= 1.
+        lipschitz: L > 0, bound on the gradient of a loss.
+        smoothness: beta >= 0 of a loss.
+        reg: lam >= 0, in the same form as the objective.
+        norm: |w| >= 0, or a bound on it.
+        weight: sum of the weights of the losses: 1 for a mean, n_max / n for a sum over a constant n, n_max for a sum.
+        linear: |b| >= 0 of a linear term.
+        score_offset: >= 0, what the loss adds to a score, over the bound on |x| (`Problem.score_offset`).
+
+    Source: docs/proofs/output.md#rounding-of-a-gradient
+
+    Example:
+        >>> gradient_rounding(10**5, 20, lipschitz=1.0, smoothness=0.25, reg=1e-4, norm=5.0) < 2e-13
+        True
+    """
+    d = check.positive_count(dim=dim)
+    weight = check.positive(weight=weight)
+    size = check.nonnegative(norm=norm)
+    reach = norm + check.nonnegative(score_offset=score_offset)
+    terms = weight * check.positive(lipschitz=lipschitz) + check.nonnegative(reg=reg) * size
+    terms += check.nonnegative(linear=linear)
+    scores = (d + 8) * weight * check.nonnegative(smoothness=smoothness) * reach
+    return scaled_up(DOUBLE * ((sum_terms(n) + d + 16) * terms + scores), 16)
+
+
+def solver_tolerance(sensitivity: float, strong_convexity: float) -> float:
+    """Returns the default bound on the gradient norm, 0.1 % of mu Delta / 2: the share by which the noise grows.
+
+    Args:
+        sensitivity: Delta > 0, of exact minimizers.
+        strong_convexity: mu > 0.
+
+    Source: docs/proofs/output.md#tolerances
+
+    Example:
+        >>> round(solver_tolerance(sensitivity=0.02, strong_convexity=0.1), 12)
+        1e-06
+    """
+    mu = check.positive(strong_convexity=strong_convexity)
+    return _SHARE * mu * check.positive(sensitivity=sensitivity) / 2
+
+
+def check_tolerance(grad_tol: float, rounding: float) -> float:
+    """Returns the tolerance; raises ConditionError unless it exceeds four times the rounding of the gradient.
+
+    Both are public, so that this happens before the data are read. At run time the computed norm must be at most the
+    tolerance minus the rounding at the actual point.
+
+    Example:
+        >>> check_tolerance(1e-6, rounding=1e-12)
+        1e-06
+    """
+    tolerance = check.positive(grad_tol=grad_tol)
+    rounding = check.nonnegative(rounding=rounding)
+    # PRIVACY: below the rounding nothing is certified (test_a_tolerance_below_the_rounding_is_refused)
+    if tolerance <= _ROOM * rounding:
+        raise ConditionError(
+            f"grad_tol = {tolerance:g} is not above four times the rounding of the gradient: use a"
+            f" grad_tol above {_ROOM * rounding:g}, or a larger reg"
+        )
+    return tolerance
+
+
+def amp_tolerance(lipschitz: float, rounding: float) -> float:
+    """Returns tau = max(1e-6 L, 4 e), the gradient norm asked for where the noise is in the objective.
+
+    Args:
+        lipschitz: L > 0, of one record.
+        rounding: e >= 0, `gradient_rounding` of the sum form at a public bound on |w| and |b|.
+
+    Raises:
+        ConditionError: 4 e exceeds 1e-2 L.
+
+    Source: docs/proofs/objective.md#rounding-and-tolerance
+
+    Example:
+        >>> amp_tolerance(1.0, rounding=1e-6)
+        4e-06
+    """
+    lipschitz = check.positive(lipschitz=lipschitz)
+    rounding = check.nonnegative(rounding=rounding)
+    tolerance = max(_AMP_LEAST * lipschitz, _ROOM * rounding)
+    if tolerance > _AMP_MOST * lipschitz:
+        raise ConditionError(
+            f"the rounding of the gradient, {rounding:g}, exceeds {_AMP_MOST / _ROOM:g} lipschitz:"
+            " use a smaller n_max, or a larger reg"
+        )
+    return tolerance
+
+
+_ROUNDING = 1e-14  # relative, of a count before it is rounded up
+
+
+def agd_certified_steps(
+    strong_convexity: float, smoothness: float, distance: float, grad_tol: float
+) -> int:
+    """Returns T after which accelerated gradient descent has a gradient norm <= g, whatever the data.
+
+    F(y_T) - min F <= (mu + beta) R0^2 / 2 exp(-(T - 1) sqrt(mu / beta)) and |grad F|^2 <= 2 beta (F - min F), so that
+    T = 1 + ceil(sqrt(beta / mu) log(beta (mu + beta) R0^2 / g^2)) steps suffice.
+
+    Args:
+        strong_convexity: mu > 0.
+        smoothness: beta >= mu.
+        distance: R0 > 0, bound on the distance of the start to the minimizer.
+        grad_tol: g > 0.
+
+    Raises:
+        ValueError: an argument is out of range.
+        ConditionError: beta < mu.
+
+    Guarantee: in exact arithmetic and without a constraint.
+
+    Source: docs/proofs/output.md#solvers-that-cannot-fail
+
+    Example:
+        >>> agd_certified_steps(strong_convexity=0.01, smoothness=1.0, distance=3.0, grad_tol=1e-8)
+        392
+    """
+    mu = check.positive(strong_convexity=strong_convexity)
+    beta = check.positive(smoothness=smoothness)
+    distance = check.positive(distance=distance)
+    grad_tol = check.positive(grad_tol=grad_tol)
+    if beta < mu:
+        raise ConditionError(f"smoothness must be >= strong_convexity = {mu:g} (got {beta:g})")
+    log_ratio = (
+        math.log(beta) + math.log(mu + beta) + 2 * (math.log(distance) - math.log(grad_tol))
+    )
+    return 1 + _count(math.sqrt(beta / mu) * log_ratio, "grad_tol") if log_ratio > 0 else 1
+
+
+def _count(steps: float, name: str) -> int:
+    if not steps * (1 + _ROUNDING) < 2.0**63:
+        raise InfeasibleError(f"{name} would take {steps:g} steps: use a larger {name}")
+    return max(1, math.ceil(steps * (1 + _ROUNDING)))
+
+
+def needed_eigenvalue(size: int, std: float) -> float:
+    """Returns what the least eigenvalue of a noisy Hessian must exceed for intervals: a number that a plan knows.
+
+    Args:
+        size: number of coefficients, the intercept among them.
+        std: >= 0, of the noise on the diagonal: `ObjectivePlan.hessian_scale`, `AdaSSPPlan.constants.std_xtx_diag`.
+
+    Source:
+        docs/proofs/inference.md#the-limit
+
+    Example:
+        >>> needed_eigenvalue(4, 7.0)
+        42.0
+    """
+    return _CLEAR * check.nonnegative(std=std) * math.sqrt(check.positive_count(size=size))
+
+
+__all__ = ["Certificate", "Solution", "gradient_certificate", "solve"]
+
 _NEWTON_DIM = 1000  # a Hessian costs about d/4 gradients
 _LIKE = 4  # every 4th record is enough for a Hessian, which is near that of all
 _THIN, _THIN_ROWS, _THIN_STEPS = (
@@ -95,16 +389,14 @@ def solve(
     *,
     radius: float = math.inf,
     start: Tensor | None = None,
-    solver: str = "auto",
 ) -> Solution:
     """A point within `tolerance` of the minimizer of the objective (on the ball of `radius`), certified in float64.
 
     Args:
-        objective: strongly convex.
+        objective: strongly convex and smooth.
         tolerance: r > 0, public distance ||w - w*||; must lie above the rounding of float64 by public constants.
-        radius: of the ball around 0 that is the feasible set, or inf; needs a smooth objective.
+        radius: of the ball around 0 that is the feasible set, or inf.
         start: w_0, float64, or None for 0.
-        solver: what runs first: "auto", "newton", "lbfgs", "agd", "katyusha" or "subgradient". Never trusted.
 
     Returns:
         The point and its certificate.
@@ -116,7 +408,7 @@ def solve(
             rounding of float64. This depends on the data and is outside of any guarantee.
 
     Guarantee:
-        ||w - w*|| <= tolerance, whatever the solver and its seed did.
+        ||w - w*|| <= tolerance, whatever the fast solver did.
 
     Source:
         docs/proofs/output.md#certified-points, docs/proofs/output.md#solvers-that-cannot-fail
@@ -124,15 +416,19 @@ def solve(
     Example:
         >>> from torch_dpsco.losses import Logistic
         >>> from torch_dpsco.estimators.objectives import LinearObjective
-        >>> F = LinearObjective(Logistic(), torch.eye(2), torch.ones(2), reg=0.1, normalizer=2)
+        >>> from torch_dpsco.estimators.records import Records
+        >>> F = LinearObjective(Logistic(), Records(torch.eye(2), torch.ones(2)), reg=0.1, normalizer=2)
         >>> solve(F, 1e-9)
         Solution()
     """
     distance = positive(tolerance=tolerance)
     radius = positive(allow_inf=True, radius=radius)
-    first = choice(SOLVERS, solver=solver)
     if not objective.strong_convexity > 0:
         raise ConditionError("strong_convexity must be > 0: regularize every coordinate")
+    if objective.smoothness is None:
+        raise ConditionError(
+            f"{type(objective).__name__} must be smooth to be solved: give it a public smoothing"
+        )
     point = (
         torch.zeros(objective.dim, dtype=torch.float64, device=objective.device)
         if start is None
@@ -142,48 +438,21 @@ def solve(
     # a loop that diverged is no start: its point would fail its certificate, and the solver begin again from 0
     point = torch.where(torch.isfinite(point).all(), point, 0.0)
     with torch.no_grad():
-        if isinstance(objective, LinearObjective) and BoxDual.of(objective.loss) is not None:
-            if math.isfinite(radius):
-                raise ConditionError(
-                    "a ball needs a smooth objective; take SmoothedHinge or Huber"
-                )
-            found, certificate = continuation(objective, point, distance)
-            if not certificate.proves(distance):
-                found, certificate = dual_ascent(objective, distance)
-        elif objective.smoothness is None:
-            raise ConditionError(
-                f"{type(objective).__name__} must be smooth to be solved: give it a public"
-                " smoothing"
+        fast = _fast(objective, point, distance)
+        fast = fast if bool(torch.isfinite(fast).all()) else point
+        found, certificate = projected_certificate(objective, fast, radius)
+        if not certificate.proves(distance):
+            # PRIVACY: a solver that fails must not raise, which would show that it failed
+            # (test_the_fallback_certifies_when_the_fast_solver_is_broken)
+            found, certificate = certified_descent(
+                objective, torch.zeros_like(point), distance, radius
             )
-        else:
-            fast = _fast(objective, point, distance, first)
-            fast = fast if bool(torch.isfinite(fast).all()) else point
-            found, certificate = projected_certificate(objective, fast, radius)
-            if not certificate.proves(distance):
-                # PRIVACY: a solver that fails must not raise, which would show that it failed
-                # (test_the_fallback_certifies_when_the_fast_solver_is_broken)
-                found, certificate = certified_descent(
-                    objective, torch.zeros_like(point), distance, radius
-                )
     return Solution(found, certificate)
 
 
-def _fast(objective: Objective, start: Tensor, distance: float, solver: str) -> Tensor:
+def _fast(objective: Objective, start: Tensor, distance: float) -> Tensor:
     """The point of an untrusted unconstrained solver."""
-    # PRIVACY: whether there is a record to draw is private (test_every_solver_takes_an_empty_data_set)
-    if isinstance(objective, LinearObjective) and objective.records.count:
-        # PRIVACY: the state of torch's own generator would tell how many draws were made
-        # (test_a_solver_leaves_the_global_generator_where_it_was)
-        draws = torch.Generator().manual_seed(0)
-        if solver == "katyusha":
-            start = katyusha(objective, start, distance, generator=draws)
-        elif solver == "subgradient":
-            start = stochastic_subgradient(
-                objective, start, 2 * objective.records.count, generator=draws
-            )
-    if solver == "agd":
-        return start
-    if solver == "lbfgs" or (solver != "newton" and objective.dim > _NEWTON_DIM):
+    if objective.dim > _NEWTON_DIM:
         return lbfgs(objective, start, distance)
     if isinstance(objective, LinearObjective) and objective.records.count >= _THIN * _THIN_ROWS:
         # the first steps need not see every record: a Hessian of a sixteenth of them costs a sixteenth
@@ -219,7 +488,8 @@ def accelerated_steps(
     Example:
         >>> from torch_dpsco.losses import Squared
         >>> from torch_dpsco.estimators.objectives import LinearObjective
-        >>> F = LinearObjective(Squared(), torch.ones(1, 1), torch.ones(1), reg=1.0, normalizer=1)
+        >>> from torch_dpsco.estimators.records import Records
+        >>> F = LinearObjective(Squared(), Records(torch.ones(1, 1), torch.ones(1)), reg=1.0, normalizer=1)
         >>> round(accelerated_steps(F, torch.zeros(1, dtype=torch.float64), 9).item(), 9)
         0.5
     """
@@ -292,110 +562,6 @@ def _refusal() -> NotCertifiedError:
     return NotCertifiedError(
         "no certificate: the promised constants are violated, or float64 is too coarse"
     )
-
-
-def katyusha(
-    objective: LinearObjective,
-    start: Tensor,
-    distance: float,
-    epochs: int = 50,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Epochs of 2n steps on F = (1/n) sum_i g_i + (mu/2)||w||^2 until C1 proves the distance, or they are over.
-
-    Args:
-        objective: a smooth `LinearObjective` with reg > 0 and at least one record.
-        start: w_0, float64.
-        distance: target of the certificate.
-        epochs: at most.
-        generator: of the solver, CPU; None for torch's default.
-
-    Returns:
-        The last full-gradient point. It promises nothing: certify it.
-
-    Raises:
-        ConditionError: if the objective is not a smooth, strongly convex sum.
-
-    Source:
-        docs/proofs/output.md#steps-of-katyusha (algorithm 3 of the paper)
-    """
-    records = objective.records
-    mu = objective.strong_convexity
-    bends = RowBounds(objective.loss, records).bend
-    if bends is None or not mu > 0 or records.count == 0:
-        raise ConditionError(
-            "katyusha needs a smooth, strongly convex sum over at least one record"
-        )
-    share = records.count / objective.normalizer
-    rows = float((bends * records.weights * records.norms**2).max()) * share
-    beta = max(rows, mu) * (1 + 1e-9) + mu  # of one term, with the regularizer
-    parameters = katyusha_parameters(records.count, beta, mu)
-    snapshot = ahead = behind = start
-    for _ in range(epochs):
-        iterate = Iterate.at(objective, snapshot)
-        if certified(objective, iterate, distance):
-            break
-        full = iterate.gradient - mu * snapshot
-        draws = torch.randint(records.count, (parameters.m,), generator=generator).tolist()
-        total = torch.zeros_like(start)
-        weight = 0.0
-        growth = 1 + parameters.gamma * mu
-        for draw in draws:
-            query = parameters.tau1 * ahead + parameters.tau2 * snapshot
-            query = query + (1 - parameters.tau1 - parameters.tau2) * behind
-            change = objective.row_gradient(draw, query) - objective.row_gradient(draw, snapshot)
-            slope = full + share * change
-            ahead = (ahead - parameters.gamma * slope) / growth
-            behind = (3 * beta * query - slope) / (3 * beta + mu)
-            total = total / growth + behind
-            weight = weight / growth + 1
-        snapshot = total / weight
-    return snapshot
-
-
-def stochastic_subgradient(
-    objective: LinearObjective,
-    start: Tensor,
-    steps: int,
-    radius: float = math.inf,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """w_t = Pi[w_(t-1) - eta_t g_i(w_(t-1))], eta_t = 2/(mu (t + 1)); returns sum_t 2t/(T (T + 1)) w_(t-1).
-
-    Args:
-        objective: reg > 0, at least one record; smooth or not.
-        start: w_0, float64.
-        steps: T >= 1, fixed in advance.
-        radius: R of the ball, or inf.
-        generator: of the solver, CPU; None for torch's default.
-
-    Returns:
-        The average, with E F - min F <= 2 L^2/(mu (T + 1)). It promises nothing: certify it.
-
-    Raises:
-        ConditionError: if the objective is not strongly convex, or has no records.
-
-    Source:
-        docs/proofs/output.md#steps-of-the-subgradient-method (algorithm 2 of the paper)
-    """
-    mu = objective.strong_convexity
-    count = objective.records.count
-    if not mu > 0 or count == 0:
-        raise ConditionError(
-            "stochastic subgradient steps need a strongly convex sum over at least one record"
-        )
-    share = count / objective.normalizer
-    point = project(start, radius)
-    average = torch.zeros_like(start)
-    for step, draw in enumerate(
-        torch.randint(count, (steps,), generator=generator).tolist(), start=1
-    ):
-        average = average + 2 * step / (steps * (steps + 1)) * point
-        slope = share * objective.row_gradient(draw, point) + mu * point
-        if objective.linear_term is not None:
-            slope = slope + objective.linear_term
-        point = project(point - 2 / (mu * (step + 1)) * slope, radius)
-    return average
 
 
 _SLACK = 1e-13
@@ -478,7 +644,8 @@ def newton(
     Example:
         >>> from torch_dpsco.losses import Squared
         >>> from torch_dpsco.estimators.objectives import LinearObjective
-        >>> F = LinearObjective(Squared(), torch.ones(1, 1), torch.ones(1), reg=1.0, normalizer=1)
+        >>> from torch_dpsco.estimators.records import Records
+        >>> F = LinearObjective(Squared(), Records(torch.ones(1, 1), torch.ones(1)), reg=1.0, normalizer=1)
         >>> round(newton(F, torch.zeros(1, dtype=torch.float64), 1e-9).item(), 9)
         0.5
     """
@@ -535,7 +702,8 @@ def lbfgs(objective: Objective, start: Tensor, distance: float, steps: int = 200
         >>> import torch
         >>> from torch_dpsco.losses import Logistic
         >>> from torch_dpsco.estimators.objectives import LinearObjective
-        >>> F = LinearObjective(Logistic(), torch.eye(3), torch.ones(3), reg=0.1, normalizer=3)
+        >>> from torch_dpsco.estimators.records import Records
+        >>> F = LinearObjective(Logistic(), Records(torch.eye(3), torch.ones(3)), reg=0.1, normalizer=3)
         >>> point = lbfgs(F, torch.zeros(3, dtype=torch.float64), 1e-9)
         >>> bool(F.value_and_gradient(point)[1].norm() < 1e-10)
         True
@@ -586,184 +754,3 @@ def _inverse_times(
     for (move, turn), share in zip(pairs, reversed(shares), strict=True):
         vector += (share - (turn @ vector) / (move @ turn)) * move
     return vector
-
-
-_SHRINK = 0.1  # of the width, at first
-_LEAST_SHRINK = 0.95
-_ROUNDS = 40
-_LARGEST = 2**22  # entries of the rows at the kinks, for their pseudo-inverse
-_DENSE = 2000  # coordinates up to which a Hessian is formed
-
-
-class SmoothedBox(Objective):
-    """The objective with max over a of (a z - h a^2/2) in place of the loss. A step to the solution, not certified.
-
-    Args:
-        objective: with a `BoxDual` loss.
-        width: h > 0.
-    """
-
-    def __init__(self, objective: LinearObjective, width: float) -> None:
-        self.base = objective
-        self.box = box_of(objective)
-        self.width = width
-        self.dim = objective.dim
-        self.device = objective.device
-        self.strong_convexity = objective.strong_convexity
-        self.smoothness = None
-
-    def dual(self, point: Tensor) -> Tensor:
-        """The maximizing a of every record, shape (n,)."""
-        records = self.base.records
-        return self._slopes(self.box.residuals(records.scores(point), records.targets))
-
-    def value_and_gradient(self, point: Tensor) -> tuple[float, Tensor]:
-        """Smoothed value and its gradient."""
-        records = self.base.records
-        box = self.box
-
-        def terms(scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-            targets = records.targets[rows]
-            weights = records.weights[rows]
-            residuals = box.residuals(scores, targets)
-            slopes = self._slopes(residuals)
-            losses = slopes * (residuals - self.width / 2 * slopes)
-            return weights * losses, -weights * slopes * box.signs(targets)
-
-        return self.base.completed(*records.fold(point, terms), point)
-
-    def hessian(self, point: Tensor) -> Tensor:
-        """Curvature 1/h of the records between the two corners."""
-        base = self.base
-        records = self.base.records
-        residuals = self.box.residuals(records.scores(point), records.targets) / self.width
-        inside = (residuals > self.box.low) & (residuals < self.box.high)
-        curvature = records.weights * inside * self.box.signs(records.targets) ** 2 / self.width
-        total = records.gram(curvature) / base.normalizer
-        total.diagonal().add_(base.reg)
-        return total
-
-    def gradient_error(self, point: Tensor) -> float:
-        """0: no certificate is built on this objective."""
-        return 0.0
-
-    def _slopes(self, residuals: Tensor) -> Tensor:
-        return (residuals / self.width).clamp(self.box.low, self.box.high)
-
-
-def continuation(
-    objective: LinearObjective, start: Tensor, distance: float
-) -> tuple[Tensor, Certificate]:
-    """Smoothed problems of shrinking width, from h = 1 on, until C3 proves the distance or the rounds are over.
-
-    Args:
-        objective: hinge, pinball or absolute loss, reg > 0.
-        start: w_0, float64.
-        distance: r > 0.
-
-    Returns:
-        (point, its certificate): the best found; it may miss the distance.
-
-    Source:
-        docs/proofs/output.md#a-duality-gap-certifies
-    """
-    step = newton if objective.dim <= _DENSE else lbfgs
-    best = start
-    proof = Certificate(math.inf)
-    settled = start
-    width = 1.0
-    shrink = _SHRINK
-    for _ in range(_ROUNDS):
-        smooth = SmoothedBox(objective, width)
-        point = step(smooth, settled, distance / 8)
-        dual = smooth.dual(point)
-        for primal, variables in ((point, dual), onto_kinks(objective, dual)):
-            certificate = gap_certificate(objective, primal, variables)
-            if certificate.distance < proof.distance:
-                best = primal
-                proof = certificate
-        if proof.proves(distance) or shrink > _LEAST_SHRINK:
-            break
-        if certified(smooth, Iterate.at(smooth, point), distance / 4):
-            settled = point
-            width = width * shrink
-        else:  # too far in one leap: the set of records at the kink changed too much
-            width = width / math.sqrt(shrink)
-            shrink = math.sqrt(shrink)
-    return best, proof
-
-
-def onto_kinks(objective: LinearObjective, dual: Tensor) -> tuple[Tensor, Tensor]:
-    """Moves the free dual variables so that v(a) lies on the kinks of their records, as at the solution.
-
-    For free records A = (sign_i x_i) and residuals r: the least d with A d = r, and the least change of a with
-    v(a + change) = v(a) + d. Twice, since the second removes the rounding of the first. Where the free set is wrong the
-    pair is merely worse: its certificate says so.
-
-    Returns:
-        (v(a), a).
-    """
-    box = box_of(objective)
-    records = objective.records
-    free = ((dual > box.low) & (dual < box.high) & (records.weights > 0)).nonzero().squeeze(1)
-    point = primal_point(objective, dual)
-    if not 0 < len(free) * objective.dim <= _LARGEST:
-        return point, dual
-    targets = records.targets[free]
-    rows = records.select(free) * box.signs(targets).unsqueeze(1)
-    inverse = torch.linalg.pinv(rows)
-    scale = objective.strong_convexity * objective.normalizer / records.weights[free]
-    for _ in range(2):
-        move = inverse @ (box.offsets(targets) - rows @ point)
-        dual = dual.index_add(0, free, scale * (inverse.T @ move)).clamp(box.low, box.high)
-        point = primal_point(objective, dual)
-    return point, dual
-
-
-def dual_ascent(objective: LinearObjective, distance: float) -> tuple[Tensor, Certificate]:
-    """Accelerated projected ascent on the box of dual variables, from its center, with the primal average.
-
-    With theta_t = 2/(t + 2): y = (1 - theta) a + theta b; b <- clip(b + grad D(y)/(theta L_D)); a <- (1 - theta) a +
-    theta b; wbar <- (1 - theta) wbar + theta v(y). Then P(wbar) - D(a) <= 5 L_D sum_i (side/2)^2/(T (T + 1)) after T
-    steps, since P is the maximum over the box of the linearizations of D.
-
-    Returns:
-        (wbar, certificate) with certificate.distance <= distance, after O(B/(reg r)) steps at the latest.
-
-    Raises:
-        NotCertifiedError: if float64 is too coarse for `distance`: outside of any guarantee.
-
-    Source:
-        docs/proofs/output.md#solvers-that-cannot-fail
-    """
-    box = box_of(objective)
-    records = objective.records
-    mu = objective.strong_convexity
-    signs = box.signs(records.targets)
-    scale = records.weights / objective.normalizer
-    steepness = float(records.total((scale * signs * records.norms) ** 2)) / mu * (1 + 1e-9)
-    half = (box.high - box.low) / 2
-    if distance_of_gap(gap_error(objective, 0.0), mu) > distance:
-        raise NotCertifiedError(
-            "no certificate: float64 is too coarse for the distance asked for"
-        )
-    used = float((records.weights > 0).sum())
-    worst = math.ceil(math.sqrt(4 * steepness * used * half * half / mu) / distance) + 2
-    dual = shifted = torch.full_like(records.norms, (box.low + box.high) / 2)
-    average = primal_point(objective, dual)
-    check = 8
-    for step in range(4 * worst + 2):
-        theta = 2 / (step + 2)
-        query = (1 - theta) * dual + theta * shifted
-        point = primal_point(objective, query)
-        residuals = box.residuals(records.scores(point), records.targets)
-        if steepness > 0:
-            shifted = (shifted + scale * residuals / (theta * steepness)).clamp(box.low, box.high)
-        dual = (1 - theta) * dual + theta * shifted
-        average = (1 - theta) * average + theta * point
-        if step >= check or step == 0:
-            check = max(check, step + step // 8)
-            certificate = gap_certificate(objective, average, dual)
-            if certificate.proves(distance):
-                return average, certificate
-    raise NotCertifiedError("no certificate: float64 is too coarse for the distance asked for")

@@ -33,12 +33,17 @@ from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import BaseEvent
 from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT, Adjacency, RDPCurve, Sequential
 from torch_dpsco.errors import ConditionError, UnitError
-from torch_dpsco.estimators.certificates import gradient_rounding
-from torch_dpsco.estimators.objectives import LinearObjective, SoftmaxObjective
+from torch_dpsco.estimators.objectives import (
+    Adversarial,
+    LinearObjective,
+    SoftmaxObjective,
+    Tilted,
+    margin_loss,
+)
 from torch_dpsco.estimators.output_numbers import minimizer_radius
 from torch_dpsco.estimators.preparation import Preparation, PrivatePreparation, Units, level_left
 from torch_dpsco.estimators.records import Objective, RawPart, Records, Stored
-from torch_dpsco.estimators.robust import Adversarial, Tilted, margin_loss
+from torch_dpsco.estimators.solvers import gradient_rounding
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.losses.classification import SoftmaxCrossEntropy
 from torch_dpsco.losses.clipped import ResidualClipped
@@ -324,7 +329,7 @@ class LinearTask:
         most: int,
         linear: float = 0.0,
     ) -> float:
-        """What rounding may do to a gradient of the sum of so many records, see `estimators.certificates`."""
+        """What rounding may do to a gradient of the sum of so many records, see `estimators.solvers`."""
         return gradient_rounding(
             most,
             dim,
@@ -361,13 +366,11 @@ class LinearPlan(Plan):
         task: what was planned for: budget, adjacency and the regularizer that was chosen included.
         search: that the fit was the best trial of, None for a fit by itself.
         reason: why this mechanism was chosen, in words; "" where it was asked for.
-        shown: when intervals can be shown after they were paid for, in words; "" where they are not.
     """
 
     task: LinearTask
     search: Search | None = None
     reason: str = field(default="", compare=False, repr=False)
-    shown: str = field(default="", compare=False, repr=False)
     budget: Budget | None = field(init=False, repr=False)
     adjacency: Adjacency = field(init=False, repr=False)
 
@@ -492,14 +495,12 @@ class LinearPlan(Plan):
             most = f"there are at most n_max={task.n_max} of them"
         if self.reason:
             yield "chosen", self.reason
-        if self.shown:
-            yield "shown", self.shown
         yield "assumed", f"all settings were chosen without a look at the records; {most}"
 
 
 _PART = 2**16  # rows
 _DISTANCE = 15.0  # |w| times the norm of rows: scores of about 15 / sqrt(d)
-_KINK = 1e-3  # public smoothing of the norm of an adversarial objective
+KINK = 1e-3  # public smoothing, of a loss with a kink and of the norm of an adversarial objective
 
 
 def make_records(
@@ -625,12 +626,11 @@ def build_objective(
             reg=reg,
             normalizer=1.0,
             attack_norm=task.attack_norm,
-            smoothing=_KINK,
+            smoothing=KINK,
         )
     if task.num_scores > 1:
         return SoftmaxObjective(
             records,
-            num_classes=task.num_scores,
             reg=reg,
             normalizer=1.0,
             linear_term=linear_term,

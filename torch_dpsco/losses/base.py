@@ -304,9 +304,8 @@ class TableLoss(Loss):
         """Residual or margin from which on the loss is about straight: for guesses of steps, which promise nothing."""
         return 1.0
 
-    @property
-    def dual_box(self) -> tuple[float, float] | None:
-        """The interval of a, if the loss is the maximum of a z: of z = 1 - y s for signs, z = y - s for numbers."""
+    def smoothed(self, width: float) -> TableLoss | None:
+        """A smooth loss, at most `width` below this one, with no larger slopes; None where none is known."""
         return None
 
     def loss_range(self, reach: float) -> float:

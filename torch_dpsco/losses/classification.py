@@ -70,9 +70,8 @@ class Hinge(MarginLoss):
     def __post_init__(self) -> None:
         object.__setattr__(self, "power", between(1.0, 2.0, power=self.power))
 
-    @property
-    def dual_box(self) -> tuple[float, float] | None:
-        return (0.0, 1.0) if self.power == 1 else None
+    def smoothed(self, width: float) -> TableLoss | None:
+        return SmoothedHinge(width) if self.power == 1 else None
 
     def curve(self, margin: Tensor) -> Tensor:
         return (1 - margin).clamp(min=0) ** self.power

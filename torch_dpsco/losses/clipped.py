@@ -228,10 +228,6 @@ class ResidualClipped:
         """The loss whose gradients are clipped."""
         return self.loss
 
-    @property
-    def dual_box(self) -> None:
-        """No clipped loss is a maximum of slopes in an interval."""
-
     def limits(self, norms: Tensor) -> Tensor:
         """The largest |phi'| of records with these feature norms, shape (B,); inf at norm 0, which is not clipped."""
         # PRIVACY: rounded down, so that limit * ||x|| never exceeds C (test_clipped_gradients_never_exceed_the_clip)

@@ -99,10 +99,6 @@ class Absolute(ResidualLoss):
         1.0
     """
 
-    @property
-    def dual_box(self) -> tuple[float, float]:
-        return -1.0, 1.0
-
     def curve(self, residual: Tensor) -> Tensor:
         return residual.abs()
 
@@ -250,9 +246,8 @@ class Pinball(ResidualLoss):
     def __post_init__(self) -> None:
         object.__setattr__(self, "quantile", open_interval(0.0, 1.0, quantile=self.quantile))
 
-    @property
-    def dual_box(self) -> tuple[float, float]:
-        return self.quantile - 1, self.quantile
+    def smoothed(self, width: float) -> SmoothedPinball:
+        return SmoothedPinball(self.quantile, width)
 
     def curve(self, residual: Tensor) -> Tensor:
         return torch.maximum(self.quantile * residual, (self.quantile - 1) * residual)

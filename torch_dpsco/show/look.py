@@ -11,14 +11,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_dpsco.estimators import frames
-from torch_dpsco.estimators.columns import ROW, Number, Ordered, key, number, unit_id
+from torch_dpsco.estimators.frames import Column, column
+from torch_dpsco.estimators.schema import ROW, Number, Ordered, key, numbers, unit_id
 
 if TYPE_CHECKING:
     from torch_dpsco.estimators.schema import Schema, Table
@@ -76,18 +77,16 @@ class Check:
 def look(
     schema: Schema,
     table: Table,
-    columns: Mapping[str, Any],
+    columns: Mapping[str, Column],
     others: Mapping[str, Any],
-    broken: Mapping[str, float],
 ) -> Check:
     """Returns what looks wrong; see `Schema.check`.
 
     Args:
         schema: of the table.
         table: as it was read.
-        columns: each column of the schema, as it is.
-        others: each column outside of the schema.
-        broken: share of cells with line breaks, of columns that have some, in the schema or not.
+        columns: each column of the schema.
+        others: each column outside of the schema, as it is; what is no column is left out.
     """
     found = [*_labels(schema, columns[schema.target])]
     for name, kind in schema.columns.items():
@@ -96,23 +95,31 @@ def look(
             if isinstance(kind, Number)
             else _levels(name, kind, columns[name])
         )
-    units = [] if schema.ids is None else frames.values(columns[schema.ids])
+    beside = {name: values for name in others for values in _readable(name, others[name])}
+    units = [] if schema.ids is None else list(columns[schema.ids])
     if schema.ids is not None:
         found += _ids(schema, units)
     if len(set(map(unit_id, units))) == len(units):  # none, or one for each row
-        for name, column in others.items():
-            found += _other_ids(schema, name, frames.values(column))
+        for name, values in beside.items():
+            found += _other_ids(schema, name, list(values))
     found += _rows(table)
-    for name, share in broken.items():
-        seen = f"{share:.1%} of cells have line breaks"
-        found.append(
-            Finding(
-                name,
-                seen,
-                "See whether they are notes of several lines, or a quote swallows rows there",
-            )
-        )
+    for name, values in {**columns, **beside}.items():
+        found += _line_breaks(name, values)
     return Check(tuple(found))
+
+
+def _readable(name: str, given: Any) -> Iterator[Column]:
+    """Yields a column, or nothing for what is none."""
+    with suppress(ValueError):
+        yield column(name, given)
+
+
+def _line_breaks(name: str, values: Column) -> Iterator[Finding]:
+    broken = sum(isinstance(one, str) and ("\n" in one or "\r" in one) for one in values)
+    if broken:
+        seen = f"{broken / len(values):.1%} of cells have line breaks"
+        advice = "See whether they are notes of several lines, or a quote swallows rows there"
+        yield Finding(name, seen, advice)
 
 
 def _labels(schema: Schema, column: Any) -> Iterator[Finding]:
@@ -146,7 +153,7 @@ def _levels(name: str, kind: Any, column: Any) -> Iterator[Finding]:
 
 def _counted(column: Any) -> Counter[Any]:
     """Returns how often each key occurs."""
-    values = frames.values(column)
+    values = column.tolist() if isinstance(column, np.ndarray) else column
     seen = Counter[Any]()
     try:
         different = Counter(values)
@@ -180,19 +187,14 @@ def _unknown(
 
 
 def _numbers(name: str, kind: Number, column: Any) -> Iterator[Finding]:
-    found = frames.array(column)
-    values = frames.values(column) if found is None else []  # numbers, or text of them
-    array = (
-        np.array([number(value) for value in values])
-        if found is None
-        else found.astype(np.float64)
-    )
+    values = [] if isinstance(column, np.ndarray) else column  # numbers, or text of them
+    array = numbers(column)
     known = array[np.isfinite(array)]
     lost = len(array) - len(known)
     rows = max(len(array), 1)
     text = sum(
-        isinstance(one, str) and one.strip() != "" and not np.isfinite(number(one))
-        for one in values
+        isinstance(one, str) and one.strip() != "" and np.isnan(value)
+        for one, value in zip(values, array, strict=False)
     )
     if kind.missing and not text and len(known):
         lost = 0  # what is missing is a feature

@@ -7,7 +7,7 @@
 """
 
 from torch_dpsco.acts import register
-from torch_dpsco.estimators.certificates import needed_eigenvalue
+from torch_dpsco.estimators.solvers import needed_eigenvalue
 from torch_dpsco.statistics.debiased import Debiased, debias, least_squares
 from torch_dpsco.statistics.summary import Summary, p_value, reach, summarize
 

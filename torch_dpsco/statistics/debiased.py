@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators.certificates import needed_eigenvalue
+from torch_dpsco.estimators.solvers import needed_eigenvalue
 
 _MARGIN = 0.25  # standard errors of the least eigenvalue, below which intervals are more than seven times as wide
 

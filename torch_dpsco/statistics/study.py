@@ -37,11 +37,14 @@ from torch_dpsco.accounting.report import HELD, PrivacyReport, StudyRun
 from torch_dpsco.accounting.statement import Statement, make_statement
 from torch_dpsco.errors import ConditionError, UnitError
 from torch_dpsco.estimators.base import LinearModel, stand_in
-from torch_dpsco.estimators.classifiers import LogisticRegression, SoftmaxRegression
-from torch_dpsco.estimators.columns import ROW, Category
-from torch_dpsco.estimators.regressors import HuberRegressor, Ridge
+from torch_dpsco.estimators.models import (
+    HuberRegressor,
+    LogisticRegression,
+    Ridge,
+    SoftmaxRegression,
+)
 from torch_dpsco.estimators.released import Released
-from torch_dpsco.estimators.schema import Schema, Table
+from torch_dpsco.estimators.schema import ROW, Category, Schema, Table
 from torch_dpsco.show import card, plots
 from torch_dpsco.show.preview import Preview
 from torch_dpsco.statistics import Summary
@@ -82,7 +85,6 @@ class StudyPlan:
     def __str__(self) -> str:
         about = "about " if self.budget.adjacency == ADD_REMOVE else ""
         unit = self._unit
-        shown: list[str] = []
         if isinstance(self.model, PrivateSearch):
             how = (
                 f"the best of {self.model.trials:g} trials on average, among"
@@ -92,7 +94,6 @@ class StudyPlan:
             with parts():
                 plan = self.model.plan(len(self.schema.names), self.budget.unit)
             how = f"{type(self.model).__name__} by {plan.mechanism}"
-            shown = [f"    {plan.shown}"] if plan.shown else []
         lines = [
             (
                 f"Study of {self.schema.target!r}: {self.budget.target} ({in_words(self.budget.adjacency)}),"
@@ -100,7 +101,6 @@ class StudyPlan:
             ),
             f"  fit: {about}{self.n - self.held} of {self.n}, the whole budget",
             f"    {how}, {len(self.schema.names)} features",
-            *shown,
             f"  held out: {about}{self.held}, the whole budget",
             f"    {self.metric}: epsilon {self._shared.epsilon:g}",
         ]

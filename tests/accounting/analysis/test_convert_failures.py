@@ -10,19 +10,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.reference.papers.accounting import poisson_group_delta
-from torch_dpsco.accounting.analysis.convert import (
-    delta_before_failure,
-    delta_with_failure,
-    epsilon_with_failures,
-    mu_upper,
-)
+from tests.reference.papers.output import delta_with_failure
 from torch_dpsco.accounting.analysis.gaussian import (
     gaussian_delta,
     gaussian_epsilon,
-    gaussian_log_delta,
 )
 from torch_dpsco.accounting.analysis.pure import pure_delta
+from torch_dpsco.accounting.analysis.rdp import delta_before_failure, epsilon_with_failures
 
 KINDS = ["coupling", "transcript", "per_side"]
 probabilities = st.one_of(st.just(0.0), st.floats(-15.0, 0.0).map(lambda x: 10**x))
@@ -162,47 +156,6 @@ def test_failures_that_take_all_of_delta_leave_no_epsilon():
     )
 
 
-@pytest.mark.weekly
-@given(st.floats(0.01, 3.0), st.floats(-12.0, -2.0).map(lambda x: 10**x))
-@settings(max_examples=8)
-def test_mu_upper_is_above_every_point_of_the_curve(noise, delta_min):
-    grid = np.concatenate([[0.0], np.geomspace(1e-3, 400, 200)])
-
-    def curve(epsilon):
-        return max(
-            poisson_group_delta(1, 0.1, 0.3 + noise, epsilon, direction)
-            for direction in ("remove", "add")
-        )
-
-    deltas = np.minimum.accumulate([curve(float(epsilon)) for epsilon in grid])
-    mu = mu_upper(grid, deltas, delta_min)
-    between = (grid[1:] + grid[:-1]) / 2
-    for epsilon in np.concatenate([grid, between])[::3]:
-        delta = curve(float(epsilon))
-        if delta >= delta_min:
-            assert math.log(delta) <= gaussian_log_delta(float(epsilon), mu) * (1 - 1e-12)
-
-
-@pytest.mark.slow
-@given(st.floats(0.05, 3.0), st.floats(0.1, 5.0))
-def test_a_single_point_is_met_by_the_least_mu_that_reaches_it(mu, epsilon):
-    log_delta = gaussian_log_delta(epsilon, mu)
-    if log_delta < math.log(1e-9):
-        return
-    found = mu_upper([0.0, epsilon, 2 * epsilon], [math.exp(log_delta), 0.0, 0.0])
-    assert gaussian_log_delta(epsilon, found) >= math.log(math.exp(log_delta))
-    assert found == pytest.approx(mu, rel=1e-8)
-
-
-@pytest.mark.weekly
-def test_a_gaussian_curve_is_summarized_by_its_own_mu():
-    grid = np.linspace(0, 12, 12_001)
-    mu = mu_upper(grid, [gaussian_delta(0.7, float(epsilon)) for epsilon in grid])
-    assert 0.7 <= mu <= 0.7 * 1.002
-    assert mu_upper([0.0, 1.0], [1e-12, 0.0]) == 0.0
-    assert mu_upper([0.0, 1.0, 2.0], [1.0, 1e-3, 0.0]) == math.inf
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -216,12 +169,6 @@ def test_a_gaussian_curve_is_summarized_by_its_own_mu():
         (lambda: delta_before_failure(math.nan, 0.1, 1.0, "coupling"), "delta must be in"),
         (lambda: epsilon_with_failures(0.0, lambda d: 0.0), "delta must be in"),
         (lambda: epsilon_with_failures(0.1, lambda d: 0.0, transcript=2.0), "failure must be in"),
-        (lambda: mu_upper([0.0], [0.1]), "epsilons and deltas must be 1-d"),
-        (lambda: mu_upper([0.1, 1.0], [0.1, 0.0]), "epsilons must ascend from 0"),
-        (lambda: mu_upper([0.0, 0.0], [0.1, 0.0]), "epsilons must ascend from 0"),
-        (lambda: mu_upper([0.0, 1.0], [0.1, 0.2]), "deltas must be in"),
-        (lambda: mu_upper([0.0, 1.0], [0.1, 0.05]), "deltas must reach below delta_min"),
-        (lambda: mu_upper([0.0, 1.0], [0.1, 0.0], 0.0), "delta_min must be in"),
     ],
 )
 def test_arguments_out_of_range_are_named(call, message):

@@ -11,15 +11,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.reference.papers.output import gaussian_sigma_zhao, zhao_constant
 from torch_dpsco.accounting.analysis.gaussian import (
     gaussian_delta,
     gaussian_epsilon,
     gaussian_log_delta,
     gaussian_mu,
     gaussian_sigma,
-    gaussian_sigma_zhao,
     log_delta_curve,
-    zhao_constant,
 )
 from torch_dpsco.errors import ConditionError
 

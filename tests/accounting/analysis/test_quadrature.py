@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dpsco.accounting.analysis import quadrature as quad
+from torch_dpsco.accounting.analysis import rdp as quad
 
 EDGES = np.array([0.0, 0.25, 1.0])  # 32 nodes
 starts = st.one_of(

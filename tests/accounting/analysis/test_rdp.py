@@ -21,12 +21,14 @@ from tests.reference.papers.accounting import (
     rdp_poisson_replace_one_profile,
     rdp_wor_gaussian_wbk,
 )
-from torch_dpsco.accounting.analysis.rdp import (
+from tests.reference.papers.mixtures import (
     PoissonMixture,
-    default_orders,
-    rdp_epsilon,
     rdp_poisson_gaussian,
     rdp_poisson_gaussian_group,
+)
+from torch_dpsco.accounting.analysis.rdp import (
+    default_orders,
+    rdp_epsilon,
     rdp_poisson_gaussian_replace_one,
     rdp_wor_gaussian,
 )

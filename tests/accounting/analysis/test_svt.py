@@ -14,14 +14,14 @@ from scipy.stats import binom
 
 from tests.reference.papers.accounting import sequence_probability
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_mu
-from torch_dpsco.accounting.analysis.pure import pure_delta
-from torch_dpsco.accounting.analysis.svt import (
+from torch_dpsco.accounting.analysis.pure import (
     above_threshold_epsilon,
     above_threshold_scales,
     bad_pass_margin,
     bad_pass_probability,
     concentration_score_sensitivity,
     laplace_difference_tail,
+    pure_delta,
     svt_gaussian_delta,
     svt_gaussian_mu,
 )

@@ -12,9 +12,14 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import gammaincinv, log_ndtr
 
+from tests.reference.papers.mixtures import (
+    PoissonMixture,
+    rdp_epsilon_at_order,
+    sampled_divergence,
+)
 from torch_dpsco import _validate
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis import quadrature as quad
+from torch_dpsco.accounting.analysis import rdp as quad
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, log_delta_curve
 from torch_dpsco.accounting.analysis.pld_laws import (
     UNIT,
@@ -28,21 +33,22 @@ from torch_dpsco.accounting.analysis.pld_laws import (
 from torch_dpsco.accounting.analysis.pure import (
     _LEAST,
     _LEAST_EPSILON,
+    _log_cdf,
     _log_integral,
     _log_total,
+    _mean_over_laplace,
     _profile,
     pure_delta,
 )
-from torch_dpsco.accounting.analysis.quadrature import CHUNK, FloatArray, Orders, nodes
 from torch_dpsco.accounting.analysis.rdp import (
+    CHUNK,
     MAX_NOISE,
-    PoissonMixture,
+    FloatArray,
+    Orders,
     gaussian_divergence,
-    rdp_epsilon_at_order,
-    sampled_divergence,
+    nodes,
 )
 from torch_dpsco.accounting.analysis.shuffle import _composed, _shifts, _shuffle_window, _Window
-from torch_dpsco.accounting.analysis.svt import _log_cdf, _mean_over_laplace
 from torch_dpsco.errors import ConditionError
 
 _LEAST_NOISE = 1e-4  # times size^1.5, as in `mixtures`: below, noise counts as none

@@ -2,21 +2,181 @@
 
 from __future__ import annotations
 
+import math
+import sys
+
+import numpy as np
+
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
+from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, sensitivity_factor
 from torch_dpsco.accounting.analysis.objective import (
     _ROUNDING,
-    _folded,
+    Change,
     _log_sum,
-    amp_delta_general,
-    amp_sigma_general,
-    amp_sigma_monotone,
     least_noise,
+    log_chi_density,
+    log_concave_integral,
     log_det,
     log_normal_cdf,
     noise_level,
+    objpert_rdp,
+    profile,
     spare_epsilon,
 )
+from torch_dpsco.accounting.analysis.objective import amp_delta as _amp_delta
+from torch_dpsco.accounting.analysis.objective import amp_sigma as _amp_sigma
+from torch_dpsco.errors import InfeasibleError
+
+
+def of_one_sign(
+    reg: float, lipschitz: float, smoothness: float, adjacency: str = "add_remove"
+) -> Change:
+    """Returns what one record can do whose loss keeps its sign."""
+    replaced = sensitivity_factor(adjacency) == 2
+    return Change(log_det(reg, smoothness), lipschitz, replaced=replaced)
+
+
+def of_any_sign(reg: float, lipschitz: float, smoothness: float) -> Change:
+    """Returns what one record can do that is added or removed, whose loss has any sign."""
+    return Change(log_det(reg, smoothness), lipschitz, 1)
+
+
+def _folded(epsilon: float, determinant: float, level: float) -> float:
+    left = check.nonnegative(epsilon=epsilon) - determinant
+    if left >= level * level / 2:
+        return min(1.0, 2 * profile(left, level))
+    return min(1.0, max(0.0, 1 - 2 * math.exp(left + log_normal_cdf(-level)) + 1e-14))
+
+
+def objpert_delta_general(
+    epsilon: float, noise_std: float, log_det: float, diameter: float, subspace_dim: int
+) -> float:
+    """Returns E[(1 - e^(epsilon - c - s^2/2 - s chi_k))_+], s = D / sigma: any two neighboring data sets.
+
+    Args:
+        epsilon: >= 0.
+        noise_std: sigma > 0.
+        log_det: c >= 0, bound on the log ratio of the determinants of the two Hessians.
+        diameter: D > 0, bound on the change of the sum of gradients, at every theta of R^d.
+        subspace_dim: k >= 1, dimension of a subspace, fixed by the records, that holds this change.
+
+    Returns:
+        delta in [0, 1], rounded up: without noise on the answer.
+
+    Source: docs/proofs/objective.md#several-dimensions
+    """
+    level = noise_level(diameter, noise_std)
+    k = check.positive_count(subspace_dim=subspace_dim)
+    determinant = check.nonnegative(log_det=log_det)
+    if k == 1:
+        return _folded(epsilon, determinant, level)
+    left = check.nonnegative(epsilon=epsilon) - determinant - level * level / 2
+    low, reach = max(0.0, left / level), math.sqrt(k) + 39.0
+    if low >= reach:
+        return sys.float_info.min
+
+    def log_f(t: np.ndarray) -> np.ndarray:
+        with np.errstate(divide="ignore"):
+            tail = np.log(-np.expm1(np.minimum(left - level * t, 0.0)))
+        return tail + log_chi_density(t, k)
+
+    log_total = log_concave_integral(log_f, low, reach)
+    return min(1.0, math.exp(min(0.0, log_total)) + sys.float_info.min)
+
+
+def objpert_delta_monotone(
+    epsilon: float,
+    noise_std: float,
+    reg: float,
+    lipschitz: float,
+    smoothness: float,
+    adjacency: str = "add_remove",
+) -> float:
+    """Returns delta(epsilon - c, s), the Gaussian profile, and 1 for epsilon < c: without noise on the answer.
+
+    One record replaced: delta(epsilon - c, 2 s) + 2 delta(epsilon - c, s), at most 1.
+
+    Args:
+        epsilon: >= 0.
+        noise_std: sigma > 0, of b.
+        reg: lam > 0, in sum form.
+        lipschitz: L > 0, bound on the gradient of a loss at every theta of R^d.
+        smoothness: beta >= 0, bound on phi'' |x|^2 at every theta of R^d.
+        adjacency: "add_remove", "zero_out" or "replace_one".
+
+    Source: docs/proofs/objective.md#losses-of-one-sign
+    """
+    left = check.nonnegative(epsilon=epsilon) - log_det(reg, smoothness)
+    level = noise_level(lipschitz, noise_std)
+    replaced = sensitivity_factor(adjacency) == 2
+    if left < 0:
+        return 1.0
+    if not replaced:
+        return profile(left, level)
+    return min(1.0, profile(left, 2 * level) + 2 * profile(left, level))
+
+
+def amp_delta_monotone(
+    epsilon: float,
+    noise_std: float,
+    reg: float,
+    lipschitz: float,
+    smoothness: float,
+    mu_out: float,
+    adjacency: str = "add_remove",
+) -> float:
+    """Returns `amp_delta` of the package for a loss of one sign; mu_out = 0 stands for an exact minimizer."""
+    if check.nonnegative(mu_out=mu_out) == 0:
+        return objpert_delta_monotone(epsilon, noise_std, reg, lipschitz, smoothness, adjacency)
+    return _amp_delta(
+        epsilon, noise_std, of_one_sign(reg, lipschitz, smoothness, adjacency), mu_out
+    )
+
+
+def amp_delta_general(
+    epsilon: float,
+    noise_std: float,
+    log_det: float,
+    diameter: float,
+    subspace_dim: int,
+    mu_out: float,
+) -> float:
+    """Returns `amp_delta` of the package for any loss; mu_out = 0 stands for an exact minimizer."""
+    if check.nonnegative(mu_out=mu_out) == 0:
+        return objpert_delta_general(epsilon, noise_std, log_det, diameter, subspace_dim)
+    return _amp_delta(epsilon, noise_std, Change(log_det, diameter, subspace_dim), mu_out)
+
+
+def amp_sigma_monotone(
+    epsilon: float,
+    delta: float,
+    reg: float,
+    lipschitz: float,
+    smoothness: float,
+    mu_out: float,
+    adjacency: str = "add_remove",
+) -> float:
+    """Returns `amp_sigma` of the package for a loss of one sign."""
+    return _amp_sigma(epsilon, delta, of_one_sign(reg, lipschitz, smoothness, adjacency), mu_out)
+
+
+def objpert_rdp_dominating(
+    order: float,
+    noise_std: float,
+    reg: float,
+    lipschitz: float,
+    smoothness: float,
+    adjacency: str = "add_remove",
+) -> float:
+    """Returns `objpert_rdp` of the package for a loss of one sign."""
+    return objpert_rdp(order, noise_std, of_one_sign(reg, lipschitz, smoothness, adjacency))
+
+
+def rdp_of_any_sign(
+    order: float, noise_std: float, reg: float, lipschitz: float, smoothness: float
+) -> float:
+    """Returns c + s^2/2 + (t^2/2 + log(2 Phi(t))) / (a - 1), t = (a - 1) s."""
+    return objpert_rdp(order, noise_std, of_any_sign(reg, lipschitz, smoothness))
 
 
 def objpert_delta(
@@ -107,7 +267,15 @@ def objpert_sigma_general(
         >>> round(objpert_sigma_general(1.0, 1e-6, log_det=0.1, diameter=1.0, subspace_dim=2), 3)
         5.213
     """
-    return amp_sigma_general(epsilon, delta, log_det, diameter, subspace_dim, 0.0)
+    left = check.positive(epsilon=epsilon) - check.nonnegative(log_det=log_det)
+    if left <= 0:
+        raise InfeasibleError(f"epsilon must be > log_det = {log_det:g} (got {epsilon:g})")
+    return least_noise(
+        lambda sigma: objpert_delta_general(epsilon, sigma, log_det, diameter, subspace_dim),
+        delta,
+        diameter / gaussian_mu(left, delta),
+        "no noise is enough",
+    )
 
 
 def amp_delta(
@@ -197,4 +365,12 @@ def objpert_sigma_monotone(
         >>> round(objpert_sigma_monotone(1.0, 1e-6, reg=1.0, lipschitz=1.0, smoothness=0.25), 6)
         5.342058
     """
-    return amp_sigma_monotone(epsilon, delta, reg, lipschitz, smoothness, 0.0, adjacency)
+    left = spare_epsilon(epsilon, reg, smoothness)
+    return least_noise(
+        lambda sigma: objpert_delta_monotone(
+            epsilon, sigma, reg, lipschitz, smoothness, adjacency
+        ),
+        delta,
+        lipschitz / gaussian_mu(left, delta),
+        "no noise is enough",
+    )

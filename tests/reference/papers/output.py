@@ -30,22 +30,20 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco._margin import up
 from torch_dpsco._validate import positive
-from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta, zhao_constant
+from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta
+from torch_dpsco.accounting.analysis.rdp import _checked
 from torch_dpsco.accounting.analysis.rounding import DOUBLE, safe, scaled_up
 from torch_dpsco.algorithms.heavy_tailed_numbers import safe_exp
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators.certificates import _count, gap_certificate, primal_point, sum_terms
 from torch_dpsco.estimators.least_squares import (
     AdaSSPConstants,
     AdaSSPPlan,
     _bounds,
     _rounding,
 )
-from torch_dpsco.estimators.objectives import LinearObjective
-from torch_dpsco.estimators.output_numbers import _attack_length, erm_sensitivity, noise_norms
+from torch_dpsco.estimators.output_numbers import erm_sensitivity, noise_norms
+from torch_dpsco.estimators.solvers import _count, sum_terms
 from torch_dpsco.estimators.task import LinearTask
-from torch_dpsco.estimators.tilted_numbers import _spread
-from torch_dpsco.losses.classification import Hinge
 
 _MODES = ("tight", "paper")
 
@@ -121,7 +119,6 @@ def gap_rounding(
     norm: float,
     weight: float = 1.0,
     score_offset: float = 0.0,
-    sums: str = "blocks",
 ) -> float:
     """Returns e_gap, which bounds how far a computed duality gap is from the exact one.
 
@@ -134,19 +131,18 @@ def gap_rounding(
         norm: |w| >= 0, or a bound on it.
         weight: as in `gradient_rounding`.
         score_offset: as in `gradient_rounding`.
-        sums: how sums over records are formed, see `sum_terms`.
 
     Source: docs/proofs/output.md#rounding-of-a-gap
 
     Example:
-        >>> gap_rounding(10**5, 20, primal=1.0, dual=1.0, lipschitz=1.0, norm=5.0, sums="pairwise") < 1e-13
+        >>> gap_rounding(10**5, 20, primal=1.0, dual=1.0, lipschitz=1.0, norm=5.0) < 1e-11
         True
     """
     d, weight = check.positive_count(dim=dim), check.positive(weight=weight)
     reach = check.nonnegative(norm=norm) + check.nonnegative(score_offset=score_offset)
     values = abs(check.finite(primal=primal)) + abs(check.finite(dual=dual))
     values += 2 * weight * check.positive(lipschitz=lipschitz) * reach
-    return scaled_up(DOUBLE * (sum_terms(n, sums) + d + 16) * values, 16)
+    return scaled_up(DOUBLE * (sum_terms(n) + d + 16) * values, 16)
 
 
 def reg_convex_erm(
@@ -528,7 +524,7 @@ def hinge_dual_gap(X: Tensor, y: Tensor, dual: Tensor, reg: float) -> HingeGap:
         reg: lambda > 0.
 
     Returns:
-        The point, the gap and the distance, the last two increased by their rounding bounds.
+        The point, the gap and the distance.
 
     Source:
         docs/proofs/output.md#a-duality-gap-certifies
@@ -538,14 +534,12 @@ def hinge_dual_gap(X: Tensor, y: Tensor, dual: Tensor, reg: float) -> HingeGap:
         0.0
     """
     features = torch.as_tensor(X, dtype=torch.float64)
-    targets = torch.as_tensor(y, dtype=torch.float64, device=features.device)
-    variables = torch.as_tensor(dual, dtype=torch.float64, device=features.device).clamp(0.0, 1.0)
-    objective = LinearObjective(
-        Hinge(), features, targets, reg=positive(reg=reg), normalizer=len(features)
-    )
-    point = primal_point(objective, variables)
-    distance = gap_certificate(objective, point, variables).distance
-    return HingeGap(point, distance * distance * reg / 2, distance)
+    targets = torch.as_tensor(y, dtype=torch.float64)
+    variables = torch.as_tensor(dual, dtype=torch.float64).clamp(0.0, 1.0)
+    point = (variables * targets) @ features / (positive(reg=reg) * len(features))
+    margins = 1 - targets * (features @ point)
+    gap = float((margins.clamp(min=0.0) - variables * margins).mean())
+    return HingeGap(point, gap, math.sqrt(2 * gap / reg))
 
 
 def paper_ratio(n: int, dim: int, epsilon: float, delta: float) -> float:
@@ -717,16 +711,13 @@ def subgradient_steps(lipschitz: float, strong_convexity: float, accuracy: float
     )
 
 
-def tilted_smoothness(
-    tilt: float, lipschitz: float, smoothness: float, gradient_diameter: float | None = None
-) -> float:
+def tilted_smoothness(tilt: float, lipschitz: float, smoothness: float) -> float:
     """Returns beta + max(tau, 0) L^2, a smoothness of the tilted losses (D^2 / 4 for L^2 if it is smaller).
 
     Args:
         tilt: tau, finite.
         lipschitz: L > 0.
         smoothness: beta >= 0, of every loss.
-        gradient_diameter: D > 0; default 2 L.
 
     Source: docs/proofs/output.md#tilted-means (Lemma 5.3 of the paper).
 
@@ -735,7 +726,7 @@ def tilted_smoothness(
         41.0
     """
     tilt, beta = check.finite(tilt=tilt), check.nonnegative(smoothness=smoothness)
-    return scaled_up(beta + max(tilt, 0.0) * _spread(lipschitz, gradient_diameter), 6)
+    return scaled_up(beta + max(tilt, 0.0) * check.positive(lipschitz=lipschitz) ** 2, 6)
 
 
 class AdaSSPPaperConstants(NamedTuple):
@@ -808,3 +799,193 @@ def adassp_plan_of_the_paper(task: LinearTask) -> AdaSSPPlan:
     )
     more = _rounding(task, False)
     return AdaSSPPlan(task=task, constants=AdaSSPConstants(*(value * more for value in up_to)))
+
+
+def suboptimal_sensitivity(sensitivity: float, strong_convexity: float, accuracy: float) -> float:
+    """Returns Delta + 2 sqrt(2 alpha / mu), for points whose objective is within alpha of the minimum FOR CERTAIN.
+
+    The paper uses it for solvers that reach alpha in expectation, which is not private (see the errata): use
+    `certified_sensitivity` or `expected_suboptimal_sensitivity` for those.
+
+    Args:
+        sensitivity: Delta > 0, of exact minimizers.
+        strong_convexity: mu > 0.
+        accuracy: alpha > 0.
+
+    Source: docs/proofs/output.md#accuracy-in-expectation (Proposition 3.1 of the paper).
+
+    Example:
+        >>> round(suboptimal_sensitivity(sensitivity=0.02, strong_convexity=0.1, accuracy=1e-5), 9)
+        0.048284271
+    """
+    sensitivity = check.positive(sensitivity=sensitivity)
+    mu = check.positive(strong_convexity=strong_convexity)
+    return safe(
+        sensitivity + 2 * math.sqrt(2 * check.positive(accuracy=accuracy)) / math.sqrt(mu)
+    )
+
+
+def expected_suboptimal_sensitivity(
+    sensitivity: float, strong_convexity: float, expected_accuracy: float, failure: float
+) -> float:
+    """Returns Delta + 2 sqrt(2 alpha / (mu p)): E[F(w) - min F] <= alpha gives F(w) - min F <= alpha / p but for p.
+
+    Args:
+        sensitivity: Delta > 0, of exact minimizers.
+        strong_convexity: mu > 0.
+        expected_accuracy: alpha > 0, on every data set.
+        failure: p in (0, 1), of a failure on each side by itself: it adds (1 + e^epsilon) p to delta
+            (`delta_with_failure`, kind "per_side").
+
+    Guarantee: the sensitivity outside of the failure; a pure epsilon is not possible this way.
+
+    Source: docs/proofs/output.md#accuracy-in-expectation
+
+    Example:
+        >>> round(expected_suboptimal_sensitivity(0.02, 0.1, expected_accuracy=1e-5, failure=1e-7), 6)
+        89.462719
+    """
+    alpha = check.positive(expected_accuracy=expected_accuracy)
+    failure = check.open_interval(0.0, 1.0, failure=failure)
+    return safe(suboptimal_sensitivity(sensitivity, strong_convexity, safe(alpha / failure)))
+
+
+class KatyushaParameters(NamedTuple):
+    """Inner steps m of an epoch, weights tau1 and tau2 of the points that are mixed, and the step size gamma."""
+
+    m: int
+    tau1: float
+    tau2: float
+    gamma: float
+
+
+def katyusha_parameters(n: int, smoothness: float, strong_convexity: float) -> KatyushaParameters:
+    """Returns m = 2 n, tau1 = min(sqrt(m mu / (3 beta)), 1/2), tau2 = 1/2 and gamma = 1 / (3 tau1 beta).
+
+    Args:
+        n: records, >= 1.
+        smoothness: beta > 0, of each loss.
+        strong_convexity: mu > 0, of the regularizer.
+
+    Source: docs/proofs/output.md#steps-of-katyusha (the paper's tau1 misses the beta).
+
+    Example:
+        >>> katyusha_parameters(n=10, smoothness=5.0, strong_convexity=5.0).tau1
+        0.5
+    """
+    m = 2 * check.positive_count(n=n)
+    beta = check.positive(smoothness=smoothness)
+    mu = check.positive(strong_convexity=strong_convexity)
+    tau1 = min(math.sqrt(m * mu / (3 * beta)), 0.5)
+    return KatyushaParameters(m, tau1, 0.5, 1 / (3 * tau1 * beta))
+
+
+def _attack_length(attack_radius: float, norm: str, dim: int) -> float:
+    root = math.sqrt(check.positive_count(dim=dim))
+    radius = check.nonnegative(attack_radius=attack_radius)
+    return radius if check.choice(("l2", "linf"), norm=norm) == "l2" else radius * root
+
+
+_CLOSED_FORM = 2e-15  # relative: more than the rounding of a few operations
+_ZHAO_SLACK = 1e-14  # of sigma: where the closed form is nearly exact (large epsilon), more than the kernel's error
+
+
+def gaussian_sigma_zhao(epsilon: float, delta: float, sensitivity: float) -> float:
+    """Returns Delta (c + sqrt(c^2 + epsilon)) / (sqrt(2) epsilon), c = `zhao_constant(delta)`, rounded up.
+
+    This sigma solves u = epsilon sigma / Delta - Delta / (2 sigma) = sqrt(2) c, and delta(epsilon) <= Phi(-u)
+    = erfc(c) / 2. By erfc(c) = (2/pi) int_0^(pi/2) exp(-c^2 / sin^2 t) dt, split at pi/4,
+    erfc(c) / 2 <= (e^(-c^2) + e^(-2 c^2)) / 4, which c makes equal to delta. `gaussian_sigma` is smaller.
+
+    Args:
+        epsilon: > 0.
+        delta: in (0, 1/2).
+        sensitivity: L2 sensitivity of the released vector under the adjacency asked for, > 0.
+
+    Returns:
+        Noise std per coordinate, in the unit of `sensitivity`.
+
+    Raises:
+        ValueError: an argument is out of range, or the std is too large for a float.
+        ConditionError: the std falls short of the exact curve, by the rounding of a subnormal number.
+
+    Guarantee: (epsilon, delta)-DP of one release, for the adjacency under which `sensitivity` holds.
+
+    Source: docs/proofs/output.md#gaussian-noise-in-closed-form (Zhao et al. 2019).
+
+    Example:
+        >>> round(gaussian_sigma_zhao(epsilon=1.0, delta=1e-6, sensitivity=0.02), 6)
+        0.101683
+    """
+    epsilon = check.positive(epsilon=epsilon)
+    sensitivity = check.positive(sensitivity=sensitivity)
+    c = zhao_constant(delta)
+    factor = (c + math.sqrt(c * c + epsilon)) / (math.sqrt(2) * epsilon)
+    sigma = check.finite(sigma=max(sensitivity * factor * (1 + _ZHAO_SLACK), math.ulp(0.0)))
+    # PRIVACY: the exact curve has the last word (test_the_noise_of_zhao_is_checked_against_the_exact_curve)
+    if not gaussian_log_delta(epsilon, sensitivity / sigma) <= math.log(delta):
+        raise ConditionError(
+            f"sigma = {sigma:g} falls short of delta = {delta:g} at epsilon = {epsilon:g}; use"
+            " gaussian_sigma"
+        )
+    return sigma
+
+
+def zhao_constant(delta: float) -> float:
+    """Returns c = sqrt(log(2 / (sqrt(16 delta + 1) - 1))), rounded up: t = e^(-c^2) solves t^2 + t = 4 delta.
+
+    With r = sqrt(16 delta + 1), 1/t is (r + 1) / (8 delta) and, near delta = 1/2 where it approaches 1,
+    1 + (1/2 - delta) (r + 1) / (delta (r + 3)).
+
+    Args:
+        delta: in (0, 1/2).
+
+    Returns:
+        c > 0.
+
+    Raises:
+        ValueError: delta is out of range.
+
+    Source: docs/proofs/output.md#gaussian-noise-in-closed-form (Zhao et al. 2019).
+
+    Example:
+        >>> round(zhao_constant(delta=1e-6), 6)
+        3.52551
+    """
+    delta = check.open_interval(0.0, 0.5, delta=delta)
+    root = math.sqrt(16 * delta + 1)
+    if delta < 0.1:
+        square = math.log((root + 1) / 8) - math.log(delta)  # apart: 1 / delta may overflow
+    else:
+        square = math.log1p((0.5 - delta) * (root + 1) / (delta * (root + 3)))
+    return math.sqrt(square) * (1 + _CLOSED_FORM)
+
+
+def delta_with_failure(delta: float, failure: float, epsilon: float, kind: str) -> float:
+    """Returns the delta of a mechanism whose analysis holds except for a failure.
+
+    Args:
+        delta: in [0, 1], of the mechanism without the failure.
+        failure: total failure probability of this kind, in [0, 1].
+        epsilon: >= 0, at which delta holds; only "per_side" depends on it.
+        kind: "coupling" d + (1 - d) delta, "transcript" delta + beta, "per_side" delta + (1 + e^epsilon) beta.
+
+    Returns:
+        delta in [0, 1], rounded up.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: docs/proofs/accounting.md#failure-probabilities, docs/proofs/output.md#accuracy-in-expectation.
+
+    Example:
+        >>> round(delta_with_failure(delta=1e-6, failure=1e-7, epsilon=1.0, kind="per_side"), 12)
+        1.371828e-06
+    """
+    delta, failure, weight = _checked(delta, failure, epsilon, kind)
+    if failure == 0:
+        return delta
+    kept = 1 - failure if kind == "coupling" else 1.0
+    total = kept * delta + weight * failure
+    # PRIVACY: rounded up (test_a_failure_is_never_undercharged)
+    return min(1.0, total * (1 + 1e-14))

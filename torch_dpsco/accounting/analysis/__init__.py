@@ -1,12 +1,12 @@
 """Privacy curves as pure functions of public numbers: no state, no torch, nothing about any data set.
 
-* `gaussian`: the exact trade-off of unsampled Gaussian noise and its inverses.
-* `rdp`: Renyi curves of the Gaussian mechanism under Poisson and fixed-size sampling (the integrals behind both in
-  `quadrature`), and what epsilon or delta a curve gives.
-* `pure`, `svt`: mechanisms of a pure epsilon; `shuffle`: shifts of binomial sums.
-* `pld` (with `pld_laws`, `pld_compose`): composed privacy loss distributions, and a mu that
-  covers them.
-* `convert`: failure probabilities, and zero-concentrated privacy to (epsilon, delta) and back.
+* `gaussian`: the exact trade-off of unsampled Gaussian noise and its inverses; `risk`: a curve in errors and odds.
+* `rdp`: Renyi curves of the Gaussian mechanism under Poisson and fixed-size sampling, what epsilon or delta a curve or
+  zero-concentrated privacy gives, and failure probabilities.
+* `pure`: mechanisms of a pure epsilon, and noisy tests; `shuffle`: shifts of binomial sums.
+* `pld_laws`, `pld`: privacy loss distributions, and what they give composed; `allocation`, `allocation_sums`: passes of
+  random allocation.
+* `objective`: objective perturbation; `rounding`: what floating-point numbers cost.
 
 Every function returns a bound that holds as returned: epsilon and noise are rounded up, mu and rho down.
 """

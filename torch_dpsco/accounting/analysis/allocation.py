@@ -18,35 +18,48 @@ With noise z per clip and L_i = e^((2 x_i - 1) / 2z^2), x_i ~ N(0, z^2) independ
 at t = e^epsilon. All are bounds of `allocation_sums`, and at most what one unsampled Gaussian release costs.
 
 Source: docs/proofs/allocation.md#one-pass.
+
+Renyi divergences of one pass of random allocation: a second route, for filters and as a check.
+
+With M the average of T independent L_i = e^((2 x_i - 1) / 2z^2), x_i ~ N(0, z^2), under "without" a record,
+
+    remove: (a - 1) D_a = log E M^a,        add: (a - 1) D_a = log E M^(1-a).
+
+Removing, integers a: E M^a = a! [u^a] ( sum_k e^(k (k-1) / 2z^2) (u / T)^k / k! )^T, a power of a series with positive
+coefficients, by squaring, in logarithms. (a - 1) D_a is convex in a and 0 at 1: chords bound it between integers.
+
+Adding, b = a - 1 > 0: E M^-b = (1 / Gamma(b)) int u^(b-1) E e^(-uM) du, by the trapezoidal rule in log u, and
+E e^(-uM) = phi(u/T)^T, phi(v) = E e^(-vL), by that in x, both off by less than rounding. Also
+E M^-b <= e^(b (b/T + 1) / 2z^2), since M is at least the geometric mean of the L_i.
+
+Replacing: by Hoelder's inequality, D_a <= (2a / (2a-1)) D_(2a-1)[remove] + D_(2a)[add].
+
+D_a is at most that of one unsampled release, which is used where nothing better is known.
+
+Source: docs/proofs/allocation.md#renyi-divergences.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import scipy
-from scipy.special import log_ndtr
+from scipy.special import gammaln, log_ndtr
 
 from torch_dpsco import _validate as check
-from torch_dpsco._margin import down
-from torch_dpsco.accounting.analysis.allocation_renyi import (
-    ADJACENCIES,
-    LEAST_NOISE,
-    MOST_NOISE,
-    MOST_STEPS,
-    allocation_renyi,
-)
-from torch_dpsco.accounting.analysis.allocation_sums import Hinge, Sum, Term, by_one_large
+from torch_dpsco._margin import down, up
+from torch_dpsco.accounting.analysis.allocation_sums import Hinge, Sum, Term
 from torch_dpsco.accounting.analysis.gaussian import (
     gaussian_epsilon,
     gaussian_log_delta,
     gaussian_mu,
 )
-from torch_dpsco.accounting.analysis.pld import pld_delta, pld_epsilon
+from torch_dpsco.accounting.analysis.pld import pld_epsilon
 from torch_dpsco.accounting.analysis.pld_laws import (
     UNIT,
     GaussianLoss,
@@ -54,13 +67,11 @@ from torch_dpsco.accounting.analysis.pld_laws import (
     LossLaw,
     connected,
 )
-from torch_dpsco.accounting.analysis.quadrature import FloatArray
-from torch_dpsco.accounting.analysis.rdp import rdp_epsilon
+from torch_dpsco.accounting.analysis.rdp import FloatArray, Orders, by_order, gaussian_divergence
 
-_DIRECTIONS = ("remove", "add")
-_ORDERS = np.arange(2.0, 257.0)  # of Renyi divergences, where there are no losses
 _SEARCH = 1e-4  # of the noise or of epsilon
-_TRIALS = 48  # a secant at first, then halves
+_TRIALS = 48  # a quarter of them secants, then halves
+_EXCHANGED = {"remove": "add", "add": "remove", "replace": "replace"}
 
 
 @dataclass(frozen=True)
@@ -83,7 +94,7 @@ class AllocationLoss(LossLaw):
     def exchanged(self) -> AllocationLoss:
         """See the base class."""
         # PRIVACY: several passes compose in both orders (test_the_larger_direction_is_reported)
-        return replace(self, way=self._pass.exchanged.way)
+        return replace(self, way=_EXCHANGED[self.way])
 
     @property
     def least_delta(self) -> float:
@@ -92,12 +103,12 @@ class AllocationLoss(LossLaw):
 
     def span(self, reach: float) -> tuple[float, float]:
         """See the base class."""
-        losses = _atoms(self._pass, reach).losses
+        losses = _atoms(self, reach).losses
         return float(losses[0]), float(losses[-1])
 
     def on_grid(self, grid: float, reach: float) -> GridLaw:
         """See the base class."""
-        atoms = _atoms(self._pass, reach)
+        atoms = _atoms(self, reach)
         places = np.floor(atoms.losses / grid).astype(np.int64)
         first = int(places[0])
         mass = np.zeros(int(places[-1]) - first + 1)
@@ -115,22 +126,52 @@ class AllocationLoss(LossLaw):
 
     def epsilon_alone(self, delta: float) -> float:
         """See the base class."""
-        order = self._pass.exchanged if self.way == "add" else self._pass
+        order = self.exchanged() if self.way == "add" else self
         found = epsilon_at(order, delta)
         # PRIVACY: both orders (test_the_larger_direction_is_reported)
-        if order == order.exchanged or log_delta(order.exchanged, found) <= math.log(delta):
+        if order == order.exchanged() or log_delta(order.exchanged(), found) <= math.log(delta):
             return found
-        return max(found, epsilon_at(order.exchanged, delta))
+        return max(found, epsilon_at(order.exchanged(), delta))
 
     def delta_alone(self, epsilon: float) -> float:
         """See the base class."""
-        return math.exp(
-            max(log_delta(self._pass, epsilon), log_delta(self._pass.exchanged, epsilon))
-        )
+        return math.exp(max(log_delta(self, epsilon), log_delta(self.exchanged(), epsilon)))
 
     @property
-    def _pass(self) -> Pass:
-        return Pass(self.noise, self.steps, self.way)
+    def unsampled_mu(self) -> float:
+        """Of the unsampled Gaussian that costs at least as much."""
+        return (2.0 if self.way == "replace" else 1.0) / self.noise
+
+    @property
+    def plain(self) -> bool:
+        """Whether the unsampled Gaussian is what is reported."""
+        return self.steps == 1 or self.noise < LEAST_NOISE
+
+    def sum(self, epsilon: float, log_floor: float) -> Sum:
+        """Returns the sum whose excess is delta(epsilon) up to a factor."""
+        weight = epsilon if self.way == "replace" else -math.inf
+        level = {"remove": math.exp(epsilon), "add": -math.exp(-epsilon), "replace": 0.0}[
+            self.way
+        ] * self.steps
+        return Sum(
+            Term(1.0, self.noise, log_weight=weight),
+            self.steps,
+            -1 if self.way == "add" else 1,
+            level,
+            log_floor,
+        )
+
+    def log_delta(self, hinge: Hinge, epsilon: float) -> float:
+        """Returns log delta(epsilon) from a bound on the excess of the sum near it, made for epsilon if "replace"."""
+        question = self.sum(epsilon, _FLOOR)
+        # margin: terms are accurate up to that (docs/proofs/allocation.md#sums-on-a-grid)
+        slack = 3 * question.term.rounding
+        level = (
+            question.level if self.way == "replace" else self.sum(epsilon - slack, _FLOOR).level
+        )
+        factor = epsilon if self.way == "add" else 0.0
+        value = hinge.log_at(level) + factor - math.log(self.steps) + slack
+        return min(value, gaussian_log_delta(epsilon, self.unsampled_mu) * (1 - 1e-12), 0.0)
 
 
 def allocation_law(noise: float, steps: int, adjacency: str) -> LossLaw:
@@ -160,84 +201,12 @@ def allocation_law(noise: float, steps: int, adjacency: str) -> LossLaw:
     # PRIVACY: a pair of its own (test_more_steps_never_cost_more)
     way = _way(adjacency)
     if steps == 1 or noise < LEAST_NOISE:
-        return GaussianLoss(Pass(noise, steps, way).mu)
+        return GaussianLoss(AllocationLoss(noise, steps, way).unsampled_mu)
     return AllocationLoss(noise, steps, way)
 
 
 def _way(adjacency: str) -> str:
     return "replace" if adjacency == "replace_one" else "remove"
-
-
-def allocation_epsilon(
-    noise: float,
-    steps: int,
-    delta: float,
-    adjacency: str,
-    *,
-    epochs: int = 1,
-    direction: str | None = None,
-) -> float:
-    """Returns epsilon at delta of passes with fresh picks, rounded up.
-
-    Args:
-        noise: z >= 0, noise std over the clip.
-        steps: T >= 1, steps of a pass.
-        delta: in (0, 1).
-        adjacency: "add_remove", "zero_out" or "replace_one".
-        epochs: number of passes, >= 0.
-        direction: "remove" or "add" for one of the two orders of a single pass, not for replace_one.
-
-    Raises:
-        ValueError: an argument is out of range.
-
-    Guarantee: as `allocation_law`.
-
-    Source: docs/proofs/allocation.md.
-
-    Example:
-        >>> round(allocation_epsilon(1.0, 100, 1e-5, "add_remove"), 3)
-        0.621
-    """
-    delta = check.open_interval(0.0, 1.0, delta=delta)
-    losses = _losses(noise, steps, adjacency, epochs, direction)
-    if losses is None:
-        return math.inf
-    if direction is not None:
-        return epsilon_at(Pass(min(noise, MOST_NOISE), min(steps, MOST_STEPS), direction), delta)
-    found = pld_epsilon(losses, delta)
-    if found is not None:
-        return found.epsilon
-    alone = _unamplified(losses, epochs).epsilon_alone(delta)
-    divergences = epochs * allocation_renyi(noise, steps, _ORDERS, adjacency)
-    return min(alone, rdp_epsilon(_ORDERS, divergences, delta).epsilon)
-
-
-def allocation_delta(
-    noise: float,
-    steps: int,
-    epsilon: float,
-    adjacency: str,
-    *,
-    epochs: int = 1,
-    direction: str | None = None,
-) -> float:
-    """Returns delta at epsilon >= 0 of passes with fresh picks, rounded up (see `allocation_epsilon`).
-
-    Example:
-        >>> f"{allocation_delta(1.0, 100, 0.5, 'add_remove'):.2e}"
-        '4.41e-05'
-    """
-    epsilon = check.nonnegative(epsilon=epsilon)
-    losses = _losses(noise, steps, adjacency, epochs, direction)
-    if losses is None:
-        return 1.0
-    if direction is not None:
-        return math.exp(
-            log_delta(Pass(min(noise, MOST_NOISE), min(steps, MOST_STEPS), direction), epsilon)
-        )
-    found = pld_delta(losses, epsilon)
-    alone = _unamplified(losses, epochs).delta_alone(epsilon)
-    return alone if found is None else min(found.delta, alone)
 
 
 def allocation_noise(
@@ -255,7 +224,7 @@ def allocation_noise(
     Raises:
         ValueError: an argument is out of range, or epsilon below what noise counts for.
 
-    Guarantee: `allocation_epsilon` of the result is at most epsilon.
+    Guarantee: epsilon at delta of passes with this noise is at most epsilon.
 
     Source: docs/proofs/allocation.md#calibration.
 
@@ -271,20 +240,29 @@ def allocation_noise(
     return _least_noise(epsilon, delta, steps, adjacency, epochs)
 
 
+def _epsilon(noise: float, steps: int, delta: float, adjacency: str, epochs: int) -> float:
+    """Returns epsilon at delta of passes with fresh picks, at most that of releases without amplification."""
+    found = pld_epsilon([(allocation_law(noise, steps, adjacency), epochs)], delta)
+    if found is not None:
+        return found.epsilon
+    mu = AllocationLoss(noise, steps, _way(adjacency)).unsampled_mu
+    return gaussian_epsilon(mu * math.sqrt(epochs) * (1 + 1e-15), delta)
+
+
 @lru_cache(maxsize=256)
 def _least_noise(epsilon: float, delta: float, steps: int, adjacency: str, epochs: int) -> float:
     """Finds the noise by a secant on the logarithm of epsilon, in that of the noise, inside a bracket."""
     mu = gaussian_mu(epsilon, delta) / math.sqrt(epochs)
     way = _way(adjacency)
-    low, high = (
-        LEAST_NOISE,
-        Pass(1.0, steps, way).mu / mu * (1 + 1e-12),
-    )  # the latter without amplification
+    low = LEAST_NOISE
+    high = (
+        AllocationLoss(1.0, steps, way).unsampled_mu / mu * (1 + 1e-12)
+    )  # without amplification
     if steps == 1 or high <= low:
         return high
     if high > MOST_NOISE:
         high = MOST_NOISE
-        least = allocation_epsilon(MOST_NOISE, steps, delta, adjacency, epochs=epochs)
+        least = _epsilon(MOST_NOISE, steps, delta, adjacency, epochs)
         if least > epsilon:
             raise ValueError(
                 f"epsilon must be >= {least:.3g} for passes of random allocation, whose noise"
@@ -296,7 +274,7 @@ def _least_noise(epsilon: float, delta: float, steps: int, adjacency: str, epoch
         noise = min(max(noise, low), high)
         if noise in known or tried > _TRIALS // 4:
             noise = math.sqrt(low * high)
-        found = allocation_epsilon(noise, steps, delta, adjacency, epochs=epochs)
+        found = _epsilon(noise, steps, delta, adjacency, epochs)
         excess = known[noise] = math.log(max(found, 1e-9 * epsilon) / epsilon)
         # PRIVACY: only what was seen to meet the target (test_calibrated_noise_meets_its_target)
         if excess > 0:
@@ -320,32 +298,6 @@ def _guess(mu: float, steps: int, way: str) -> tuple[float, float]:
     return 1 / math.sqrt(one), -one * fall / (steps + rise) / (mu * mu)
 
 
-def _losses(
-    noise: float, steps: int, adjacency: str, epochs: int, direction: str | None
-) -> tuple[tuple[LossLaw, int], ...] | None:
-    """Returns the law of the passes, None without noise, after the checks of all arguments."""
-    noise = check.nonnegative(noise=noise)
-    epochs = check.count(epochs=epochs)
-    law = allocation_law(noise or 1.0, steps, adjacency)
-    if direction is not None:
-        check.choice(_DIRECTIONS, direction=direction)
-        if adjacency == "replace_one" or epochs != 1:
-            raise ValueError(
-                f"direction must be None for {adjacency} and {epochs} epochs (got {direction!r})"
-            )
-    return None if noise == 0 and epochs else ((law, epochs),)
-
-
-def _unamplified(losses: tuple[tuple[LossLaw, int], ...], epochs: int) -> GaussianLoss:
-    law = losses[0][0]
-    mu = (
-        Pass(law.noise, law.steps, law.way).mu
-        if isinstance(law, AllocationLoss)
-        else law.mu or 0.0
-    )
-    return GaussianLoss(mu * math.sqrt(epochs) * (1 + 1e-15))
-
-
 class _Atoms(NamedTuple):
     """A law of ascending losses with masses, and that at infinity."""
 
@@ -355,10 +307,10 @@ class _Atoms(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _atoms(pair: Pass, reach: float) -> _Atoms:
+def _atoms(pair: AllocationLoss, reach: float) -> _Atoms:
     """Returns the law whose profile is the chords of both orders."""
     floor = float(log_ndtr(-reach))
-    (right, above), (left, below) = (profile(order, floor) for order in (pair, pair.exchanged))
+    (right, above), (left, below) = (profile(order, floor) for order in (pair, pair.exchanged()))
     start = max(above[0], below[0])  # the two are equal
     above, below = (np.append(start, figures[1:]) for figures in (above, below))
     margin = 64 * UNIT * (4 + max(right[-1], left[-1]))
@@ -409,70 +361,11 @@ _SPACING = {
     "add": (0.02, 0.06),
     "replace": (0.12, 0.4),
 }  # of a profile: widths, nats
-_MUCH, _MUCH_OF_A_POINT = 1e-5, 0.02  # of a bound, for rounding and what is cut off
-_MUCH_OF_EPSILON = 5e-4  # what that may add to epsilon
 _SPAN = 6.0  # nats that one curve is read for
 
 
-class Pass(NamedTuple):
-    """One way of comparing the two laws of a pass.
-
-    Args:
-        noise: z.
-        steps: T >= 1.
-        way: "remove", "add" or "replace".
-    """
-
-    noise: float
-    steps: int
-    way: str
-
-    @property
-    def exchanged(self) -> Pass:
-        """The two laws in the other order."""
-        return self._replace(
-            way={"remove": "add", "add": "remove", "replace": "replace"}[self.way]
-        )
-
-    @property
-    def mu(self) -> float:
-        """Of the unsampled Gaussian that costs at least as much."""
-        return (2.0 if self.way == "replace" else 1.0) / self.noise
-
-    @property
-    def plain(self) -> bool:
-        """Whether the unsampled Gaussian is what is reported."""
-        return self.steps == 1 or self.noise < LEAST_NOISE
-
-    def sum(self, epsilon: float, log_floor: float) -> Sum:
-        """Returns the sum whose excess is delta(epsilon) up to a factor."""
-        weight = epsilon if self.way == "replace" else -math.inf
-        level = {"remove": math.exp(epsilon), "add": -math.exp(-epsilon), "replace": 0.0}[
-            self.way
-        ] * self.steps
-        return Sum(
-            Term(1.0, self.noise, log_weight=weight),
-            self.steps,
-            -1 if self.way == "add" else 1,
-            level,
-            log_floor,
-        )
-
-    def log_delta(self, hinge: Hinge, epsilon: float) -> float:
-        """Returns log delta(epsilon) from a bound on the excess of the sum near it, made for epsilon if "replace"."""
-        question = self.sum(epsilon, _FLOOR)
-        # margin: terms are accurate up to that (docs/proofs/allocation.md#sums-on-a-grid)
-        slack = 3 * question.term.rounding
-        level = (
-            question.level if self.way == "replace" else self.sum(epsilon - slack, _FLOOR).level
-        )
-        factor = epsilon if self.way == "add" else 0.0
-        value = hinge.log_at(level) + factor - math.log(self.steps) + slack
-        return min(value, gaussian_log_delta(epsilon, self.mu) * (1 - 1e-12), 0.0)
-
-
 @lru_cache(maxsize=8192)
-def guess(pair: Pass, epsilon: float) -> tuple[float, float, float]:
+def guess(pair: AllocationLoss, epsilon: float) -> tuple[float, float, float]:
     """Returns about log delta(epsilon), 1 to 5 too large, its slope, and the floor that it takes: nothing is proved."""
     floor = _FLOOR
     while True:
@@ -483,8 +376,8 @@ def guess(pair: Pass, epsilon: float) -> tuple[float, float, float]:
         floor = max(min(value, floor) - 20, _DEEPEST)
 
 
-def curve(pair: Pass, epsilon: float) -> Hinge:
-    """Returns the bound on the excess of the sum that `Pass.log_delta` needs near an epsilon."""
+def curve(pair: AllocationLoss, epsilon: float) -> Hinge:
+    """Returns the bound on the excess of the sum that `AllocationLoss.log_delta` needs near an epsilon."""
     _, slope, floor = guess(pair, epsilon)
     question = pair.sum(epsilon, floor)
     if pair.way == "replace":
@@ -493,50 +386,35 @@ def curve(pair: Pass, epsilon: float) -> Hinge:
 
 
 @lru_cache(maxsize=8192)
-def log_delta(pair: Pass, epsilon: float, much: float = _MUCH) -> float:
-    """Returns a bound on log delta(epsilon), epsilon >= 0; a slower one if more than `much` of it is a margin."""
+def log_delta(pair: AllocationLoss, epsilon: float) -> float:
+    """Returns a bound on log delta(epsilon), epsilon >= 0."""
     # PRIVACY: one step is a Gaussian release, and more steps cost no more (test_more_steps_never_cost_more); margin of
     # the kernel (docs/proofs/accounting.md#renyi-integrals)
     if pair.plain or epsilon > LARGEST:
-        return min(down(gaussian_log_delta(epsilon, pair.mu), 1e-12), 0.0)
-    hinge = curve(pair, epsilon)
-    value = pair.log_delta(hinge, epsilon)
-    if pair.way == "add" or hinge.share_at(pair.sum(epsilon, _FLOOR).level) < much:
-        return value
-    return min(value, _one_large(pair, epsilon))
-
-
-def _one_large(pair: Pass, epsilon: float) -> float:
-    """Returns the bound on log delta(epsilon) that keeps its digits where one large term makes up delta."""
-    _, slope, floor = guess(pair, epsilon)
-    slack = 3 * pair.sum(epsilon, floor).term.rounding
-    question = pair.sum(epsilon - slack, min(floor, -90.0))
-    tolerance = max(_TOLERANCE * epsilon * slope, _LEAST_TOLERANCE)
-    return by_one_large(question, min(tolerance, 1e-3)) - math.log(pair.steps) + slack
+        return min(down(gaussian_log_delta(epsilon, pair.unsampled_mu), 1e-12), 0.0)
+    return pair.log_delta(curve(pair, epsilon), epsilon)
 
 
 @lru_cache(maxsize=2048)
-def epsilon_at(pair: Pass, delta: float) -> float:
+def epsilon_at(pair: AllocationLoss, delta: float) -> float:
     """Returns an epsilon >= 0 at which the bound on delta is at most `delta`, nearly the least one.
 
     A secant on sqrt(-log delta), which is nearly linear, inside a bracket.
     """
     low = -1.0
-    high = gaussian_epsilon(pair.mu, delta)
+    high = gaussian_epsilon(pair.unsampled_mu, delta)
     target = math.log(delta)
-    if (
-        pair.plain or high == 0 or target < _DEEPEST
-    ):  # where no guess is good, that of the unsampled Gaussian
+    # where no guess is good, that of the unsampled Gaussian
+    if pair.plain or high == 0 or target < _DEEPEST:
         return high
     epsilon, slope = _start(pair, target, high)
-    much = max(_MUCH, min(-_MUCH_OF_EPSILON * epsilon * slope * 2 * math.sqrt(-target), 0.1))
     seen: tuple[float, float] | None = None
     for tried in range(_TRIALS):
         if epsilon <= 0 and low < 0:
             epsilon = 0.0
         elif tried > _TRIALS // 4 or not low < epsilon < high:
             epsilon = (max(low, 0.0) + high) / 2
-        excess = math.sqrt(-target) - math.sqrt(-log_delta(pair, epsilon, much))
+        excess = math.sqrt(-target) - math.sqrt(-log_delta(pair, epsilon))
         # PRIVACY: only what was seen to meet delta is returned (test_the_epsilon_of_a_pass_meets_delta)
         if excess > 0:
             low = epsilon
@@ -551,7 +429,7 @@ def epsilon_at(pair: Pass, delta: float) -> float:
     return high
 
 
-def _start(pair: Pass, target: float, most: float) -> tuple[float, float]:
+def _start(pair: AllocationLoss, target: float, most: float) -> tuple[float, float]:
     """Returns about the epsilon at log delta = target, and the slope there of -sqrt(-log delta).
 
     By two Gaussians: one large term against the rest, taken for a lognormal number, and all terms together.
@@ -582,7 +460,7 @@ def _start(pair: Pass, target: float, most: float) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=64)
-def profile(pair: Pass, log_floor: float) -> tuple[FloatArray, FloatArray]:
+def profile(pair: AllocationLoss, log_floor: float) -> tuple[FloatArray, FloatArray]:
     """Returns ascending epsilons from 0 on, and bounds on delta there, until it is below a floor; not to be changed.
 
     Points are as close as chords between them need to cost little: in widths of the loss, and in nats of delta. Below
@@ -597,7 +475,7 @@ def profile(pair: Pass, log_floor: float) -> tuple[FloatArray, FloatArray]:
         slope = guess(pair, epsilons[-1])[1]
         if pair.way == "replace":
             epsilons.append(start + min(width, nats / slope))
-            values.append(min(log_delta(pair, epsilons[-1], _MUCH_OF_A_POINT), values[-1]))
+            values.append(min(log_delta(pair, epsilons[-1]), values[-1]))
             continue
         end = start + min(50 * width, _SPAN / slope)
         hinge = curve(pair, end)
@@ -609,3 +487,184 @@ def profile(pair: Pass, log_floor: float) -> tuple[FloatArray, FloatArray]:
     for figures in found:
         figures.setflags(write=False)
     return found
+
+
+ADJACENCIES = ("add_remove", "zero_out", "replace_one")
+LEAST_NOISE = 0.25  # from which on sums of losses are computed
+MOST_NOISE, MOST_STEPS = 1e4, 1 << 20  # more counts as that much
+_WHOLE_ORDERS = 256  # integer orders computed for removing
+_MOST_POWER = 512.0  # b up to which the integral for adding is computed
+_STEP = 1 / 80  # of log u
+_LOWEST, _HIGHEST = -20.0, 45.0  # log u
+_EVERY = 400  # values of log u, where the integral may end
+_NODE, _REACH = 0.05, 12.0  # of x, in standard deviations
+_SMALL = 0.25  # v up to which 1 - phi is computed
+_ROWS = 256  # of a matrix held at once
+_SERIES = [
+    1 / math.factorial(k) for k in range(17, 1, -1)
+]  # of e^-w - 1 + w, largest power first
+
+
+def allocation_renyi(noise: float, steps: int, order: Orders, adjacency: str) -> Orders:
+    """Returns a bound on the Renyi divergence of one pass, in both orders of the two data sets.
+
+    Args:
+        noise: z >= 0, noise std over the clip.
+        steps: T >= 1.
+        order: Renyi order(s) a > 1.
+        adjacency: "add_remove", "zero_out" or "replace_one".
+
+    Returns:
+        D_a: at most that of one unsampled Gaussian release, and equal to it for one step and for z < 1/4.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Guarantee: as `allocation.allocation_law`.
+
+    Source: docs/proofs/allocation.md#renyi-divergences.
+
+    Example:
+        >>> round(allocation_renyi(1.0, 100, 2.0, "add_remove"), 6)
+        0.017037
+    """
+    noise = min(check.nonnegative(noise=noise), MOST_NOISE)
+    steps = min(check.positive_count(steps=steps), MOST_STEPS)
+    replaced = check.choice(ADJACENCIES, adjacency=adjacency) == "replace_one"
+
+    def curve(orders: FloatArray) -> FloatArray:
+        if noise == 0:
+            return np.full_like(orders, math.inf)
+        plain = gaussian_divergence(orders, noise, 2.0 if replaced else 1.0) * (1 + 1e-15)
+        if steps == 1 or noise < LEAST_NOISE:
+            return plain
+        if not replaced:
+            # PRIVACY: both directions (test_renyi_divergences_cover_both_directions)
+            return np.minimum(
+                plain, np.maximum(removed(noise, steps, orders), added(noise, steps, orders))
+            )
+        first = removed(noise, steps, 2 * orders - 1) * (2 * orders / (2 * orders - 1))
+        # margin: of the sum (docs/proofs/rounding.md#model-of-arithmetic)
+        return np.minimum(plain, up(first + added(noise, steps, 2 * orders), 1e-15))
+
+    return by_order(curve, order)
+
+
+def removed(noise: float, steps: int, orders: FloatArray) -> FloatArray:
+    """Returns a bound on D_a of "with" against "without" a record, inf above order 256."""
+    known = np.arange(1.0, _WHOLE_ORDERS + 1)
+    # margin: rounded up (docs/proofs/allocation.md#renyi-divergences)
+    slack = 8 * UNIT * steps.bit_length() * (20 + 2 * math.log(steps))
+    heights = _log_moments(noise, steps)[1:] * (1 + 1e-12) + slack * known
+    heights[0] = 0.0
+    chords: FloatArray = np.interp(orders, known, heights, right=math.inf) / (orders - 1)
+    return chords
+
+
+def added(noise: float, steps: int, orders: FloatArray) -> FloatArray:
+    """Returns a bound on D_a of "without" against "with" a record."""
+    b = orders - 1
+    smooth = (1 + b / steps) * (1 + 1e-15) / (2 * noise * noise)
+    return np.where(
+        b <= _MOST_POWER,
+        np.minimum(_integral(noise, steps, np.minimum(b, _MOST_POWER)) / b, smooth),
+        smooth,
+    )
+
+
+@lru_cache(maxsize=64)
+def _log_moments(noise: float, steps: int) -> FloatArray:
+    """Returns log E M^a for a = 0 .. 256."""
+    k = np.arange(_WHOLE_ORDERS + 1.0)
+    factorial = gammaln(k + 1)
+    power = k * (k - 1) / (2 * noise * noise) - k * math.log(steps) - factorial
+    total = None
+    left = steps
+    while True:
+        if left % 2:
+            total = power if total is None else _product(total, power)
+        left //= 2
+        if not left:
+            break
+        power = _product(power, power)
+    moments: FloatArray = total + factorial
+    moments.setflags(write=False)
+    return moments
+
+
+def _product(one: FloatArray, two: FloatArray) -> FloatArray:
+    """Returns the logarithms of the coefficients of a product of two series."""
+    size = one.size
+    terms = np.full((size, size), -math.inf)
+    for i in range(size):
+        terms[i, i:] = one[i] + two[: size - i]
+    top = terms.max(axis=0)
+    return np.asarray(top + np.log(np.exp(terms - top).sum(axis=0)), dtype=np.float64)
+
+
+def _integral(noise: float, steps: int, powers: FloatArray) -> FloatArray:
+    """Returns bounds on log E M^-b: E M^-b - 1 is the integral of u^(b-1) (E e^(-uM) - e^-u) / Gamma(b)."""
+    log_u, log_rise = _transform(noise, steps)
+    b = powers[:, None]
+    logs = b * log_u + log_rise
+    top = logs.max(axis=1)[:, None]
+    ends = np.arange(_EVERY, log_u.size, _EVERY)
+    sums = np.cumsum(np.exp(logs - top), axis=1)[:, ends] + 1e-300  # more than what underflows
+    inside = top + np.log(sums) - gammaln(b) + math.log(_STEP)
+    # beyond an end U: u^(b-1) <= u^(b+c-1) U^-c, whose integral is Gamma(b + c) E M^-(b+c)
+    b = b[:, :, None]
+    c = 2.0 ** np.arange(-2, 11)
+    most = (b + c) * ((b + c) / steps + 1) / (2 * noise * noise) + (b + 1) * _STEP
+    beyond = (most - c * log_u[ends, None] + gammaln(b + c) - gammaln(b)).min(axis=2)
+    # margin: of sums, integral and logarithm (docs/proofs/allocation.md#renyi-divergences)
+    found = np.logaddexp(0.0, np.logaddexp(inside + 1e-11, beyond).min(axis=1))
+    return np.asarray(found * (1 + 4 * UNIT) + 1e-20, dtype=np.float64)
+
+
+@lru_cache(maxsize=64)
+def _transform(noise: float, steps: int) -> tuple[FloatArray, FloatArray]:
+    """Returns log u, and a bound on log (E e^(-uM) - e^-u) there."""
+    x = np.arange(-_REACH * noise, 2 + _REACH * noise, _NODE * noise)
+    weights = np.exp(-((x / noise) ** 2) / 2) * (_NODE / math.sqrt(2 * math.pi))
+    ratios = np.exp((2 * x - 1) / (2 * noise * noise))
+    log_u = np.asarray(
+        np.arange(round(_LOWEST / _STEP), round(_HIGHEST / _STEP)) * _STEP, dtype=np.float64
+    )
+    u = np.exp(log_u)
+    v = u / steps
+    few = int(np.searchsorted(v, _SMALL))
+    rest = _expected(v[:few], ratios, weights, _beyond_linear)
+    phi = _expected(v[few:], ratios, weights, _decay)
+    # margin: rounded up, with what is beyond the nodes (docs/proofs/allocation.md#renyi-divergences)
+    rest = rest * (1 + 1e-13) + 1e-20 * v[:few] ** 2 * math.exp(1 / (noise * noise))
+    phi = phi * (1 + 1e-13) + 1e-20
+    log_all = np.concatenate([np.log1p(rest - v[:few]), np.log(phi)]) * steps
+    log_all += 2e-15 * (steps * np.minimum(v, _SMALL) + np.abs(log_all))
+    log_rise: FloatArray = log_all + np.log(-np.expm1(-(u + log_all + 2e-15 * u)))
+    log_u.setflags(write=False)
+    log_rise.setflags(write=False)
+    return log_u, log_rise
+
+
+def _expected(
+    v: FloatArray,
+    ratios: FloatArray,
+    weights: FloatArray,
+    function: Callable[[FloatArray], FloatArray],
+) -> FloatArray:
+    """Returns E f(v L) for each v."""
+    starts = range(0, v.size, _ROWS)
+    return np.concatenate(
+        [np.empty(0), *(function(v[i : i + _ROWS, None] * ratios) @ weights for i in starts)]
+    )
+
+
+def _decay(w: FloatArray) -> FloatArray:
+    return np.asarray(np.exp(-w), dtype=np.float64)
+
+
+def _beyond_linear(w: FloatArray) -> FloatArray:
+    """Returns e^-w - 1 + w."""
+    small = np.minimum(w, 0.5)
+    series = np.polyval(_SERIES, -small) * small * small
+    return np.asarray(np.where(w > 0.5, np.expm1(-w) + w, series), dtype=np.float64)

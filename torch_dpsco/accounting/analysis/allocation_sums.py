@@ -7,32 +7,19 @@ bounds E (+-(Y_1 + .. + Y_T) - level)_+ from above, for T independent terms.
    mean-preserving spread, so that E (.)_+ does not decrease. Intervals are single steps near the center, and 1 / 512 of
    their distance from it farther out. Masses and means are integrated from positive terms (`pld_laws`), and rounded so
    that what is bounded can only grow.
-2. The convolution of T tilted laws, and the bound on its error, are those of `pld_compose`.
+2. The convolution of T tilted laws, and the bound on its error, are those of `pld`.
 3. E (S - k h)_+ is h times the sum of P(S > j h) over j >= k: positive terms. What lies above the window is bounded by
    Chernoff's inequality; what a term exceeds the top of its grid by is added as well.
 
 A poor tilt, grid or window makes a figure loose, never too small.
 
 Source: docs/proofs/allocation.md#sums-on-a-grid.
-
-Sums that exceed a level because one term is large: where a tilt of all terms alike loses too many digits.
-
-Let b > 0. Either no term reaches b, or the largest does, and each of T independent terms Y_i is it with the same
-probability; with S their sum,
-
-    E (S - level)_+ = E (S - level)_+ [all Y_i < b] + T E G(Y_1) [Y_1 >= b],
-    G(y) = E (y + Y_2 + .. + Y_T - level)_+ [Y_2, .., Y_T <= y].
-
-The first part has a Chernoff bound. For Y_1 between two cuts, the bound in G is raised to a cut above; then G is convex
-in y, at most its chord, and an excess of T - 1 terms above level - y: `allocation_sums` again, with tilts that need to
-reach only what is likely. Every b gives a bound; the least of some is taken.
-
-Source: docs/proofs/allocation.md#one-large-term.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -41,17 +28,17 @@ import numpy.typing as npt
 from scipy.special import ndtr, ndtri
 
 from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta
-from torch_dpsco.accounting.analysis.pld_compose import (
+from torch_dpsco.accounting.analysis.pld import convolved, log_beyond, log_of, transform_size
+from torch_dpsco.accounting.analysis.pld_laws import (
+    UNIT,
+    GridLaw,
+    LossPair,
     Window,
-    convolved,
     least,
-    log_beyond,
     tilted,
-    transform_size,
     window,
 )
-from torch_dpsco.accounting.analysis.pld_laws import UNIT, GridLaw, LossPair
-from torch_dpsco.accounting.analysis.quadrature import FloatArray
+from torch_dpsco.accounting.analysis.rdp import FloatArray
 
 _DETAIL = (
     512  # intervals are single steps up to this distance from the center, then 1 / 512 of it wide
@@ -72,7 +59,6 @@ class Term(LossPair):
     Args:
         rate: 1.
         noise: z > 0.
-        size: 1.
         log_weight: log t, -inf for l(x) alone.
     """
 
@@ -134,27 +120,19 @@ class Term(LossPair):
         return self._normal(x, 0, 0.0), excess
 
 
-class Cloud:
-    """A guess at the cumulant of a sum, from points of a term.
+_STEEPEST = 2.0**40  # tilt
 
-    Args:
-        values: (n,) of a term.
-        mass: (n,) their probabilities.
-        count: number of terms.
-    """
 
-    limit = 2.0**40
+def _cumulant(values: FloatArray, mass: FloatArray, count: int) -> Callable[[float], float]:
+    """Returns a guess at the cumulant of a sum of `count` terms, from values of a term and their probabilities."""
+    log_mass = np.log(mass)
 
-    def __init__(self, values: FloatArray, mass: FloatArray, count: int) -> None:
-        self._values = values
-        self._log_mass = np.log(mass)
-        self._count = count
-
-    def __call__(self, t: float) -> float:
-        """Returns K(t)."""
-        exponents = t * self._values + self._log_mass
+    def cumulant(t: float) -> float:
+        exponents = t * values + log_mass
         top = float(exponents.max())
-        return self._count * (top + math.log(float(np.exp(exponents - top).sum())))
+        return count * (top + math.log(float(np.exp(exponents - top).sum())))
+
+    return cumulant
 
 
 @dataclass(frozen=True)
@@ -167,7 +145,6 @@ class Sum:
         sign: 1 or -1; -1 for t = 0 only.
         level: a number, of the sign of `sign` for t = 0, at most 0 else.
         log_floor: logarithm of a probability that does not matter: terms are cut in tails of less.
-        ceiling: only what happens while all terms are below it counts; for a sign of 1.
     """
 
     term: Term
@@ -175,7 +152,6 @@ class Sum:
     sign: int
     level: float
     log_floor: float
-    ceiling: float = math.inf
 
     @cached_property
     def ends(self) -> tuple[float, float]:
@@ -183,12 +159,6 @@ class Sum:
         reach = min(-float(ndtri(math.exp(max(self.log_floor - _SPARE, -690.0)))), _REACH)
         far = math.exp(min(self.term.loss(1 + reach * self.term.noise), 690.0))
         low = float(self.term.value(np.array([-reach * self.term.noise]))[0])
-        if self.ceiling < math.inf:
-            # below the first number, no other terms make up for it
-            return (
-                min(max(low, self.level - (self.count - 1) * self.ceiling), self.ceiling / 2),
-                self.ceiling,
-            )
         if self.sign < 0:  # at the level nothing is left to exceed
             return min(low, -self.level), min(far, -self.level)
         if self.term.positive:  # from the level on, the excess is linear in the term
@@ -204,26 +174,24 @@ class Sum:
     def points(self) -> tuple[FloatArray, FloatArray]:
         """Some values of a term, cut, and their probabilities: for guesses only."""
         x, mass = _nodes(self.term.noise)
-        values = self.term.value(x)
-        kept = values < self.ceiling
-        return np.clip(values[kept], *self.ends), mass[kept]
+        return np.clip(self.term.value(x), *self.ends), mass
 
     @cached_property
     def guess(self) -> tuple[float, float]:
         """The best tilt, and about the Chernoff bound on log E (S - level)_+ that it gives: nothing is proved by it."""
         values, mass = self.points
-        mean = float(values @ mass) / float(mass.sum())
+        mean = float(values @ mass)
         unit = abs(self.level - self.sign * self.count * mean)
         unit += math.sqrt(float((values - mean) ** 2 @ mass) * self.count)
         unit = min(unit, abs(self.level) + self.count * math.exp(max(self.term.log_weight, 0.0)))
         unit = max(unit, 1e-9 * (self.ends[1] - self.ends[0]))
-        cumulant = Cloud(self.sign * (values - mean) / unit, mass, self.count)
+        cumulant = _cumulant(self.sign * (values - mean) / unit, mass, self.count)
         level = (self.level - self.sign * self.count * mean) / unit
 
         def price(t: float) -> float:
             return cumulant(t) - t * level - math.log(t)
 
-        tilt = least(price, cumulant.limit)
+        tilt = least(price, _STEEPEST)
         return tilt / unit, price(tilt) - 1 + math.log(unit)
 
     @property
@@ -252,9 +220,9 @@ class Sum:
             tolerance: nats of the answer that the grid may cost, > 0; more if that takes more than 2^20 points.
         """
         tilt, center, (values, mass) = self.guess[0], self._center, self.points
-        cloud = Cloud(self.sign * tilt * (values - center), mass, self.count)
+        cumulant = _cumulant(self.sign * tilt * (values - center), mass, self.count)
         aim = tilt * (self.level - self.sign * self.count * center)
-        view = window(cloud, 1.0)
+        view = window(cumulant, 1.0, _STEEPEST)
         low = min(view.low, aim - 8)
         high = max(view.high, aim + 8)
         wanted = min(math.sqrt(12 * tolerance / self.count), (high - low) / _FEW)
@@ -264,23 +232,12 @@ class Sum:
         middle = round(center / step)
         moved = self.sign * tilt * self.count * (center - middle * step)
         bounds = math.floor(bottom / step), math.ceil(self.ends[1] / step)
-        whole = self.ceiling == math.inf
-        law = spread(
-            self.term, step, (bounds[0], middle, bounds[1]), self.sign, grid, above=whole
-        )
+        law = spread(self.term, step, (bounds[0], middle, bounds[1]), self.sign, grid)
         view = replace(view, low=low + moved, high=high + moved)
-        first, log_value, log_error = _exceeded(law, self.count, view, aim + moved)
-        limit = 2 * math.sqrt(12 * tolerance / self.count)
+        first, log_value = _exceeded(law, self.count, view, aim + moved)
         # PRIVACY: what terms exceed the ends of their grid by (test_what_terms_exceed_their_grid_by_counts)
-        lost = self.count * self._beyond(bounds[0] * step, bounds[1] * step) if whole else 0.0
-        return Hinge(
-            first + self.sign * self.count * middle,
-            step,
-            log_value,
-            log_error,
-            lost,
-            math.inf if self.term.positive and grid <= limit else 2 * limit * (grid <= limit),
-        )
+        lost = self.count * self._beyond(bounds[0] * step, bounds[1] * step)
+        return Hinge(first + self.sign * self.count * middle, step, log_value, lost)
 
     def _beyond(self, low: float, high: float) -> float:
         """Returns a bound on what sign * Y exceeds, on average, an end of its grid by."""
@@ -313,17 +270,13 @@ class Hinge:
         first: index of the first point.
         step: distance of points.
         log_value: (N,) logarithms of the bounds in steps, without `lost`.
-        log_error: (N,) logarithms of the part that stands for rounding and what is above the window.
         lost: what terms exceed the ends of their grid by.
-        steepest: fall of `log_value` in one step, from which on the grid costs more than was to be tolerated.
     """
 
     first: int
     step: float
     log_value: FloatArray
-    log_error: FloatArray
     lost: float
-    steepest: float
 
     def log_at(self, level: float) -> float:
         """Returns the logarithm of the bound at a level; inf where there is none."""
@@ -339,18 +292,8 @@ class Hinge:
             else high
         )
         value += math.log(self.step)
-        return float(np.logaddexp(value, _log(self.lost))) + 16 * UNIT * (
+        return float(np.logaddexp(value, log_of(self.lost))) + 16 * UNIT * (
             8 + abs(value) + abs(high)
-        )
-
-    def share_at(self, level: float) -> float:
-        """Returns the share of the bound that is a margin: for rounding, what is lost, or a coarse grid."""
-        k = min(max(math.floor(level / self.step) - self.first, 0), self.log_value.size - 2)
-        if float(self.log_value[k]) - float(self.log_value[k + 1]) > self.steepest:
-            return 1.0
-        rounding = math.exp(min(float(self.log_error[k] - self.log_value[k]), 0.0))
-        return max(
-            rounding, math.exp(_log(self.lost) - self.log_at(level)) if level == 0 else 0.0
         )
 
 
@@ -381,8 +324,6 @@ def spread(
     bounds: tuple[int, int, int],
     sign: int,
     grid: float,
-    *,
-    above: bool = True,
 ) -> GridLaw:
     """Returns a law of sign * Y on multiples of a step that is at least as spread.
 
@@ -392,7 +333,6 @@ def spread(
         bounds: first multiple, the one that counts as loss 0, and last.
         sign: 1 or -1.
         grid: step of the losses of the result.
-        above: whether what exceeds the last multiple is put there, or left out.
     """
     low, middle, high = bounds
     signed = not term.positive and term.noise < _WIDE  # terms of all sizes near 0 matter
@@ -423,15 +363,13 @@ def spread(
     np.add.at(points, cuts[:-1] - low, total - up)
     np.add.at(points, cuts[1:] - low, up)
     points[0] += below * (1 + accuracy)
-    points[-1] += float(ndtr(-x[-1] / term.noise)) * (1 + accuracy) * above
+    points[-1] += float(ndtr(-x[-1] / term.noise)) * (1 + accuracy)
     ordered = points if sign > 0 else points[::-1].copy()
     return GridLaw(low - middle if sign > 0 else middle - high, ordered, 0.0, grid, 0.0)
 
 
-def _exceeded(
-    law: GridLaw, count: int, view: Window, aim: float
-) -> tuple[int, FloatArray, FloatArray]:
-    """Returns the first index of the window, and log E (S - k)_+ in steps, rounded up, with the share of rounding.
+def _exceeded(law: GridLaw, count: int, view: Window, aim: float) -> tuple[int, FloatArray]:
+    """Returns the first index of the window, and log E (S - k)_+ in steps, rounded up.
 
     Args:
         law: of a term.
@@ -447,150 +385,19 @@ def _exceeded(
     losses = np.asarray((first + np.arange(mass.size)) * grid, dtype=np.float64)
     log_scale = count * part.log_norm - tilt * aim
 
-    def suffix(masses: FloatArray) -> FloatArray:
-        above = np.cumsum((masses * np.exp(np.clip(tilt * (aim - losses), -650.0, 650.0)))[::-1])[
-            ::-1
-        ]
-        sums = np.append(np.cumsum(above[:0:-1])[::-1], 0.0)
-        with np.errstate(divide="ignore"):
-            return np.asarray(np.maximum(np.log(sums) + log_scale, -1e5), dtype=np.float64)
-
     # PRIVACY: the margin for rounding (test_the_margin_for_rounding_is_in_the_figure)
-    inside = suffix(np.maximum(mass + error, 0.0))
-    log_error = suffix(np.full(mass.size, error))
+    kept = np.maximum(mass + error, 0.0)
+    scaled = kept * np.exp(np.clip(tilt * (aim - losses), -650.0, 650.0))
+    above = np.cumsum(scaled[::-1])[::-1]
+    sums = np.append(np.cumsum(above[:0:-1])[::-1], 0.0)
+    with np.errstate(divide="ignore"):
+        inside = np.maximum(np.log(sums) + log_scale, -1e5)
     summed = count * (2 + 2 * abs(part.log_norm) + math.log(part.mass.size))
     slack = 8 * UNIT * (8 + mass.size + summed + float(np.abs(losses).max()) + abs(aim))
     # x <= e^(y x) / (e y): what lies above the window
-    above = log_beyond([(law, count)], losses[-1], view.rise) + np.log(
+    log_lost = log_beyond([(law, count)], losses[-1], view.rise) + np.log(
         (losses[-1] - losses + 1 / (math.e * view.rise)) / grid * (1 + 1e-12)
     )
-    log_value = np.logaddexp(inside + slack, above) + 8 * UNIT * (8 + np.abs(inside))
+    log_value = np.logaddexp(inside + slack, log_lost) + 8 * UNIT * (8 + np.abs(inside))
     log_value[tilt * (losses - aim) < -650.0] = math.inf  # exponentials were clipped
-    return first, log_value, np.logaddexp(log_error, above)
-
-
-def _log(value: float) -> float:
-    return math.log(value) if value > 0 else -math.inf
-
-
-_MANY_TERMS = 50  # terms from which the others come close to a level by themselves
-_RATIO, _RATIO_FEW = 0.04, 0.08  # logarithm of the ratio of neighboring cuts
-_HIGH = 1.44  # that of the last cut to the scale of the sum
-_SERVED, _SERVED_FEW = (
-    12,
-    4,
-)  # intervals that one curve serves; with few terms, two are large together
-_FARTHEST = 400.0  # standard deviations of the last cut
-_LARGEST = 700.0  # nats: no excess is as large, since T t and the last cut are below e^170
-_STEPS = 1 << 12  # of the grid of what is below b
-
-
-def by_one_large(question: Sum, tolerance: float) -> float:
-    """Returns the logarithm of a bound on E (S - level)_+, for a sign of 1 and at least 2 terms; inf for large noise.
-
-    Args:
-        question: the sum.
-        tolerance: nats of each G that its grid may cost, > 0.
-    """
-    term = question.term
-    count = question.count
-    noise = question.term.noise
-    cuts = _levels(question)
-    x, _ = term.positions(cuts)
-    reach = float(np.abs(x).max()) / noise
-    if reach > _FARTHEST:  # no term is ever large
-        return math.inf
-    accuracy = 2 * term.accuracy(reach) + 8 * UNIT * (
-        max(term.log_weight, 0.0) + float(np.abs(np.log(cuts)).max())
-    )
-    width = np.diff(cuts)
-    sizes = np.hypot(cuts, term.root)
-    mass, rise = term.integrate(x, np.log(width), reach)
-    # margin: rounded up, as masses and means are (docs/proofs/allocation.md#one-large-term)
-    slack = accuracy + 2 * term.rounding + 1.1 * term.rounding * (sizes[1:] + sizes[:-1]) / width
-    total = mass * (1 + 2 * accuracy)
-    far = np.minimum(rise * (1 + slack), total)
-    left, right = _excesses(question, cuts, tolerance)
-    shares = (total - far) * left + far * right
-    rest = Sum(term, count - 1, 1, question.level - float(cuts[-1]), question.log_floor).answer(
-        tolerance
-    )
-    last = math.exp(gaussian_log_delta(math.log(cuts[-1]), 1 / noise)) * (1 + 1e-9)
-    other = min(_LARGEST, rest.log_at(question.level - float(cuts[-1])))
-    last += float(ndtr(-x[-1] / noise)) * (1 + accuracy) * math.exp(other)
-    sums = (np.cumsum(shares[::-1])[::-1] + last) * (1 + 4 * UNIT * cuts.size)
-    with np.errstate(divide="ignore"):
-        large = np.log(sums) + math.log(count)
-    chosen = range(
-        0,
-        max(int(np.searchsorted(cuts, cuts[-1] * math.exp(-_HIGH))), 1),
-        8 if count > _MANY_TERMS else 4,
-    )
-    return min(
-        float(np.logaddexp(large[i], _none_large(question, float(cuts[i])))) for i in chosen
-    )
-
-
-def _levels(question: Sum) -> FloatArray:
-    """Returns ascending values of a term, from where it is not large to where the excess is linear in it."""
-    noise = question.term.noise
-    weight = max(question.term.log_weight, 0.0)
-    scale = max(question.level, 0.0) or question.count * math.exp(weight)
-    least = 0.05 * abs(question.level - question.count * (1 - math.exp(weight) * (weight > 0)))
-    if not question.term.positive:  # all others may be small
-        least = min(
-            least,
-            scale
-            * math.exp(-3 - 1 / (2 * noise * noise) - 10 / noise / math.sqrt(question.count - 1)),
-        )
-    ratio = _RATIO if question.count > _MANY_TERMS else _RATIO_FEW
-    number = math.ceil(math.log(scale / min(max(least, 2.0), scale / 2)) / ratio)
-    cuts = scale * np.exp(
-        ratio * np.arange(-number, round(_HIGH / ratio) + 1 if not question.term.positive else 1)
-    )
-    return _STEPS * np.asarray(cuts / _STEPS, dtype=np.float64)
-
-
-def _excesses(question: Sum, cuts: FloatArray, tolerance: float) -> tuple[FloatArray, FloatArray]:
-    """Returns bounds on G at the left and the right ends of the intervals between cuts."""
-    left = np.empty(cuts.size - 1)
-    right = np.empty(cuts.size - 1)
-    served = _SERVED if question.count > _MANY_TERMS else _SERVED_FEW
-    hinges: list[Hinge] = []
-    for start in reversed(range(0, cuts.size - 1, served)):
-        part = cuts[start : start + served + 1]
-        most = float(part[-1])
-        rest = Sum(
-            question.term, question.count - 1, 1, question.level - most, question.log_floor, most
-        )
-        hinges = [rest.answer(tolerance), *hinges[:2]]  # those of higher ceilings are bounds, too
-        levels = (question.level - part).tolist()
-        values = np.exp(
-            [min(_LARGEST, *(hinge.log_at(level) for hinge in hinges)) for level in levels]
-        )
-        left[start : start + served], right[start : start + served] = values[:-1], values[1:]
-    return left, right
-
-
-def _none_large(question: Sum, top: float) -> float:
-    """Returns the logarithm of a bound on the part where all terms are below `top`."""
-    term = question.term
-    step = top / _STEPS
-    values, mass = question.points
-    kept = values < top
-    cloud = Cloud(values[kept] / top, mass[kept], question.count)
-    level = question.level / top
-
-    def price(t: float) -> float:
-        return cloud(t) - t * level - math.log(t)
-
-    tilt = least(price, 2.0**12)
-    low = math.floor(max(question.ends[0], -60 * top / tilt) / step)
-    law = spread(term, step, (low, 0, _STEPS), 1, 1 / _STEPS, above=False)
-    # x <= e^(y x) / (e y); losses are in units of `top`
-    return (
-        log_beyond([(law, question.count)], level - 8 * UNIT * abs(level), tilt)
-        - 1
-        - math.log(tilt / top)
-        + 1e-12
-    )
+    return first, log_value

@@ -8,7 +8,6 @@ mu-GDP. Its smallest delta at epsilon is
 and releases with mu_1, mu_2, .. compose to sqrt(mu_1^2 + mu_2^2 + ..), also under adaptivity. The inverses return the
 conservative side: `gaussian_mu` is rounded down, `gaussian_epsilon` and `gaussian_sigma` are rounded up.
 
-`gaussian_sigma_zhao` is the closed form that the output-perturbation paper uses: more noise, checked against the curve.
 The classical sqrt(2 log(1.25/delta)) / epsilon is not offered: it falls short for large epsilon.
 
 Noisy gradient descent on a strongly convex objective has a cost that converges. Full-batch steps w <- w - eta (g(w) + s
@@ -41,16 +40,13 @@ import scipy
 from scipy.special import erfcx, ndtr
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.quadrature import FloatArray
-from torch_dpsco.errors import ConditionError
+from torch_dpsco.accounting.analysis.rdp import FloatArray
 
 SENSITIVITIES: Mapping[str, float] = {"replace_one": 2.0, "zero_out": 1.0, "add_remove": 1.0}
 
 # The inverses aim at log(delta) (1 + _SLACK): more than the error of the kernel, so that rounding cannot undo them.
 _SLACK = 1e-12
 _INVERSE = 1e-13  # of mu: room for what 1/sigma and sqrt(mu^2) round
-_CLOSED_FORM = 2e-15  # relative: more than the rounding of a few operations
-_ZHAO_SLACK = 1e-14  # of sigma: where the closed form is nearly exact (large epsilon), more than the kernel's error
 _ROUNDING = 2e-15  # of epsilon / mu - mu / 2, relative to its terms: it matters for mu > 1e3
 
 
@@ -229,77 +225,6 @@ def gaussian_sigma(epsilon: float, delta: float, sensitivity: float) -> float:
     ):  # PRIVACY: the division rounds (test_sigma_never_falls_short_of_the_exact_noise)
         sigma = math.nextafter(sigma, math.inf)
     return sigma
-
-
-def gaussian_sigma_zhao(epsilon: float, delta: float, sensitivity: float) -> float:
-    """Returns Delta (c + sqrt(c^2 + epsilon)) / (sqrt(2) epsilon), c = `zhao_constant(delta)`, rounded up.
-
-    This sigma solves u = epsilon sigma / Delta - Delta / (2 sigma) = sqrt(2) c, and delta(epsilon) <= Phi(-u)
-    = erfc(c) / 2. By erfc(c) = (2/pi) int_0^(pi/2) exp(-c^2 / sin^2 t) dt, split at pi/4,
-    erfc(c) / 2 <= (e^(-c^2) + e^(-2 c^2)) / 4, which c makes equal to delta. `gaussian_sigma` is smaller.
-
-    Args:
-        epsilon: > 0.
-        delta: in (0, 1/2).
-        sensitivity: L2 sensitivity of the released vector under the adjacency asked for, > 0.
-
-    Returns:
-        Noise std per coordinate, in the unit of `sensitivity`.
-
-    Raises:
-        ValueError: an argument is out of range, or the std is too large for a float.
-        ConditionError: the std falls short of the exact curve, by the rounding of a subnormal number.
-
-    Guarantee: (epsilon, delta)-DP of one release, for the adjacency under which `sensitivity` holds.
-
-    Source: docs/proofs/output.md#gaussian-noise-in-closed-form (Zhao et al. 2019).
-
-    Example:
-        >>> round(gaussian_sigma_zhao(epsilon=1.0, delta=1e-6, sensitivity=0.02), 6)
-        0.101683
-    """
-    epsilon = check.positive(epsilon=epsilon)
-    sensitivity = check.positive(sensitivity=sensitivity)
-    c = zhao_constant(delta)
-    factor = (c + math.sqrt(c * c + epsilon)) / (math.sqrt(2) * epsilon)
-    sigma = check.finite(sigma=max(sensitivity * factor * (1 + _ZHAO_SLACK), math.ulp(0.0)))
-    # PRIVACY: the exact curve has the last word (test_the_noise_of_zhao_is_checked_against_the_exact_curve)
-    if not gaussian_log_delta(epsilon, sensitivity / sigma) <= math.log(delta):
-        raise ConditionError(
-            f"sigma = {sigma:g} falls short of delta = {delta:g} at epsilon = {epsilon:g}; use"
-            " gaussian_sigma"
-        )
-    return sigma
-
-
-def zhao_constant(delta: float) -> float:
-    """Returns c = sqrt(log(2 / (sqrt(16 delta + 1) - 1))), rounded up: t = e^(-c^2) solves t^2 + t = 4 delta.
-
-    With r = sqrt(16 delta + 1), 1/t is (r + 1) / (8 delta) and, near delta = 1/2 where it approaches 1,
-    1 + (1/2 - delta) (r + 1) / (delta (r + 3)).
-
-    Args:
-        delta: in (0, 1/2).
-
-    Returns:
-        c > 0.
-
-    Raises:
-        ValueError: delta is out of range.
-
-    Source: docs/proofs/output.md#gaussian-noise-in-closed-form (Zhao et al. 2019).
-
-    Example:
-        >>> round(zhao_constant(delta=1e-6), 6)
-        3.52551
-    """
-    delta = check.open_interval(0.0, 0.5, delta=delta)
-    root = math.sqrt(16 * delta + 1)
-    if delta < 0.1:
-        square = math.log((root + 1) / 8) - math.log(delta)  # apart: 1 / delta may overflow
-    else:
-        square = math.log1p((0.5 - delta) * (root + 1) / (delta * (root + 3)))
-    return math.sqrt(square) * (1 + _CLOSED_FORM)
 
 
 def log_delta_curve(epsilon: FloatArray, mu: float) -> FloatArray:

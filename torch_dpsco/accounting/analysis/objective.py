@@ -1,4 +1,6 @@
-"""The privacy of objective perturbation: integrals, general bounds, and better ones for losses of one sign.
+"""The privacy of objective perturbation: integrals, a bound for all losses, and a better one for losses of one sign.
+
+What one record can do is a `Change`; `amp_delta`, `amp_sigma` and `objpert_rdp` take one of either kind.
 
 Integrals of log-concave functions and of Gaussian profiles, for the privacy of objective perturbation.
 
@@ -47,14 +49,14 @@ Gaussian profile,
     larger to smaller      delta(epsilon - c, s)  for epsilon >= c
     smaller to larger      delta(epsilon, s)      for epsilon >= 0.
 
-`objpert_delta_monotone` is the first, which is the larger one. The divergence of the pair is convex in e^epsilon, so
+The first is the larger one. The divergence of the pair is convex in e^epsilon, so
 that for epsilon below a point c + e it also lies under the tangent of the first curve from the second at epsilon = 0.
 The pair of distributions with exactly this profile dominates the mechanism (Zhu, Dong and Wang 2022), under composition
 too. Its loss is G for G < 0; 0 with probability A = Phi(-s/2) - m; and c + G for G > e, where
 
     m = e^-c Phi(-s/2 - e/s)      and      Phi(s/2 - e/s) - m = delta(0, s).
 
-`objpert_rdp_dominating` is its Renyi divergence: near a s^2/2 at small orders, where E exp(k (c + max(0, G))) exceeds
+`objpert_rdp` is its Renyi divergence: near a s^2/2 at small orders, where E exp(k (c + max(0, G))) exceeds
 c.
 
 One record replaced: h = t' u' - t u, and the loss is at most c plus the largest of 0 and the Gaussian losses at the
@@ -71,6 +73,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import scipy
@@ -201,36 +204,25 @@ def _window(
 def shifted_profile(epsilon: float, shift: float, dim: int, mu: float, low: float = 0.0) -> float:
     """Returns the integral over t > low of p(t) delta(epsilon - s t, mu), enlarged.
 
-    p is the density of the length of a standard normal vector of R^dim, or, for dim = 0, of a normal variable; mu = 0
-    means the limit (1 - e^(epsilon - s t))_+.
+    p is the density of the length of a standard normal vector of R^dim, or, for dim = 0, of a normal variable.
 
     Args:
         epsilon: real.
         shift: s > 0.
         dim: >= 0.
-        mu: >= 0.
+        mu: > 0.
         low: lower end.
     """
-    corner = epsilon / shift
-    reach = (
-        math.sqrt(max(dim, 1)) + 39.0
-    )  # the length is beyond it with probability < e^(-39^2/2) < 1e-320
-    if mu == 0:
-        low = max(low, corner)
-        if low >= reach:
-            return sys.float_info.min
+    # the length is beyond it with probability < e^(-39^2/2) < 1e-320
+    reach = math.sqrt(max(dim, 1)) + 39.0
 
     def log_f(t: FloatArray) -> FloatArray:
-        with np.errstate(divide="ignore"):
-            tail = np.log(-np.expm1(np.minimum(epsilon - shift * t, 0.0))) if mu == 0 else None
-        kernel = log_profile(epsilon - shift * t, mu) if tail is None else tail
+        kernel = log_profile(epsilon - shift * t, mu)
         if dim == 0:
             return kernel - t**2 / 2 - math.log(2 * math.pi) / 2
         return kernel + log_chi_density(t, dim)
 
-    log_total = log_concave_integral(
-        log_f, low, reach, corner if mu else math.inf, mu / shift if mu else 1.0
-    )
+    log_total = log_concave_integral(log_f, low, reach, epsilon / shift, mu / shift)
     return min(1.0, math.exp(min(0.0, log_total)) + sys.float_info.min)
 
 
@@ -337,160 +329,87 @@ def spare_epsilon(epsilon: float, reg: float, smoothness: float) -> float:
     return left
 
 
-def _folded(epsilon: float, determinant: float, level: float) -> float:
-    left = check.nonnegative(epsilon=epsilon) - determinant
-    if left >= level * level / 2:
-        return min(1.0, 2 * profile(left, level))
-    return min(1.0, max(0.0, 1 - 2 * math.exp(left + log_normal_cdf(-level)) + 1e-14))
+@dataclass(frozen=True)
+class Change:
+    """What one record can do to the density of the answer; adding, removing and zeroing out are alike.
+
+    Args:
+        log_det: c >= 0, bound on the log ratio of the determinants of the two Hessians: `log_det`, `softmax_log_det`.
+        reach: > 0. Bound on the change of the sum of gradients, at every theta of R^d; if dim = 0, L, that of one
+            gradient.
+        dim: k >= 1, dimension of a subspace, fixed by the records, that holds this change; 0 for losses phi(theta.x; y)
+            whose phi' has one sign for each record.
+        replaced: whether a record of such losses is replaced by another.
+
+    Guarantee: the adjacency of its constants. Scalar losses of any sign: reach = L and k = 1, or twice both for
+        replace_one. Softmax: reach = sqrt(2) B and k = K - 1, or twice both. Losses phi are convex and twice
+        differentiable (almost everywhere, with a Lipschitz derivative); b is drawn once. A record that is set to zero
+        has no loss.
+    """
+
+    log_det: float
+    reach: float
+    dim: int = 0
+    replaced: bool = False
+
+    def __post_init__(self) -> None:
+        check.fields(self, log_det=check.nonnegative, reach=check.positive, dim=check.count)
 
 
-def objpert_delta_general(
-    epsilon: float, noise_std: float, log_det: float, diameter: float, subspace_dim: int
-) -> float:
-    """Returns E[(1 - e^(epsilon - c - s^2/2 - s chi_k))_+], s = D / sigma: any two neighboring data sets.
+def amp_delta(epsilon: float, noise_std: float, change: Change, mu_out: float) -> float:
+    """Returns delta of objective perturbation, then a noisy approximate minimizer; rounded up.
+
+    With s = reach / sigma, E[delta(epsilon - c - s^2/2 - s chi_k, mu_out)]; of one sign E[delta(epsilon - c -
+    max(0, G), mu_out)] =: A(s) and, of a replaced record, A(2 s) + 2 A(s) - 2 delta(epsilon - c, mu_out).
 
     Args:
         epsilon: >= 0.
-        noise_std: sigma > 0.
-        log_det: c >= 0, bound on the log ratio of the determinants of the two Hessians.
-        diameter: D > 0, bound on the change of the sum of gradients, at every theta of R^d.
-        subspace_dim: k >= 1, dimension of a subspace, fixed by the records, that holds this change.
-
-    Returns:
-        delta in [0, 1], rounded up.
+        noise_std: sigma > 0, of b.
+        change: what a record can do.
+        mu_out: 2 tau / (lam sigma_out) > 0.
 
     Raises:
         ValueError: an argument is out of range.
 
-    Guarantee: the adjacency of its constants. Scalar losses, replace_one: c = log(1 + beta/lam), D = 2 L, k = 2.
-        Softmax: c = `softmax_log_det`, D = sqrt(2) B and k = K - 1 (add_remove), twice both (replace_one).
-
-    Source: docs/proofs/objective.md#several-dimensions
-
-    Example:
-        >>> round(objpert_delta_general(0.5, 3.0, log_det=0.1178, diameter=1.0, subspace_dim=1), 6)
-        0.050002
-    """
-    level = noise_level(diameter, noise_std)
-    k = check.positive_count(subspace_dim=subspace_dim)
-    determinant = check.nonnegative(log_det=log_det)
-    if k == 1:
-        return _folded(epsilon, determinant, level)
-    left = check.nonnegative(epsilon=epsilon) - determinant - level * level / 2
-    return shifted_profile(left, level, k, 0.0)
-
-
-def objpert_rdp(
-    order: float, noise_std: float, reg: float, lipschitz: float, smoothness: float
-) -> float:
-    """Returns c + s^2/2 + (t^2/2 + log(2 Phi(t))) / (a - 1), t = (a - 1) s: a Renyi divergence, of both directions.
-
-    Args:
-        order: a > 1.
-        noise_std: sigma > 0, of b.
-        reg: lam > 0, in sum form.
-        lipschitz: L > 0, bound on the gradient of a loss at every theta of R^d.
-        smoothness: beta >= 0, bound on phi'' |x|^2 at every theta of R^d.
-
-    Guarantee: add_remove and zero_out, for losses phi(theta.x; y) with phi convex and twice differentiable (almost
-        everywhere, with a Lipschitz derivative), an exact minimizer, and b drawn once.
-
-    Source: docs/proofs/objective.md#losses-of-any-sign
-
-    Example:
-        >>> round(objpert_rdp(2, noise_std=10.0, reg=5.0, lipschitz=1.0, smoothness=0.25), 9)
-        0.135432335
-    """
-    return objpert_rdp_general(order, noise_std, log_det(reg, smoothness), lipschitz, 1)
-
-
-def objpert_rdp_general(
-    order: float, noise_std: float, log_det: float, diameter: float, subspace_dim: int
-) -> float:
-    """Returns c + s^2/2 + log(E e^(t chi_k)) / (a - 1), t = (a - 1) s, s = D / sigma.
-
-    Args:
-        order: a > 1.
-        noise_std: sigma > 0, of b.
-        log_det: c >= 0, bound on the log ratio of the determinants.
-        diameter: D > 0, bound on the change of the sum of gradients, at every theta of R^d.
-        subspace_dim: k >= 1, dimension of a subspace, fixed by the records, that holds this change.
-
-    Source: docs/proofs/objective.md#several-dimensions
-
-    Example:
-        >>> round(objpert_rdp_general(2, 10.0, log_det=0.05, diameter=1.0, subspace_dim=1), 6)
-        0.136642
-    """
-    excess = check.order(order=order) - 1
-    level = noise_level(diameter, noise_std)
-    k = check.positive_count(subspace_dim=subspace_dim)
-    tilt = excess * level
-    if k == 1:
-        log_moment = tilt * tilt / 2 + math.log(2) + log_normal_cdf(tilt)
-        log_moment += 1e-15 + _ROUNDING * tilt * tilt
-    else:
-        high = tilt + math.sqrt(k - 1) + 45.0
-        log_moment = log_concave_integral(
-            lambda r: log_chi_density(r, k) + tilt * np.asarray(r), 0.0, high
-        )
-    value = check.nonnegative(log_det=log_det) + level * level / 2 + log_moment / excess
-    return value * (1 + _ROUNDING)
-
-
-def amp_delta_general(
-    epsilon: float,
-    noise_std: float,
-    log_det: float,
-    diameter: float,
-    subspace_dim: int,
-    mu_out: float,
-) -> float:
-    """Returns E[delta(epsilon - c - s^2/2 - s chi_k, mu_out)], s = D / sigma.
-
-    Args:
-        epsilon: >= 0.
-        noise_std: sigma > 0, of b.
-        log_det: c >= 0, bound on the log ratio of the determinants.
-        diameter: D > 0, bound on the change of the sum of gradients, at every theta of R^d.
-        subspace_dim: k >= 1, dimension of a subspace, fixed by the records, that holds this change.
-        mu_out: 2 tau / (lam sigma_out) >= 0; 0 stands for an exact minimizer.
+    Guarantee: as `Change`, for points with a gradient of norm <= tau, released with N(0, sigma_out^2 I).
 
     Source: docs/proofs/objective.md#approximate-minimizers
 
     Example:
-        >>> round(amp_delta_general(0.5, 3.0, 0.1178, diameter=1.0, subspace_dim=1, mu_out=0.05), 6)
+        >>> round(amp_delta(0.5, 3.0, Change(log_det(2.0, 0.25), 1.0), mu_out=0.05), 6)
+        0.025926
+        >>> round(amp_delta(0.5, 3.0, Change(0.1178, 1.0, dim=1), mu_out=0.05), 6)
         0.051856
     """
-    if check.nonnegative(mu_out=mu_out) == 0:
-        return objpert_delta_general(epsilon, noise_std, log_det, diameter, subspace_dim)
-    level = noise_level(diameter, noise_std)
-    k = check.positive_count(subspace_dim=subspace_dim)
-    left = (
-        check.nonnegative(epsilon=epsilon)
-        - check.nonnegative(log_det=log_det)
-        - level * level / 2
-    )
-    return shifted_profile(left, level, k, mu_out)
+    level = noise_level(change.reach, noise_std)
+    left = check.nonnegative(epsilon=epsilon) - change.log_det
+    mu_out = check.positive(mu_out=mu_out)
+    if change.dim > 0:
+        return shifted_profile(left - level * level / 2, level, change.dim, mu_out)
+    once = _one_corner(left, mu_out, level)
+    if not change.replaced:
+        return min(1.0, once)
+    # PRIVACY: t and t' are 0 or L each (test_no_records_of_a_plane_pass_the_bounds); margin of what
+    # is taken off (docs/proofs/objective.md#integrals)
+    shared = down(profile(left, mu_out), 1e-9)
+    return min(1.0, _one_corner(left, mu_out, 2 * level) + 2 * (once - shared))
 
 
-def amp_sigma_general(
-    epsilon: float,
-    delta: float,
-    log_det: float,
-    diameter: float,
-    subspace_dim: int,
-    mu_out: float,
-) -> float:
-    """Returns the least sigma with `amp_delta_general` <= delta, rounded up.
+def _one_corner(left: float, mu_out: float, level: float) -> float:
+    """Returns E[delta(left - max(0, G), mu_out)]."""
+    at_zero = math.exp(log_normal_cdf(-level / 2)) * profile(left, mu_out)
+    above = shifted_profile(left - level * level / 2, level, 0, mu_out, -level / 2)
+    return at_zero * (1 + 1e-14) + above
+
+
+def amp_sigma(epsilon: float, delta: float, change: Change, mu_out: float) -> float:
+    """Returns the least sigma with `amp_delta` <= delta, rounded up.
 
     Args:
         epsilon: > 0.
         delta: in (0, 1).
-        log_det: c >= 0, bound on the log ratio of the determinants.
-        diameter: D > 0, bound on the change of the sum of gradients, at every theta of R^d.
-        subspace_dim: k >= 1, dimension of a subspace, fixed by the records, that holds this change.
-        mu_out: 2 tau / (lam sigma_out) >= 0; 0 stands for an exact minimizer.
+        change: what a record can do.
+        mu_out: 2 tau / (lam sigma_out) > 0.
 
     Raises:
         ValueError: an argument is out of range.
@@ -499,23 +418,24 @@ def amp_sigma_general(
     Source: docs/proofs/objective.md#approximate-minimizers
 
     Example:
-        >>> round(amp_sigma_general(1.0, 1e-6, 0.1, diameter=1.0, subspace_dim=1, mu_out=0.01), 3)
+        >>> round(amp_sigma(1.0, 1e-6, Change(log_det(1.0, 0.25), 1.0), mu_out=0.01), 4)
+        5.3497
+        >>> round(amp_sigma(1.0, 1e-6, Change(0.1, 1.0, dim=1), mu_out=0.01), 3)
         4.821
     """
-    left = check.positive(epsilon=epsilon) - check.nonnegative(log_det=log_det)
+    left = check.positive(epsilon=epsilon) - change.log_det
     if left <= 0:
         raise InfeasibleError(
-            f"epsilon must be > log_det = {log_det:g} (got {epsilon:g}): use a larger reg"
+            f"epsilon must be > log_det = {change.log_det:g} (got {epsilon:g}): use a larger reg"
         )
-    start = check.positive(diameter=diameter) / gaussian_mu(left, delta)
     why_not = (
         f"mu_out = {mu_out:g} alone exceeds delta = {delta:g} at epsilon - log_det = {left:g}: use"
         " a smaller one"
     )
     return least_noise(
-        lambda sigma: amp_delta_general(epsilon, sigma, log_det, diameter, subspace_dim, mu_out),
+        lambda sigma: amp_delta(epsilon, sigma, change, mu_out),
         delta,
-        start,
+        change.reach / gaussian_mu(left, delta),
         why_not,
     )
 
@@ -639,92 +559,57 @@ def amp_noise_std(tolerance: float, reg: float, mu_out: float = AMP_MU_OUT) -> f
     return safe(distance / check.positive(mu_out=mu_out))
 
 
-def objpert_delta_monotone(
-    epsilon: float,
-    noise_std: float,
-    reg: float,
-    lipschitz: float,
-    smoothness: float,
-    adjacency: str = "add_remove",
-) -> float:
-    """Returns delta(epsilon - c, s), the Gaussian profile, and 1 for epsilon < c.
+def objpert_rdp(order: float, noise_std: float, change: Change) -> float:
+    """Returns a bound on the Renyi divergence of an exact minimizer, the larger one of both directions.
 
-    One record replaced: delta(epsilon - c, 2 s) + 2 delta(epsilon - c, s), at most 1.
+    With k = a - 1 and s = reach / sigma, c + s^2/2 + log(E e^(k s chi_dim)) / k. Of losses of one sign, that of the
+    pair that dominates the mechanism, the larger of
 
-    Args:
-        epsilon: >= 0.
-        noise_std: sigma > 0, of b.
-        reg: lam > 0, in sum form.
-        lipschitz: L > 0, bound on the gradient of a loss at every theta of R^d.
-        smoothness: beta >= 0, bound on phi'' |x|^2 at every theta of R^d.
-        adjacency: "add_remove", "zero_out" or "replace_one".
+        log(e^g Phi(-(k + 1/2) s) + A + e^(k c + g) Phi((k + 1/2) s - e/s)) / k,    g = k (k+1) s^2/2,
+        log(e^g Phi((k + 1/2) s) + A + e^(g - (k+1) c) Phi(-(k + 1/2) s - e/s)) / k.
 
-    Returns:
-        delta in [0, 1], rounded up.
-
-    Raises:
-        ValueError: an argument is out of range.
-
-    Guarantee: under the adjacency, for losses phi(theta.x; y) with phi convex, phi' of one sign for each record, and
-        twice differentiable (almost everywhere, with a Lipschitz derivative); an exact minimizer; b drawn once. A
-        record that is set to zero has no loss.
-
-    Source: docs/proofs/objective.md#losses-of-one-sign
-
-    Example:
-        >>> round(objpert_delta_monotone(0.5, noise_std=3.0, reg=2.0, lipschitz=1.0, smoothness=0.25), 9)
-        0.024998702
-    """
-    left = check.nonnegative(epsilon=epsilon) - log_det(reg, smoothness)
-    return (
-        min(1.0, _sum(left, 0.0, noise_level(lipschitz, noise_std), adjacency))
-        if left >= 0
-        else 1.0
-    )
-
-
-def objpert_rdp_dominating(
-    order: float,
-    noise_std: float,
-    reg: float,
-    lipschitz: float,
-    smoothness: float,
-    adjacency: str = "add_remove",
-) -> float:
-    """Returns the Renyi divergence of the pair that dominates the mechanism, the larger one of both directions.
-
-    log(e^g Phi(-(k + 1/2) s) + A + e^(k c + g) Phi((k + 1/2) s - e/s)) / k, g = k (k+1) s^2/2, k = a - 1, and, from the
-    smaller to the larger data set, log(e^g Phi((k + 1/2) s) + A + e^(g - (k+1) c) Phi(-(k + 1/2) s - e/s)) / k.
-
-    One record replaced: the divergence is convex in e^epsilon and at most delta(epsilon - c, 2 s) +
+    One such record replaced: the divergence is convex in e^epsilon and at most delta(epsilon - c, 2 s) +
     2 delta(epsilon - c, s) in both directions, a sum of which the Renyi moment is linear: R(2 s) + 2 R(s) - 2 R(0),
     R(s) the moment of the symmetric pair of the profile delta(epsilon - c, s), R(0) that of randomized response at c.
 
     Args:
         order: a > 1.
         noise_std: sigma > 0, of b.
-        reg: lam > 0, in sum form.
-        lipschitz: L > 0, bound on the gradient of a loss at every theta of R^d.
-        smoothness: beta >= 0, bound on phi'' |x|^2 at every theta of R^d.
-        adjacency: "add_remove", "zero_out" or "replace_one".
+        change: what a record can do.
 
-    Guarantee: as `objpert_delta_monotone`; a bound of a Renyi divergence, for an `RDPCurve`.
+    Guarantee: as `Change`; a bound of a Renyi divergence, for an `RDPCurve`.
 
-    Source: docs/proofs/objective.md#the-dominating-curve, docs/proofs/objective.md#replaced-records-of-one-sign.
+    Source: docs/proofs/objective.md#several-dimensions, docs/proofs/objective.md#the-dominating-curve,
+    docs/proofs/objective.md#replaced-records-of-one-sign.
 
     Example:
-        >>> round(objpert_rdp_dominating(8, noise_std=10.0, reg=5.0, lipschitz=1.0, smoothness=0.25), 6)
+        >>> round(objpert_rdp(8, 10.0, Change(log_det(5.0, 0.25), 1.0)), 6)
         0.058393
+        >>> round(objpert_rdp(2, 10.0, Change(log_det(5.0, 0.25), 1.0, dim=1)), 9)
+        0.135432335
     """
     k = check.order(order=order) - 1
-    level = noise_level(lipschitz, noise_std)
-    determinant = log_det(reg, smoothness)
-    if sensitivity_factor(adjacency) == 2:
-        log_moment = _replaced_log_moment(k, level, determinant)
+    level = noise_level(change.reach, noise_std)
+    if change.dim > 0:
+        log_moment = _length_log_moment(k * level, change.dim)
+        return (change.log_det + level * level / 2 + log_moment / k) * (1 + _ROUNDING)
+    if change.replaced:
+        log_moment = _replaced_log_moment(k, level, change.log_det)
     else:
-        log_moment = _dominating_log_moment(k, level, determinant)
+        log_moment = _dominating_log_moment(k, level, change.log_det)
     # margin: rounded up (docs/proofs/objective.md#integrals)
     return (log_moment * (1 + _ROUNDING) + 1e-13) / k
+
+
+def _length_log_moment(tilt: float, dim: int) -> float:
+    """Returns log E e^(tilt chi_dim), rounded up."""
+    if dim == 1:
+        log_moment = tilt * tilt / 2 + math.log(2) + log_normal_cdf(tilt)
+        return log_moment + (1e-15 + _ROUNDING * tilt * tilt)
+    high = tilt + math.sqrt(dim - 1) + 45.0
+    return log_concave_integral(
+        lambda r: log_chi_density(r, dim) + tilt * np.asarray(r), 0.0, high
+    )
 
 
 def _dominating_log_moment(k: float, level: float, determinant: float) -> float:
@@ -793,107 +678,6 @@ def _symmetric_log_moment(k: float, level: float, determinant: float) -> float:
         atom = math.log(math.tanh(determinant / 2)) + log_normal_cdf(-level / 2)
         terms += [atom + rise, atom + fall]
     return _log_sum(terms)
-
-
-def amp_delta_monotone(
-    epsilon: float,
-    noise_std: float,
-    reg: float,
-    lipschitz: float,
-    smoothness: float,
-    mu_out: float,
-    adjacency: str = "add_remove",
-) -> float:
-    """Returns E[delta(epsilon - c - max(0, G), mu_out)]: objective perturbation, then a noisy approximate minimizer.
-
-    One record replaced: by the same corners, A(2 s) + 2 A(s) - 2 delta(epsilon - c, mu_out), A(s) the value above.
-
-    Args:
-        epsilon: >= 0.
-        noise_std: sigma > 0, of b.
-        reg: lam > 0, in sum form.
-        lipschitz: L > 0, bound on the gradient of a loss at every theta of R^d.
-        smoothness: beta >= 0, bound on phi'' |x|^2 at every theta of R^d.
-        mu_out: 2 tau / (lam sigma_out) >= 0; 0 stands for an exact minimizer.
-        adjacency: "add_remove", "zero_out" or "replace_one".
-
-    Guarantee: as `objpert_delta_monotone`, for points with a gradient of norm <= tau, released with
-        N(0, sigma_out^2 I).
-
-    Source: docs/proofs/objective.md#approximate-minimizers
-
-    Example:
-        >>> round(amp_delta_monotone(0.5, 3.0, reg=2.0, lipschitz=1.0, smoothness=0.25, mu_out=0.05), 6)
-        0.025926
-    """
-    if check.nonnegative(mu_out=mu_out) == 0:
-        return objpert_delta_monotone(epsilon, noise_std, reg, lipschitz, smoothness, adjacency)
-    left = check.nonnegative(epsilon=epsilon) - log_det(reg, smoothness)
-    return min(1.0, _sum(left, mu_out, noise_level(lipschitz, noise_std), adjacency))
-
-
-def amp_sigma_monotone(
-    epsilon: float,
-    delta: float,
-    reg: float,
-    lipschitz: float,
-    smoothness: float,
-    mu_out: float,
-    adjacency: str = "add_remove",
-) -> float:
-    """Returns the least sigma with `amp_delta_monotone` <= delta, rounded up.
-
-    Args:
-        epsilon: > 0.
-        delta: in (0, 1).
-        reg: lam > 0, in sum form.
-        lipschitz: L > 0, bound on the gradient of a loss at every theta of R^d.
-        smoothness: beta >= 0, bound on phi'' |x|^2 at every theta of R^d.
-        mu_out: 2 tau / (lam sigma_out) >= 0; 0 stands for an exact minimizer.
-        adjacency: "add_remove", "zero_out" or "replace_one".
-
-    Raises:
-        ValueError: an argument is out of range.
-        InfeasibleError: epsilon <= c, or mu_out alone uses delta up.
-
-    Guarantee: as `amp_delta_monotone`.
-
-    Source: docs/proofs/objective.md#approximate-minimizers
-
-    Example:
-        >>> round(amp_sigma_monotone(1.0, 1e-6, 1.0, lipschitz=1.0, smoothness=0.25, mu_out=0.01), 4)
-        5.3497
-    """
-    left = spare_epsilon(epsilon, reg, smoothness)
-    start = check.positive(lipschitz=lipschitz) / gaussian_mu(left, delta)
-    why_not = (
-        f"mu_out = {mu_out:g} alone exceeds delta = {delta:g} at epsilon = {epsilon:g}: use a"
-        " smaller one"
-    )
-
-    def spent(sigma: float) -> float:
-        return amp_delta_monotone(epsilon, sigma, reg, lipschitz, smoothness, mu_out, adjacency)
-
-    return least_noise(spent, delta, start, why_not)
-
-
-def _sum(left: float, mu_out: float, level: float, adjacency: str) -> float:
-    """Returns E[delta(left - max(0, G), mu_out)], or its sum over the corners."""
-    if sensitivity_factor(adjacency) == 1:
-        return _one_corner(left, mu_out, level)
-    # PRIVACY: t and t' are 0 or L each (test_no_records_of_a_plane_pass_the_bounds); margin of what
-    # is taken off (docs/proofs/objective.md#integrals)
-    shared = down(profile(left, mu_out), 1e-9) if mu_out else 0.0
-    return _one_corner(left, mu_out, 2 * level) + 2 * (_one_corner(left, mu_out, level) - shared)
-
-
-def _one_corner(left: float, mu_out: float, level: float) -> float:
-    if mu_out == 0:
-        return profile(left, level)
-    at_zero = math.exp(log_normal_cdf(-level / 2)) * profile(left, mu_out)
-    return at_zero * (1 + 1e-14) + shifted_profile(
-        left - level * level / 2, level, 0, mu_out, -level / 2
-    )
 
 
 def _log_sum(terms: list[float]) -> float:

@@ -1,11 +1,11 @@
 """Epsilon and delta of compositions from privacy loss distributions, and from one Gaussian that dominates them.
 
 A ledger is a list of loss laws with numbers of releases. Its laws are put on one grid that dominates them (`pld_laws`),
-tilted, and composed by Fourier transforms with an error bound (`pld_compose`). Both orders
-of every pair count, each composed over the whole list. Unsampled Gaussians merge into one, and are exact when alone.
+tilted, and composed by Fourier transforms with an error bound. Both orders of every pair count, each composed over the
+whole list. Unsampled Gaussians merge into one, and are exact when alone.
 
 Every answer is an upper bound whatever the grid, which decides how tight it is: it starts at the step asked for, or a
-256th of the span of a loss; is halved while, by the estimate of `PLDResult.error`, it costs more than 0.1 % of epsilon
+256th of the span of a loss; is halved while, by the estimate of `coarsening`, it costs more than 0.1 % of epsilon
 and 2^21 points suffice (2^22 for all laws together); and is doubled where many points gain nothing. `None` means that
 there is no figure: losses too large for the points (steps above 1/4), more than 512 laws, or a delta not reached.
 
@@ -13,55 +13,122 @@ No answer is refused because of rounding: it is bounded and added, and mostly su
 bound.
 
 An epsilon is asked for while counts grow. Grid, tilt and window are therefore chosen for a block of counts, and the
-transforms are kept for it (`pld_compose`), where few frequencies matter. Which block a count is in depends on the count
+transforms are kept for it (`Powers`), where few frequencies matter. Which block a count is in depends on the count
 alone, so that the answer does not depend on what was asked before.
 
-`gdp_upper` summarizes such a ledger as Gaussian differential privacy, where delta is not too small. delta(epsilon) = E
-(1 - t e^(-L))_+ is convex in t = e^epsilon, whatever the law of the loss L. So it lies below the chord, in t, between
-any two points of an upper bound: a few compositions bound the curve everywhere. The least mu of the chords is found by
-`convert.mu_upper`, on points so fine that its own steps cost little, and intervals whose chord asks for more than the
-points themselves are halved.
-
-Let E be the epsilon at delta_min. Beyond it delta is at most delta_min. So if the Gaussian curve is at least delta on
-[0, E], then for every delta >= delta_min the epsilon that mu implies is one at which the ledger has at most this delta.
-
-A central-limit mu has no such proof, and reports far too little.
-
 Source: docs/proofs/accounting.md#losses-on-a-grid, docs/proofs/accounting.md#composition-by-transforms,
-docs/proofs/accounting.md#one-more-release, docs/proofs/accounting.md#a-mu-that-covers-a-curve.
+docs/proofs/accounting.md#one-more-release.
+
+Where and how grid laws are composed: tilt, window, Fourier transforms, and a bound on every error.
+
+Tilt and window are chosen by a summary of the laws, which joins grid points into blocks that widen with the distance
+from 0 (each 1/64 of it), so that the cumulant
+
+    K(t) = sum_i T_i log E e^(t L_i)
+
+costs some thousand exponentials a law. A poor tilt or window makes the composition refuse or its figure loose, never
+wrong: what it leaves out is bounded by the laws themselves.
+
+Let p_i be the finite masses of law i, T_i its number of releases, theta >= 0, and c_i any numbers near
+K_i(theta) = log sum p_i e^(theta l). The tilted laws p_i e^(theta l - c_i) have masses near 1. With g the convolution
+of all, T_i times each, and C = sum T_i c_i, the composed mass at l is g(l) e^(C - theta l): an absolute error of g is a
+relative error of the composed mass near the losses that theta aims at, be they ever so improbable. g is computed on a
+window of N points, as a circular convolution. These are upper bounds, all of them added to delta:
+
+1. Window. Mass of g outside wraps around into the window: that only adds. The contribution that mass above the upper
+   end U of the window would make is, for any s >= 0, at most
+
+       sum_{l > U} g(l) e^(C - theta l) <= e^(sum T_i K_i(s) - s U).
+
+   That of mass below the window concerns only epsilons below the window, of which nothing is said.
+2. Transforms. Let law i have mass x_i at its largest atom, taken as its origin, and r_i elsewhere: its transform is
+   F_i = 1 + w_i, w_i = (x_i - 1) + FFT(rest), |w_i| <= |x_i - 1| + r_i. A mixed-radix FFT of N points is a product of
+   at most log2 N levels of sparse matrices, and the product of their absolute values is the matrix of ones: each value
+   is within eta r_i of the exact one, eta = 8 u log2(2N), u = 2^-53 (a radix-2 level costs a sum, u, and a product
+   with a rounded factor, (1 + sqrt 5) u; radices 3 and 5, which count 1.6 and 2.3 levels, 9 u and 11 u). log F_i is
+   taken with an error of 128 u r_i / |F_i| (`_log_near_one`); 4 u r_i S more are for sums over S laws, and 4 u r_i R
+   for sums over the R rows of N points into which a law is folded. So, with
+
+       e_i = (eta + 4 u (32 + S + R)) r_i + 2 u |x_i - 1|,   a_i = |F_i| + e_i,   A = prod a_i^T_i,
+
+   the product of powers is within A sum T_i e_i / a_i (telescoping) of the exact one, exponentials add
+   A (400 + 100 S) u, and the inverse transform eta times the mean of A. Hence, if the frequencies with A < e^-80 are
+   set to 0,
+
+       |fl(g) - g| <= E = mean over frequencies of A (sum T_i e_i / a_i + eta + ..) + A [A < e^-80],
+
+   and g is replaced by max(fl(g) + E, 0) >= g. With rare losses (r_i small), E depends on sum T_i r_i, not sum T_i.
+   A single release needs no transform: E = 0, and masses are enlarged by 2 u R.
+3. Exponentials e^x of rounded x have relative errors below 4 u (1 + the sizes of what x is the sum of), and are
+   enlarged by that; suffix sums of N positive terms have less than N u each.
+
+With A_k = sum_{j > k} p_j,
+
+    delta(k h) = sum_{j > k} p_j (1 - e^((k-j) h)) = (1 - e^-h) sum_{i >= k} A_i e^((k-i) h):  only positive terms.
+
+Source: docs/proofs/accounting.md#composition-by-transforms; Higham, Accuracy and Stability of Numerical
+Algorithms, section 24.1 (transforms).
+
+Compositions of the same laws in other numbers of releases, from transforms that are kept.
+
+A run asks for its epsilon again and again while its counts grow. With g, F_i, a_i, e_i, C, theta, h and N as
+above, delta(k h) is at most
+
+    e^(C - theta k h) D(k) + what is lost beyond the window + infinite losses,   D(k) = sum_{m=1}^n w_m g(k + m),
+
+w_m = e^(-theta m h) (1 - e^(-m h)), n = last - k: linear in g. So g itself is not needed. With G = prod F_i^T_i about
+the origin J = sum T_i (first + atom)_i, and the frequencies x = 2 pi f / N, geometric sums give
+
+    D(k) = (1/N) sum_f G(f) (e^(i x (k-J)) (A - B) - e^(i x (last-J) - theta n h) (A - B e^(-n h))),
+    A = 1 / (e^(theta h - i x) - 1),   B = 1 / (e^((theta+1) h - i x) - 1).
+
+Only frequencies at which A_f, the product of the a_i^T_i, exceeds e^-52 matter, mostly some dozens: they are kept for
+a block of counts, those between `least` and `most`, and answer any of these. Errors, all of them added to D:
+
+1. G(f) is within A_f (sum T_i e_i / a_i + ..) of the exact product (item 2), and |sum_m w_m e^(i x m)|
+   <= sum_m w_m.
+2. A frequency that is left out counts A_f at most, and T_i log a_i is largest at an end of the block.
+3. Rounding of A, B, the phases (of integers modulo N), products and sums: below 256 u of the mean of A_f (|A| + |B|).
+
+The g(k + m) of a circular convolution have all the mass that they should, and w_m >= 0.
+
+Source: docs/proofs/accounting.md#one-more-release.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
+import scipy.fft
 from scipy.special import log_ndtr
 
 from torch_dpsco import _validate as check
-from torch_dpsco._margin import up
-from torch_dpsco.accounting.analysis.convert import mu_upper
-from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, log_delta_curve
-from torch_dpsco.accounting.analysis.pld_compose import (
+from torch_dpsco.accounting.analysis.pld_laws import (
+    UNIT,
     Counted,
     Cumulant,
     DeltaCurve,
-    Powers,
+    GaussianLoss,
+    GridLaw,
+    LossLaw,
+    TiltedLaw,
     Window,
     coarsening,
-    compose,
     conversion,
     least,
     narrowed,
-    summed,
+    tilted,
+    tilted_exponents,
     window,
 )
-from torch_dpsco.accounting.analysis.pld_laws import GaussianLoss, LossLaw
-from torch_dpsco.accounting.analysis.quadrature import FloatArray
+from torch_dpsco.accounting.analysis.rdp import FloatArray
 
 Ledger = tuple[tuple[LossLaw, int], ...]
 
@@ -71,13 +138,8 @@ _MAX_LAWS = 512  # laws, weighted, beyond which their grids would be too coarse 
 _ENOUGH = 1 << 18  # points beyond which a coarser grid is tried
 _FEW = 1 << 14  # points up to which nothing is saved on a window
 _LOOSE = 1e-3  # of epsilon, or of log delta, that the grid may cost
-_REACHES = (
-    9.0,
-    12.0,
-    16.0,
-    24.0,
-    37.0,
-)  # standard deviations kept: few, so that grid laws repeat
+# standard deviations kept: few, so that grid laws repeat
+_REACHES = (9.0, 12.0, 16.0, 24.0, 37.0)
 _MAX_GRID = 0.25
 _MUCH_ROUNDING = 0.01  # share of delta
 _BLOCK_BITS = 2  # of a count: blocks are a quarter to a half of their counts wide
@@ -89,15 +151,12 @@ class PLDResult(NamedTuple):
     Args:
         epsilon: upper bound; inf if infinite losses alone exceed delta.
         delta: that of the guarantee.
-        error: estimate of what the grid and rounding added, to epsilon (`pld_epsilon`) or delta (`pld_delta`): about
-            three times as much in the tests, but not proved to exceed it.
         grid: final grid, 0 if none was needed.
         rounding: share of delta that is a margin for rounding.
     """
 
     epsilon: float
     delta: float
-    error: float
     grid: float
     rounding: float
 
@@ -130,18 +189,15 @@ def pld_epsilon(
     ledger = _canonical(losses)
     step = check.positive(grid=grid)
     if delta == 1 or not ledger:
-        return PLDResult(0.0, delta, 0.0, 0.0, 0.0)
-    if (
-        len(ledger) == 1
-        and ledger[0][1] == 1
-        and (alone := ledger[0][0].epsilon_alone(delta)) is not None
-    ):
-        return PLDResult(alone, delta, 0.0, 0.0, 0.0)
+        return PLDResult(0.0, delta, 0.0, 0.0)
+    one = _single(ledger)
+    if one is not None and (alone := one.epsilon_alone(delta)) is not None:
+        return PLDResult(alone, delta, 0.0, 0.0)
     if any(delta < law.least_delta for law, _ in ledger):
         return None
     infinite = -math.expm1(math.fsum(count * math.log1p(-law.infinite) for law, count in ledger))
     if infinite >= delta:
-        return PLDResult(math.inf, delta, 0.0, 0.0, 0.0)
+        return PLDResult(math.inf, delta, 0.0, 0.0)
     return _both_ways(ledger, _AtDelta(delta, delta - infinite), step)
 
 
@@ -171,13 +227,10 @@ def pld_delta(
     ledger = _canonical(losses)
     step = check.positive(grid=grid)
     if not ledger:
-        return PLDResult(epsilon, 0.0, 0.0, 0.0, 0.0)
-    if (
-        len(ledger) == 1
-        and ledger[0][1] == 1
-        and (alone := ledger[0][0].delta_alone(epsilon)) is not None
-    ):
-        return PLDResult(epsilon, alone, 0.0, 0.0, 0.0)
+        return PLDResult(epsilon, 0.0, 0.0, 0.0)
+    one = _single(ledger)
+    if one is not None and (alone := one.delta_alone(epsilon)) is not None:
+        return PLDResult(epsilon, alone, 0.0, 0.0)
     return _both_ways(ledger, _AtEpsilon(epsilon), step)
 
 
@@ -215,11 +268,7 @@ class _AtDelta:
         if found is None:
             return None
         epsilon = max(0.0, (found + shift) * (1 + 1e-15))
-        return PLDResult(epsilon, self.delta, 0.0, curve.grid, curve.rounding_at(found))
-
-    def with_error(self, answer: PLDResult, cost: float, tilt: float) -> PLDResult:
-        """Returns the answer with what the grid's `cost`, an increase of K(tilt), means for it."""
-        return answer._replace(error=(cost + answer.rounding) / tilt)
+        return PLDResult(epsilon, self.delta, curve.grid, curve.rounding_at(found))
 
 
 @dataclass(frozen=True)
@@ -239,12 +288,8 @@ class _AtEpsilon:
 
     def answer(self, curve: DeltaCurve, shift: float) -> PLDResult | None:
         at = self.epsilon - shift
-        return PLDResult(
-            self.epsilon, math.exp(curve.log_delta_at(at)), 0.0, curve.grid, curve.rounding_at(at)
-        )
-
-    def with_error(self, answer: PLDResult, cost: float, tilt: float) -> PLDResult:
-        return answer._replace(error=-answer.delta * math.expm1(-cost - answer.rounding))
+        delta = math.exp(curve.log_delta_at(at))
+        return PLDResult(self.epsilon, delta, curve.grid, curve.rounding_at(at))
 
 
 _Query: TypeAlias = _AtDelta | _AtEpsilon  # about a composition
@@ -265,6 +310,11 @@ def _canonical(losses: Sequence[tuple[LossLaw, int]]) -> Ledger:
         # PRIVACY: rounded up, exact composition of Gaussians (test_merged_gaussians_are_not_below_their_exact_sum)
         counts[GaussianLoss(math.sqrt(total) * (1 + 1e-15))] = 1
     return tuple(sorted(((law, count) for law, count in counts.items() if count), key=repr))
+
+
+def _single(ledger: Ledger) -> LossLaw | None:
+    """Returns the law of a ledger of one release, None of others."""
+    return ledger[0][0] if len(ledger) == 1 and ledger[0][1] == 1 else None
 
 
 class _Reading(NamedTuple):
@@ -304,34 +354,22 @@ def _improved(ledger: Ledger, query: _Query, grid: float) -> _Reading:
     return _Reading(reading.result, final=True)
 
 
-class _Terms(NamedTuple):
-    """What a reading takes from its scene: per release of each law the shift, and what doubling the grid would add."""
-
-    shifts: list[float]
-    costs: list[float]  # to the cumulant at the tilt
-    tilt: float
-    coarse: bool  # whether that is too much
-
-    def reading(
-        self, query: _Query, curve: DeltaCurve, counts: Sequence[int], refine: bool
-    ) -> _Reading:
-        """Returns the answer that a curve gives."""
-        answer = query.answer(curve, summed(counts, self.shifts))
-        if answer is None:
-            return _Reading(None, final=refine)
-        good = not self.coarse and answer.rounding <= _MUCH_ROUNDING
-        return _Reading(
-            query.with_error(answer, summed(counts, self.costs), self.tilt), final=good
-        )
-
-
 class _Scene(NamedTuple):
     """Laws on their grid, and where to look."""
 
     laws: Counted
     plan: _Plan
     view: Window
-    terms: _Terms
+    coarse: bool  # whether the grid costs too much
+
+    def reading(
+        self, query: _Query, curve: DeltaCurve, counts: Sequence[int], refine: bool
+    ) -> _Reading:
+        """Returns the answer that a curve gives for these counts."""
+        answer = query.answer(curve, summed(counts, [law.shift for law, _ in self.laws]))
+        if answer is None:
+            return _Reading(None, final=refine)
+        return _Reading(answer, final=not self.coarse and answer.rounding <= _MUCH_ROUNDING)
 
 
 def _one_way(ledger: Ledger, query: _Query, grid: float, *, refine: bool) -> _Reading:
@@ -342,16 +380,14 @@ def _one_way(ledger: Ledger, query: _Query, grid: float, *, refine: bool) -> _Re
     ):  # one release alone has no rounding, composed as it is
         kept = _kept(tuple((law, *_block(count)) for law, count in ledger), query, grid, refine)
         if kept is not None:
-            powers, terms = kept
-            return terms.reading(
-                query, powers.curve(counts, math.log(query.delta)), counts, refine
-            )
-    scene = _resolved(ledger, query, grid, refine)
-    if scene is None:
+            powers, scene = kept
+            curve = powers.curve(counts, math.log(query.delta))
+            return scene.reading(query, curve, counts, refine)
+    found = _resolved(ledger, query, grid, refine)
+    if found is None:
         return _Reading(None, final=True)
-    return scene.terms.reading(
-        query, compose(scene.laws, scene.view, scene.plan.epsilon), counts, refine
-    )
+    curve = compose(found.laws, found.view, found.plan.epsilon)
+    return found.reading(query, curve, counts, refine)
 
 
 def _block(count: int) -> tuple[int, int]:
@@ -371,7 +407,7 @@ def _block(count: int) -> tuple[int, int]:
 @lru_cache(maxsize=64)
 def _kept(
     blocks: tuple[tuple[LossLaw, int, int], ...], query: _AtDelta, grid: float, refine: bool
-) -> tuple[Powers, _Terms] | None:
+) -> tuple[Powers, _Scene] | None:
     """Returns what answers all counts of a block: the scene of the largest, seen down to the smallest."""
     scene = _resolved(tuple((law, most) for law, _, most in blocks), query, grid, refine)
     if scene is None:
@@ -380,20 +416,19 @@ def _kept(
     smallest = Cumulant([(law, few) for (law, _), few in zip(scene.laws, least, strict=True)])
     view = scene.view
     step = scene.laws[0][0].grid
-    view = replace(view, low=min(view.low, window(smallest, view.tilt).low))
+    view = replace(view, low=min(view.low, window(smallest, view.tilt, smallest.limit).low))
     view = view.including(query.plan(smallest).epsilon - step, _FEW * step)
     if view.width > _POINTS * step:
         return None
     powers = Powers(scene.laws, least, view, math.log(query.delta), scene.plan.epsilon)
-    return (powers, scene.terms) if powers.few else None
+    return (powers, scene) if powers.few else None
 
 
 def _resolved(ledger: Ledger, query: _Query, grid: float, refine: bool) -> _Scene | None:
     """Chooses the grid, and how far into the tails to go."""
-    weight = sum(law.weight for law, _ in ledger)
-    points = min(_POINTS, _ALL_POINTS // weight)
-    if weight > _MAX_LAWS:
+    if len(ledger) > _MAX_LAWS:
         return None
+    points = min(_POINTS, _ALL_POINTS // len(ledger))
     reach = _REACHES[0]
     coarsened = False
     step = 0.0
@@ -412,14 +447,10 @@ def _resolved(ledger: Ledger, query: _Query, grid: float, refine: bool) -> _Scen
             reach = needed
             continue
         view = _view(cumulant, plan, sum(count for _, count in laws), step)
-        costs = [coarsening(law, plan.tilt) for law, _ in laws]
-        cost = summed([count for _, count in laws], costs)
+        cost = math.fsum(count * coarsening(law, plan.tilt) for law, count in laws)
         factor = _regrid(cost / plan.tolerance, view.width / step, span / step, points)
         if factor == 1 or (factor < 1 and (coarsened or not refine)):
-            shifts = [law.shift for law, _ in laws]
-            return _Scene(
-                laws, plan, view, _Terms(shifts, costs, plan.tilt, factor < 1 and not coarsened)
-            )
+            return _Scene(laws, plan, view, factor < 1 and not coarsened)
         coarsened = coarsened or factor > 1
         step *= factor
     return None
@@ -427,7 +458,7 @@ def _resolved(ledger: Ledger, query: _Query, grid: float, refine: bool) -> _Scen
 
 def _view(cumulant: Cumulant, plan: _Plan, steps: int, step: float) -> Window:
     """Returns the window of the plan's tilt, or a narrower one at the price of a little rounding."""
-    view = window(cumulant, plan.tilt)
+    view = window(cumulant, plan.tilt, cumulant.limit)
     if view.width / step > _FEW:
         spare = math.log(1e7 / steps) if steps < 1e7 else 0.0
         view = narrowed(cumulant, plan.tilt, plan.epsilon, spare)
@@ -457,85 +488,342 @@ def _reach(laws: Counted, log_delta: float) -> float:
     return _REACHES[-1]
 
 
-_LOOSE_MU = 1.007  # what the result may exceed the largest mu of the computed points by
-_INTERVALS = 8  # to begin with
-_ROUNDS = 6  # of halving intervals
-_FINE = 128  # points of an interval on its chord
+_ETA = 8 * UNIT  # per level of a transform
+_CLIP = 300.0  # exponents farther than this from those of the losses aimed at are not followed
 
 
-def gdp_upper(losses: Sequence[tuple[LossLaw, int]], delta_min: float = 1e-10) -> float | None:
-    """Returns a mu such that the privacy curve of composed loss laws is below that of mu-GDP where delta >= delta_min.
+def transform_size(points: float) -> int:
+    """Returns the least of 2^j, 5/4 2^j, 3/2 2^j that is at least `points`: few sizes, so that transforms repeat."""
+    power = 1 << max(math.ceil(points) - 1, 7).bit_length() - 1
+    return next(
+        size for size in (power, power * 5 // 4, power * 3 // 2, 2 * power) if size >= points
+    )
 
-    It exceeds the least such mu by about 1 %, and costs 10 to 40 compositions.
+
+def compose(laws: Counted, view: Window, aim: float) -> DeltaCurve:
+    """Returns the curve of delta of a composition.
 
     Args:
-        losses: laws with the numbers of their releases, as for `pld.pld_epsilon`.
-        delta_min: in (0, 1).
-
-    Returns:
-        mu >= 0, rounded up; inf if infinite losses alone exceed delta_min, or if the total variation distance is 1 in
-        floating point (mu above 16); None if there is no figure.
-
-    Raises:
-        ValueError: delta_min is out of range, or a number of releases is negative.
-
-    Guarantee: for every delta >= delta_min, (gaussian_epsilon(mu, delta), delta)-DP under the adjacency that all the
-        laws share. Not GDP: "valid for delta >= delta_min" belongs to it, and it must not be composed further.
-
-    Source: docs/proofs/accounting.md#a-mu-that-covers-a-curve.
-
-    Example:
-        >>> from torch_dpsco.accounting.analysis.pld_laws import PoissonLoss
-        >>> round(gdp_upper([(PoissonLoss(rate=256 / 60000, noise=1.0), 235)]), 2)
-        0.24
+        laws: laws on one grid, and their numbers of releases.
+        view: tilt and window; its low end becomes the first grid point.
+        aim: a loss near the epsilon of interest: exponentials are scaled there.
     """
-    delta_min = check.open_interval(0.0, 1.0, delta_min=delta_min)
-    end = pld_epsilon(losses, delta_min)
-    if end is None or end.epsilon in (0.0, math.inf):
-        return None if end is None else end.epsilon
-    points = {end.epsilon: delta_min}
-    wanted = np.linspace(0.0, end.epsilon, _INTERVALS, endpoint=False)
-    for _ in range(_ROUNDS):
-        for epsilon in wanted.tolist():
-            found = pld_delta(losses, epsilon)
-            if found is None:
-                return None
-            points[epsilon] = max(found.delta, delta_min)
-        if points[0.0] >= 1:
-            return math.inf
-        enough = _LOOSE_MU * max(gaussian_mu(*point) for point in points.items())
-        wanted = _too_wide(points, enough)
-        if wanted.size == 0:
+    grid = laws[0][0].grid
+    tilt = view.tilt
+    first = math.floor(view.low / grid)
+    size = transform_size(view.width / grid + 4)
+    parts = [(tilted(law, tilt), count) for law, count in laws]
+    losses = np.asarray((first + np.arange(size)) * grid, dtype=np.float64)
+    mass, error = convolved(parts, first, size)
+    log_scale = math.fsum(count * part.log_norm for part, count in parts)
+    # margin: the error of the transform (docs/proofs/accounting.md#composition-by-transforms)
+    finite = _log_suffix(np.maximum(mass + error, 0.0), losses - aim, tilt, grid) + (
+        log_scale - tilt * aim
+    )
+    finite = np.maximum(finite, -1e5)  # -inf where no mass is above
+    # |log_norm| + log n bounds the numbers that log_norm is the sum of
+    summed = math.fsum(
+        count * (2 + 2 * abs(part.log_norm) + math.log(part.mass.size)) for part, count in parts
+    )
+    slack = 8 * UNIT * (8 + size + summed + tilt * float(np.abs(losses).max()))
+    log_lost = log_beyond(laws, losses[-1], view.rise)
+    log_infinite = log_of(
+        -math.expm1(math.fsum(count * math.log1p(-law.infinite) for law, count in laws))
+    )
+    log_delta = np.logaddexp(np.logaddexp(finite + slack, log_lost), log_infinite) + 8 * UNIT * (
+        8 + np.abs(finite)
+    )
+    log_delta[losses - aim < -_CLIP / max(tilt, 1.0)] = 0.0
+    log_error = log_of(error) + log_scale - tilt * losses + log_geometric(tilt, grid, size)
+    return DeltaCurve(first, grid, np.minimum(log_delta, 0.0), np.logaddexp(log_error, log_lost))
+
+
+def convolved(
+    parts: list[tuple[TiltedLaw, int]], first: int, size: int
+) -> tuple[FloatArray, float]:
+    """Returns the circular convolution of the tilted laws from index `first` on, and the bound E on its error."""
+    rows = max(part.mass.size for part, _ in parts) / size + 2  # of `_folded`, each an addition
+    if len(parts) == 1 and parts[0][1] == 1:  # nothing to convolve
+        folded = _folded(parts[0][0].mass, parts[0][0].law.first, size) * (1 + 2 * rows * UNIT)
+        return np.roll(folded, -first % size), 0.0
+    half = size // 2 + 1
+    log_size = np.zeros(half)
+    angle = np.zeros(half)
+    log_bound = np.zeros(half)
+    slope = np.zeros(half)
+    for part, count in parts:
+        one = transform(part, size, len(parts), rows)
+        first -= count * (part.law.first + one.atom)
+        bound = np.exp(one.log_size) + one.error
+        log_size += count * one.log_size
+        angle += count * one.angle
+        log_bound += count * np.log(bound)
+        slope += (count * one.error) / bound
+    bound = np.exp(log_bound) * multiplicity(size)
+    total = float(bound @ (slope + power_rounding(size, len(parts), rows))) / size
+    kept = log_bound > -80  # the rest is set to 0: an error of at most its bound
+    product = np.zeros(half, dtype=np.complex128)
+    product[kept] = np.exp(log_size[kept] + 1j * angle[kept])
+    total += float(bound[~kept].sum()) / size
+    return np.roll(scipy.fft.irfft(product, size), -first % size), total * 1.001
+
+
+class Transform(NamedTuple):
+    """Transform F of a tilted law, its largest atom as the origin (item 2 of the module).
+
+    Args:
+        atom: index of the origin in the masses.
+        log_size: (N/2 + 1,) log |F|.
+        angle: (N/2 + 1,) arg F.
+        error: the bound e.
+    """
+
+    atom: int
+    log_size: FloatArray
+    angle: FloatArray
+    error: float
+
+
+def transform(part: TiltedLaw, size: int, laws: int, rows: float) -> Transform:
+    """Returns the transform of N = `size` points of one of S = `laws` laws that are folded into R = `rows` rows."""
+    atom = int(np.argmax(part.mass))
+    rest = part.mass.copy()
+    rest[atom] = 0.0
+    moved = scipy.fft.rfft(_folded(rest, -atom, size)) + (part.mass[atom] - 1)
+    error = _ETA * _levels(size, laws, rows) * float(rest.sum()) + 2 * UNIT * abs(
+        float(part.mass[atom]) - 1
+    )
+    return Transform(atom, *_log_near_one(moved), error)
+
+
+def multiplicity(size: int) -> FloatArray:
+    """Returns how many of N frequencies each of the N/2 + 1 stands for: its conjugate too, but for the ends."""
+    times = np.ones(size // 2 + 1)
+    times[1 : size - size // 2] = 2.0
+    return times
+
+
+def power_rounding(size: int, laws: int, rows: float) -> float:
+    """Returns what exponentials and the way back add to the relative error of a product of powers."""
+    return _ETA * _levels(size, laws, rows) + (400 + 100 * laws) * UNIT
+
+
+def _levels(size: int, laws: int, rows: float) -> float:
+    return math.log2(2 * size) + 16 + (laws + rows) / 2
+
+
+def _log_near_one(moved: npt.NDArray[np.complex128]) -> tuple[FloatArray, FloatArray]:
+    """Returns log |1 + w| and arg(1 + w), for small w with errors that are small relative to w."""
+    real = moved.real
+    imaginary = moved.imag
+    small = np.maximum(np.abs(real), np.abs(imaginary)) < 0.25
+    square = np.where(small, real * (2 + real) + imaginary * imaginary, 0.0)
+    with np.errstate(divide="ignore"):
+        direct = np.log(np.maximum(np.hypot(1 + real, imaginary), 1e-300))
+    return np.where(small, np.log1p(square) / 2, direct), np.arctan2(imaginary, 1 + real)
+
+
+def _folded(mass: FloatArray, first: int, size: int) -> FloatArray:
+    """Returns the masses summed by index modulo `size`."""
+    start = first % size
+    rows = -(-(start + mass.size) // size)
+    total = np.zeros(rows * size)
+    total[start : start + mass.size] = mass
+    folded: FloatArray = total.reshape(rows, size).sum(axis=0)
+    return folded
+
+
+def _log_suffix(mass: FloatArray, losses: FloatArray, tilt: float, grid: float) -> FloatArray:
+    """Returns log of sum_{j > k} m_j e^(-tilt l_j) (1 - e^(l_k - l_j)) for every k, exponents clipped upwards."""
+    weighted = mass * np.exp(np.clip(-tilt * losses, -700.0, _CLIP))
+    above = np.zeros_like(weighted)
+    above[:-1] = np.cumsum(weighted[:0:-1])[::-1]
+    sums = np.cumsum((above * np.exp(np.clip(-losses, -700.0, _CLIP)))[::-1])[::-1]
+    with np.errstate(divide="ignore"):
+        result: FloatArray = np.log(sums) + losses + log_of(-math.expm1(-grid))
+    return result
+
+
+def log_beyond(laws: Counted, end: float, rise: float) -> float:
+    """Returns log of the bound on what losses above `end` contribute."""
+    return 1e-6 - rise * end + sum(count * log_moment(law, rise) for law, count in laws)
+
+
+def log_moment(law: GridLaw, rise: float) -> float:
+    """Returns log sum p e^(rise l), rounded up."""
+    _, logs = tilted_exponents(law, rise)
+    top = float(logs.max())
+    return top + math.log(float(np.exp(logs - top).sum())) + 64 * UNIT * (8 + abs(top))
+
+
+def log_geometric(tilt: float, grid: float, size: int) -> float:
+    """Returns log of sum_{m >= 1} e^(-tilt m h) (1 - e^(-m h)), at most N."""
+    if tilt == 0:
+        return math.log(size)
+    return min(
+        math.log(size),
+        -log_of(math.expm1(tilt * grid))
+        + log_of(-math.expm1(-grid))
+        - log_of(-math.expm1(-(1 + tilt) * grid)),
+    )
+
+
+def log_of(value: float) -> float:
+    """Returns the logarithm of a number >= 0, -inf of 0."""
+    return math.log(value) if value > 0 else -math.inf
+
+
+# frequencies of all laws together: beyond, to compose anew is not much slower
+_MOST_KEPT = 1 << 14
+# of the bound on a frequency that is kept: what is left out is less than rounding
+_LEAST_LOG = -52.0
+_SECANTS = 8
+
+
+class Powers:
+    """Transforms of laws, for a block of counts.
+
+    Args:
+        laws: laws on one grid, with the largest counts of the block.
+        least: the smallest counts of the block.
+        view: tilt and window.
+        log_delta: of which epsilon is asked.
+        aim: a loss near that epsilon, where to look first.
+    """
+
+    def __init__(
+        self, laws: Counted, least: Sequence[int], view: Window, log_delta: float, aim: float
+    ) -> None:
+        self.grid = laws[0][0].grid
+        self.tilt = view.tilt
+        self._rise = view.rise
+        self._first = math.floor(view.low / self.grid)
+        self._aim = round(aim / self.grid)
+        self._size = size = transform_size(view.width / self.grid + 4)
+        self._last = self._first + size - 1
+        parts = [tilted(law, view.tilt) for law, _ in laws]
+        rows = max(part.mass.size for part in parts) / size + 2
+        ones = [transform(part, size, len(parts), rows) for part in parts]
+        bounds = [np.exp(one.log_size) + one.error for one in ones]
+        logs = [np.log(bound) for bound in bounds]
+        # PRIVACY: at the counts of the block at which it is largest (test_frequencies_left_out_are_counted)
+        ceiling = sum(
+            np.maximum(few * log, count * log)
+            for (_, count), few, log in zip(laws, least, logs, strict=True)
+        )
+        times = multiplicity(size)
+        kept = np.asarray(ceiling > _LEAST_LOG)
+        self.few = int(kept.sum()) * len(parts) <= _MOST_KEPT
+        self._left_out = float((np.exp(ceiling) * times)[~kept].sum())
+        self._times = times[kept]
+        self._log_size = np.array([one.log_size[kept] for one in ones])
+        self._angle = np.array([one.angle[kept] for one in ones])
+        self._log_bound = np.array([log[kept] for log in logs])
+        self._slope = np.array(
+            [one.error / bound[kept] for one, bound in zip(ones, bounds, strict=True)]
+        )
+        self._rounding = power_rounding(size, len(parts), rows)
+        self._weight = math.exp(log_geometric(view.tilt, self.grid, size))
+        self._frequencies = np.flatnonzero(kept)
+        step = self.grid * view.tilt - 2j * np.pi / size * self._frequencies
+        self._above = 1 / np.expm1(step)
+        self._far = 1 / np.expm1(step + self.grid)
+        self._origins = [part.law.first + one.atom for part, one in zip(parts, ones, strict=True)]
+        self._note_releases(laws, parts, view.rise)
+        if self.few:
+            self._aim = self.curve([count for _, count in laws], log_delta).first
+
+    def _note_releases(self, laws: Counted, parts: list[TiltedLaw], rise: float) -> None:
+        """Notes what each release of a law adds to norms, sizes, moments and infinite losses."""
+        self._norms = [part.log_norm for part in parts]
+        self._sizes = [2 + 2 * abs(part.log_norm) + math.log(part.mass.size) for part in parts]
+        self._moments = [log_moment(law, rise) for law, _ in laws]
+        self._infinite = [math.log1p(-law.infinite) for law, _ in laws]
+
+    def curve(self, counts: Sequence[int], log_delta: float) -> DeltaCurve:
+        """Returns the curve of delta of a composition next to where it falls to a log delta: two points, or the end."""
+        size = self._size
+        grid = self.grid
+        tilt = self.tilt
+        last = self._last
+        times = np.asarray(counts, dtype=np.float64)
+        origin = sum(count * origin for count, origin in zip(counts, self._origins, strict=True))
+
+        power = np.exp(times @ self._log_size + 1j * (times @ self._angle))
+        power = power * self._times * self._turned(-origin)
+        near = power * (self._above - self._far)
+        last_turn = self._turned(last)
+        beyond = float((power * self._above * last_turn).sum().real)
+        farther = float((power * self._far * last_turn).sum().real)
+        margin = self._margin(times)
+        log_scale = summed(counts, self._norms)
+        largest = max(abs(self._first), abs(last)) * grid
+        slack = 8 * UNIT * (8 + summed(counts, self._sizes) + tilt * largest)
+        log_lost = 1e-6 - self._rise * last * grid + summed(counts, self._moments)
+        infinite = -math.expm1(summed(counts, self._infinite))
+        log_infinite = math.log(infinite) if infinite > 0 else -math.inf
+
+        @cache
+        def log_value(index: int) -> tuple[float, float]:
+            """Returns the bound on log delta at a point of the grid, and the log of its part for rounding."""
+            rest = (last - index) * grid
+            inside = float((near * self._turned(index)).sum().real)
+            inside -= math.exp(-tilt * rest) * (beyond - math.exp(-rest) * farther)
+            base = log_scale - tilt * index * grid - math.log(size)
+            finite = base + math.log(max(inside, 0.0) + margin) + slack
+            found = np.logaddexp(np.logaddexp(finite, log_lost), log_infinite) + 8 * UNIT * (
+                8 + abs(finite)
+            )
+            return min(float(found), 0.0), float(np.logaddexp(base + math.log(margin), log_lost))
+
+        def excess(index: int) -> float:
+            return log_value(index)[0] - log_delta
+
+        low, high = crossing(excess, self._first - 1, last, self._aim, -tilt * grid)
+        points = [index for index in (low, high) if index >= self._first]
+        values = np.array([log_value(index) for index in points])
+        return DeltaCurve(points[0], grid, values[:, 0], values[:, 1])
+
+    def _turned(self, index: int) -> npt.NDArray[np.complex128]:
+        size = self._size
+        turns: npt.NDArray[np.complex128] = np.exp(
+            2j * np.pi / size * (self._frequencies * (index % size) % size)
+        )
+        return turns
+
+    def _margin(self, times: FloatArray) -> float:
+        """Returns the bound on all errors of D."""
+        bound = np.exp(times @ self._log_bound) * self._times
+        # margin: the error of the transform (docs/proofs/accounting.md#composition-by-transforms)
+        error = (float(bound @ (times @ self._slope + self._rounding)) + self._left_out) * 1.001
+        sums = 256 * UNIT * float(bound @ (np.abs(self._above) + np.abs(self._far)))
+        return error * self._weight + sums
+
+
+def crossing(
+    excess: Callable[[int], float], low: int, high: int, guess: int, slope: float
+) -> tuple[int, int]:
+    """Returns neighbors such that `excess` is > 0 at the first and <= 0 at the other, or an end was never passed.
+
+    By secants from a guess and a slope, and by halves if eight of them have not met: any answer is as valid.
+    """
+    before = None
+    for trial in itertools.count():
+        if high - low <= 1:
             break
-    epsilons, deltas = _chords(points)
-    deltas[-1] = 0.0  # the end of the claim: the last chord still leads to delta_min
-    return mu_upper(epsilons, deltas, delta_min)
+        index = min(max(guess, low + 1), high - 1) if trial < _SECANTS else (low + high) // 2
+        value = excess(index)
+        if value <= 0:
+            high = index
+        else:
+            low = index
+        if before is not None and (value - before[1]) / (index - before[0]) < 0:
+            slope = (value - before[1]) / (index - before[0])
+        before = (index, value)
+        guess = index - round(max(-1e9, min(1e9, value / slope)))
+    return low, high
 
 
-def _too_wide(points: dict[float, float], mu: float) -> FloatArray:
-    """Returns the middles of the intervals on which mu-GDP is below the chord."""
-    epsilons, deltas = _chords(points)
-    below = log_delta_curve(epsilons[1:], mu) < np.log(deltas[:-1])
-    knots = epsilons[::_FINE]
-    middles: FloatArray = ((knots[1:] + knots[:-1]) / 2)[below.reshape(-1, _FINE).any(axis=1)]
-    return middles
-
-
-def _chords(points: dict[float, float]) -> tuple[FloatArray, FloatArray]:
-    """Returns epsilons, 128 to an interval, and the chords in e^epsilon there, rounded up.
-
-    Between a and b the chord is delta_b + (delta_a - delta_b) (e^b - e^epsilon) / (e^b - e^a).
-    """
-    knots = np.array(sorted(points))
-    values = np.minimum.accumulate(
-        [points[knot] for knot in knots.tolist()]
-    )  # delta does not increase
-    low = knots[:-1, None]
-    high = knots[1:, None]
-    epsilons = low + (high - low) * (np.arange(_FINE) / _FINE)
-    # margin: the differences round by less than 1e-10 (docs/proofs/accounting.md#a-mu-that-covers-a-curve)
-    share = up(np.expm1(epsilons - high) / np.expm1(low - high), 1e-10)
-    # PRIVACY: the sum is rounded up (test_chords_are_never_below_their_exact_value)
-    chords = (values[1:, None] + (values[:-1, None] - values[1:, None]) * share) * (1 + 1e-15)
-    deltas = np.append(np.minimum(chords, 1.0), values[-1])
-    return np.append(epsilons, knots[-1]), np.minimum.accumulate(deltas)
+def summed(counts: Sequence[int], values: Sequence[float]) -> float:
+    """Returns the sum of what each release of a law adds."""
+    return math.fsum(count * value for count, value in zip(counts, values, strict=True))

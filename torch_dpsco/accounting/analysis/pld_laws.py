@@ -1,22 +1,22 @@
 """Pairs of Gaussian mixtures on the line whose privacy loss increases, cut where the loss is a multiple of the grid.
 
-    MixturePair    P = sum_j Bin(j; k, q) N(j, z^2),       Q = N(0, z^2)
+    MixturePair    P = (1-q) N(0, z^2) + q N(1, z^2),      Q = N(0, z^2)
     OppositePair   P = (1-q) N(0, z^2) + q N(1, z^2),      Q = (1-q) N(0, z^2) + q N(-1, z^2)
 
-The loss l = log(P/Q) increases with x: in the first pair P/Q is a sum of terms w_j e^(j (2x - j) / 2z^2), none of which
-decreases and of which those with j >= 1 increase; in the second one its numerator increases and its denominator
-decreases. So {l <= t} is a half line, and a bucket of losses is an interval (c, c'] of x. Over it `integrate` returns
+The loss l = log(P/Q) increases with x: in the first pair P/Q is 1 - q + q e^((2x - 1) / 2z^2); in the second one its
+numerator increases and its denominator decreases. So {l <= t} is a half line, and a bucket of losses is an interval
+(c, c'] of x. Over it `integrate` returns
 
     p = P(bucket)   and   e = p - e^l(c) Q(bucket) = integral of P(x) - P(c) Q(x) / Q(c),
 
-the latter from terms that are all positive (1 - e^(-j (x-c) / z^2) for the rise since c), so that no digit is lost to
+the latter from terms that are all positive (1 - e^(-(x-c) / z^2) for the rise since c), so that no digit is lost to
 the small difference: Gauss-Legendre with 4 nodes, on panels so short that its relative error is below `accuracy`.
 
 Source: docs/proofs/accounting.md#losses-on-a-grid.
 
 Privacy loss laws of single releases, and laws on a grid that dominate them, rounding included.
 
-    PoissonLoss      Gaussian noise on a Poisson sample, a unit of k records added, removed or zeroed out
+    PoissonLoss      Gaussian noise on a Poisson sample, one record added, removed or zeroed out
     ReplaceOneLoss   the same, one record replaced
     FixedSizeLoss    Gaussian noise on a batch of fixed size, one record replaced or zeroed out
     GaussianLoss     unsampled Gaussian noise
@@ -44,17 +44,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 from scipy.special import ndtr
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
-from torch_dpsco.accounting.analysis.quadrature import FloatArray
-from torch_dpsco.accounting.analysis.rdp import PoissonMixture
+from torch_dpsco.accounting.analysis.rdp import FloatArray, PoissonMixture
 
 UNIT = 2.0**-53  # relative error of one operation in double precision
 _BLOCK = 1 << 14  # panels integrated at once: the nodes stay in the cache
@@ -70,12 +71,10 @@ class LossPair(ABC):
     Args:
         rate: q in (0, 1]; 1 in `MixturePair` only.
         noise: z > 0, in units of the shift of one record.
-        size: k >= 1, records of the unit; 1 in `OppositePair`.
     """
 
     rate: float
     noise: float
-    size: int = 1
     reverse_shift = 0.0  # distance from 0 of the outermost component of Q, to the left
 
     @abstractmethod
@@ -94,21 +93,26 @@ class LossPair(ABC):
 
     def ends(self, reach: float) -> tuple[float, float]:
         """Returns the interval `reach` standard deviations beyond the outermost means."""
-        return -self.reverse_shift - reach * self.noise, self.size + reach * self.noise
+        return -self.reverse_shift - reach * self.noise, 1 + reach * self.noise
+
+    def span(self, reach: float) -> tuple[float, float]:
+        """Returns the losses there."""
+        low, high = self.ends(reach)
+        return self.loss(low), self.loss(high)
 
     def shift(self, reach: float) -> float:
         """Returns a bound on the rounding error of the loss at a cut, besides the residual of the solver.
 
         A cut is x = z^2 y + j / 2, y a sum of logarithms of e^l, weights and e^(j^2 / 2z^2) (see `positions`). It is
-        off by a few ulps of z^2 |y| + |x|, and l grows with slope at most 2 k / z^2.
-        Losses are at most k x / z^2.
+        off by a few ulps of z^2 |y| + |x|, and l grows with slope at most 2 / z^2.
+        Losses are at most x / z^2.
         """
         x = self.ends(reach)[1] / self.noise / self.noise
-        return 32 * UNIT * self.size * (4 + self.size * x + self._log_weight)
+        return 32 * UNIT * (4 + x + self._log_weight)
 
     def accuracy(self, reach: float) -> float:
         """Returns a bound on the relative error of an integrated mass: that of the exponents, with a margin of 4."""
-        spread = (self.size + self.reverse_shift) / self.noise
+        spread = (1 + self.reverse_shift) / self.noise
         return 8 * UNIT * (8 + (reach + spread) ** 2 + self._log_weight)
 
     def below(self, x: float) -> tuple[float, float]:
@@ -124,11 +128,14 @@ class LossPair(ABC):
     ) -> tuple[FloatArray, FloatArray]:
         """Returns p and e of the buckets between ascending cuts, `losses` being those at their left ends."""
         width = np.diff(cuts)
-        limit = min(self.noise / reach, self.noise * self.noise / self.size) / 7
+        limit = min(self.noise / reach, self.noise * self.noise) / 7
         pieces = np.maximum(np.ceil(width / limit), 1).astype(np.int64)
         mass = np.empty(width.size)
         excess = np.empty(width.size)
-        for part in _blocks(pieces):
+        ends = np.cumsum(pieces)
+        borders = np.searchsorted(ends, np.arange(_BLOCK, ends[-1], _BLOCK))
+        for first, last in pairwise(np.unique([0, *borders, pieces.size]).tolist()):
+            part = slice(first, last)
             count = pieces[part]
             start = np.cumsum(count) - count
             step = np.repeat(width[part] / count, count)
@@ -153,7 +160,7 @@ class LossPair(ABC):
         return density
 
     def _tails(self, x: float, side: float) -> tuple[float, float]:
-        mean = np.arange(self.size + 1)
+        mean = np.arange(2)
         weight = np.exp(self._log_weights)
         first = float(weight @ ndtr(side * (x - mean) / self.noise))
         mean = -mean if self.reverse_shift else 0 * mean
@@ -161,13 +168,9 @@ class LossPair(ABC):
 
     @cached_property
     def _log_weights(self) -> FloatArray:
-        """Logarithms of Bin(j; k, q); the binomial coefficients are exact integers first."""
-        j = np.arange(self.size + 1)
+        """Logarithms of 1 - q and q."""
         stay = math.log1p(-self.rate) if self.rate < 1 else -math.inf
-        choices = np.array([math.log(math.comb(self.size, i)) for i in range(self.size + 1)])
-        with np.errstate(invalid="ignore"):
-            rest: FloatArray = np.where(j == self.size, 0.0, (self.size - j) * stay)
-        return np.asarray(choices + j * math.log(self.rate) + rest, dtype=np.float64)
+        return np.array([stay, math.log(self.rate)])
 
     @property
     def _log_weight(self) -> float:
@@ -178,48 +181,28 @@ class LossPair(ABC):
 
 @dataclass(frozen=True)
 class MixturePair(LossPair):
-    """A Poisson-sampled unit of k records present, or absent; at rate 1 a plain Gaussian release."""
+    """A Poisson-sampled record present, or absent; at rate 1 a plain Gaussian release."""
 
     def loss(self, x: float) -> float:
         """Returns log r(x), exactly linear at rate 1."""
         if self.rate == 1:
-            return self.size * (2 * x - self.size) / (2 * self.noise * self.noise)
-        return float(PoissonMixture(self.rate, self.noise, self.size).log_ratio(np.array([x]))[0])
+            return (2 * x - 1) / (2 * self.noise * self.noise)
+        return float(PoissonMixture(self.rate, self.noise).log_ratio(np.array([x]))[0])
 
     def positions(self, losses: FloatArray) -> tuple[FloatArray, float]:
-        """Solves sum_{j >= 1} w_j e^(j (2x - j) / 2z^2) = e^l - w_0, closed for k = 1.
-
-        The logarithm g of the left side is convex with slopes in [1, k] / z^2, and at the least x at which one term
-        alone makes up the right side, it is above: from there Newton's iterates descend to the solution.
-        """
+        """Solves q e^((2x - 1) / 2z^2) = e^l - (1 - q)."""
         variance = self.noise * self.noise
-        logs = self._log_weights
-        target = losses + np.log(-np.expm1(logs[0] - losses))
-        j = np.arange(1, self.size + 1)[:, None]
-        lines = logs[1:, None] - j * j / (2 * variance)
-        x = ((target - lines) * (variance / j)).min(axis=0)
-        residual = np.zeros(1)
-        for _ in range(100 if self.size > 1 else 0):
-            terms = lines + j * (x / variance)
-            top = terms.max(axis=0)
-            shares = np.exp(terms - top)
-            total = shares.sum(axis=0)
-            residual = top + np.log(total) - target
-            if np.abs(residual).max() < 64 * UNIT * self.size * (1 + np.abs(top).max()):
-                break
-            x = x - residual * variance * total / (j * shares).sum(axis=0)
-        return x, float(np.abs(residual).max())
+        stay, drawn = self._log_weights
+        target = losses + np.log(-np.expm1(stay - losses))
+        return (target - (drawn - 1 / (2 * variance))) * variance, 0.0
 
     def _densities(
         self, x: FloatArray, rise: FloatArray, loss: FloatArray
     ) -> tuple[FloatArray, FloatArray]:
-        mass = np.zeros_like(x)
-        excess = np.zeros_like(x)
-        for j, log_weight in enumerate(self._log_weights):
-            density = self._normal(x, j, log_weight)
-            mass += density
-            excess -= density * np.expm1(rise * (-j / (self.noise * self.noise)))
-        return mass, excess
+        stay, drawn = self._log_weights
+        shifted = self._normal(x, 1, drawn)
+        excess = shifted * -np.expm1(rise * (-1 / (self.noise * self.noise)))
+        return self._normal(x, 0, stay) + shifted, excess
 
 
 @dataclass(frozen=True)
@@ -259,17 +242,6 @@ class OppositePair(LossPair):
             -exponent
         )
         return self._normal(x, 0, stay) + forward, excess
-
-
-def _blocks(pieces: np.ndarray) -> Iterator[slice]:
-    """Yields runs of buckets with about `_BLOCK` panels each."""
-    ends = np.cumsum(pieces)
-    start = 0
-    while start < pieces.size:
-        done = ends[start - 1] if start else 0
-        stop = max(start + 1, int(np.searchsorted(ends, done + _BLOCK, side="right")))
-        yield slice(start, stop)
-        start = stop
 
 
 _TINY = 1e-300  # more than what underflow takes from a point
@@ -406,11 +378,6 @@ class LossLaw(ABC):
         """The delta below which its grid laws give no figure."""
         return 0.0
 
-    @property
-    def weight(self) -> int:
-        """Cost of a grid point, relative to that of a single record's."""
-        return 1
-
     def exchanged(self) -> LossLaw:
         """Returns the law of the loss with P and Q exchanged."""
         return self
@@ -434,36 +401,24 @@ class LossLaw(ABC):
 
 @dataclass(frozen=True)
 class PoissonLoss(LossLaw):
-    """The Gaussian mechanism on a Poisson sample, for a unit added, removed or zeroed out.
+    """The Gaussian mechanism on a Poisson sample, for a record added, removed or zeroed out.
 
     Args:
         rate: q in (0, 1].
-        noise: z > 0, noise std over the clip of one record.
-        size: k >= 1, records of the unit, each sampled on its own (or accumulated batches).
+        noise: z > 0, noise std over the clip.
         reverse: False is log(with / without) under "with" (the remove direction), True the add direction. Both must
             hold, over a whole ledger each: `pld.pld_epsilon` sees to it.
 
     Guarantee: ADD_REMOVE and ZERO_OUT.
-    Source: docs/proofs/accounting.md#several-records-of-a-unit.
+    Source: docs/proofs/accounting.md#poisson-batch-one-record-added-or-removed.
     """
 
     rate: float
     noise: float
-    size: int = 1
     reverse: bool = False
 
     def __post_init__(self) -> None:
-        check.fields(self, rate=_rate, noise=_noise, size=check.positive_count)
-
-    @property
-    def mu(self) -> float | None:
-        """At rate 1 the release is Gaussian."""
-        return self.size / self.noise if self.rate == 1 else None
-
-    @property
-    def weight(self) -> int:
-        """Every component is integrated."""
-        return self.size
+        check.fields(self, rate=_rate, noise=_noise)
 
     def exchanged(self) -> PoissonLoss:
         """Returns the other direction."""
@@ -471,7 +426,7 @@ class PoissonLoss(LossLaw):
 
     def span(self, reach: float) -> tuple[float, float]:
         """See the base class."""
-        low, high = _span(self._pair, *self._pair.ends(reach))
+        low, high = self._pair.span(reach)
         return (-high, -low) if self.reverse else (low, high)
 
     def on_grid(self, grid: float, reach: float) -> GridLaw:
@@ -481,7 +436,7 @@ class PoissonLoss(LossLaw):
 
     @property
     def _pair(self) -> MixturePair:
-        return MixturePair(self.rate, self.noise, self.size)
+        return MixturePair(self.rate, self.noise)
 
 
 @dataclass(frozen=True)
@@ -535,7 +490,7 @@ class ReplaceOneLoss(LossLaw):
 
     def span(self, reach: float) -> tuple[float, float]:
         """See the base class."""
-        return _span(self._pair, *self._pair.ends(reach))
+        return self._pair.span(reach)
 
     def on_grid(self, grid: float, reach: float) -> GridLaw:
         """See the base class."""
@@ -565,7 +520,7 @@ class FixedSizeLoss(LossLaw):
 
     def span(self, reach: float) -> tuple[float, float]:
         """See the base class."""
-        high = self._pair.loss(self._pair.ends(reach)[1])
+        _, high = self._pair.span(reach)
         return -high, high
 
     def on_grid(self, grid: float, reach: float) -> GridLaw:
@@ -580,11 +535,6 @@ class FixedSizeLoss(LossLaw):
             [backward.mass[:-1], [rest + backward.mass[-1] + forward.mass[0]], forward.mass[1:]]
         )
         return GridLaw(backward.first, mass, forward.infinite, grid, forward.shift)
-
-    @property
-    def mu(self) -> float | None:
-        """At rate 1 the release is Gaussian."""
-        return 1 / self.noise if self.rate == 1 else None
 
     @property
     def _pair(self) -> MixturePair:
@@ -637,10 +587,6 @@ class ApproxLoss(LossLaw):
         return GridLaw(first, connected(mass, excess, grid, accuracy), self.delta, grid, accuracy)
 
 
-def _span(pair: LossPair, low: float, high: float) -> tuple[float, float]:
-    return pair.loss(low), pair.loss(high)
-
-
 def _rate(rate: float) -> float:
     return check.between(0.0, 1.0, rate=check.positive(rate=rate))
 
@@ -648,3 +594,255 @@ def _rate(rate: float) -> float:
 def _noise(noise: float) -> float:
     """Keeps squares finite: more noise than 1e100 counts as 1e100, and noise up to 1e-100 gets no figure anyway."""
     return min(max(check.positive(noise=noise), 1e-100), 1e100)
+
+
+Counted = Sequence[tuple[GridLaw, int]]
+
+
+_DETAIL = 64  # blocks are single points up to this distance, then 1 / 64 of their distance wide
+
+
+_LOG_TAIL = math.log(1e15)  # of the tilted mass beyond each end of the window
+
+
+class Cumulant:
+    """Cumulant of a composition, finite losses only.
+
+    Args:
+        laws: grid laws, each with the number of its releases >= 1.
+    """
+
+    def __init__(self, laws: Counted) -> None:
+        blocks = [_summary(law) for law, _ in laws]
+        # largest tilt: there one step of the grid is a factor e^16
+        self.limit = 16 / laws[0][0].grid
+        # largest finite loss
+        self.top = math.fsum(count * float(law.losses()[-1]) for law, count in laws)
+        self._counts = np.array([float(count) for _, count in laws])
+        self._losses = np.concatenate([losses for losses, _ in blocks])
+        self._log_mass = np.log(np.concatenate([mass for _, mass in blocks]))
+        sizes = np.array([losses.size for losses, _ in blocks])
+        self._starts = np.cumsum(sizes) - sizes
+        self._law = np.repeat(np.arange(len(laws)), sizes)
+
+    def __call__(self, t: float) -> float:
+        """Returns K(t)."""
+        exponents = t * self._losses + self._log_mass
+        top = np.maximum.reduceat(exponents, self._starts)
+        logs = top + np.log(np.add.reduceat(np.exp(exponents - top[self._law]), self._starts))
+        return float(self._counts @ logs)
+
+
+def conversion(t: float) -> float:
+    """Returns max over x >= 0 of log((1 - e^-x) e^(-t x)) = t log t - (t+1) log(t+1).
+
+    So log delta(eps) <= K(t) - t eps + conversion(t): the Renyi conversion of order t + 1.
+    """
+    return t * math.log(t) - (t + 1) * math.log1p(t) if t > 0 else 0.0
+
+
+def least(objective: Callable[[float], float], limit: float) -> float:
+    """Returns the best power of 2^(1/8), from 2^-24 to `limit`, for a quasi-convex objective of t > 0.
+
+    Convex functions are quasi-convex, and so are convex functions over t, if positive at 0: all the objectives of this
+    package. No bound needs the very minimum.
+    """
+    low = -192
+    high = math.floor(8 * math.log2(limit))
+    while low < high:
+        middle = (low + high) // 2
+        if objective(2.0 ** (middle / 8)) <= objective(2.0 ** ((middle + 1) / 8)):
+            high = middle
+        else:
+            low = middle + 1
+    return float(2.0 ** (low / 8))
+
+
+@dataclass(frozen=True)
+class Window:
+    """A tilt, and losses between which all but about 1e-15 of the tilted mass lies.
+
+    Args:
+        tilt: theta > 0.
+        low: lower end.
+        high: upper end.
+        rise: the s > theta for which sum T_i K_i(s) - s U is least, nearly, at the upper end.
+    """
+
+    tilt: float
+    low: float
+    high: float
+    rise: float
+
+    @property
+    def width(self) -> float:
+        """Length of the window."""
+        return self.high - self.low
+
+    def including(self, loss: float, widest: float) -> Window:
+        """Returns the window extended down to a loss, unless it becomes wider than `widest` and 4 times its width."""
+        farther = self.low > loss and self.high - loss <= max(widest, 4 * self.width)
+        return replace(self, low=loss) if farther else self
+
+
+def window(cumulant: Callable[[float], float], tilt: float, limit: float) -> Window:
+    """Returns the window of a tilted composition: Chernoff's bound at both ends."""
+    base = cumulant(tilt)
+
+    def end(step: float) -> float:
+        return (cumulant(tilt + step) - base + _LOG_TAIL) / abs(step)
+
+    up = least(end, limit)
+    down = least(lambda step: end(-step), limit)
+    return Window(tilt, -end(-down), end(up), tilt + up)
+
+
+def narrowed(cumulant: Cumulant, tilt: float, epsilon: float, spare: float) -> Window:
+    """Returns the narrowest window among tilts below the best one, at the price of at most `spare` nats of rounding.
+
+    Where rare releases with a large loss make up delta, tilting makes them frequent, and several of them at once have
+    to be kept apart: a smaller tilt may need a tenth of the points.
+    """
+
+    def price(t: float) -> float:
+        return cumulant(t) - t * epsilon + conversion(t)
+
+    best = window(cumulant, tilt, cumulant.limit)
+    dearest = price(tilt) + spare
+    for eighths in (1, 2, 3, 4, 6, 8, 12, 16, 20, 24):
+        smaller = tilt / 2 ** (eighths / 8)
+        if price(smaller) > dearest:
+            break
+        best = min(best, window(cumulant, smaller, cumulant.limit), key=lambda one: one.width)
+    return best
+
+
+def _summary(law: GridLaw) -> tuple[FloatArray, FloatArray]:
+    """Returns centers of mass and masses of the blocks of a law."""
+    size = law.mass.size
+    edges = _edges(max(abs(law.first), abs(law.first + size), _DETAIL).bit_length())
+    inside = edges[
+        np.searchsorted(edges, law.first + 1, side="right") : np.searchsorted(
+            edges, law.first + size - 1
+        )
+    ]
+    # the ends stay single points: they decide about large |t|
+    edges = np.unique(np.concatenate([[0, 1], inside - law.first, [size - 1]]))
+    mass = np.add.reduceat(law.mass, edges)
+    moment = np.add.reduceat(law.mass * np.arange(size), edges)
+    kept = mass > 0
+    return (law.first + moment[kept] / mass[kept]) * law.grid, mass[kept]
+
+
+@lru_cache(maxsize=64)
+def _edges(bits: int) -> npt.NDArray[np.int64]:
+    """Returns the indices between +-2^bits at which blocks start."""
+    ratio = 1 + 1 / _DETAIL
+    count = math.ceil(math.log(2.0**bits / _DETAIL) / math.log(ratio))
+    far = np.ceil(_DETAIL * ratio ** np.arange(count + 1)).astype(np.int64)
+    return np.unique(np.concatenate([-far, np.arange(-_DETAIL, _DETAIL + 1), far]))
+
+
+@dataclass(frozen=True, eq=False)
+class TiltedLaw:
+    """A law with masses p e^(theta l - log_norm), which sum to 1 up to rounding.
+
+    Args:
+        law: the law p.
+        mass: (n,) tilted masses, rounded up.
+        log_norm: the number c.
+    """
+
+    law: GridLaw
+    mass: FloatArray
+    log_norm: float
+
+
+def tilted(law: GridLaw, tilt: float) -> TiltedLaw:
+    """Returns p e^(tilt l), normalized."""
+    log_mass, exponents = tilted_exponents(law, tilt)
+    top = float(exponents.max())
+    mass = np.exp(exponents - top)
+    total = float(mass.sum())
+    # margin: rounded up (docs/proofs/accounting.md#composition-by-transforms)
+    mass *= (1 + 4 * UNIT * (4 + 2 * np.abs(log_mass) + np.abs(exponents) + abs(top))) / total
+    return TiltedLaw(law, mass, top + math.log(total))
+
+
+def coarsening(law: GridLaw, tilt: float) -> float:
+    """Returns what doubling the grid would add to log sum p e^(tilt l).
+
+    That is between 1 and 3 times what this grid, instead of an ever finer one, has added: 1 if the grid is wider than
+    the variations of the loss, 3 if much narrower. An odd dot moved to its even neighbors, masses and e^-l kept, gains
+    a factor 1 + (e^(th) - 1) (1 - e^(-(1+t)h)) / (1 + e^-h) of its e^(t l).
+    """
+    _, exponents = tilted_exponents(law, tilt)
+    share = np.exp(exponents - exponents.max())
+    odd = float(share[(law.first + 1) % 2 :: 2].sum()) / float(share.sum())
+    gain = (
+        math.expm1(tilt * law.grid)
+        * -math.expm1(-(1 + tilt) * law.grid)
+        / (1 + math.exp(-law.grid))
+    )
+    return math.log1p(odd * gain)
+
+
+def tilted_exponents(law: GridLaw, tilt: float) -> tuple[FloatArray, FloatArray]:
+    """Returns log p, floored at log 1e-300, and log p + tilt l."""
+    log_mass = np.log(np.maximum(law.mass, 1e-300))
+    return log_mass, log_mass + tilt * law.losses()
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaCurve:
+    """An upper bound on log delta at the grid losses (first + i) grid; between them, delta is below the chord in e^eps.
+
+    Args:
+        first: index of the first grid point.
+        grid: h.
+        log_delta: (N,) bounds, <= 0.
+        log_rounding: (N,) logarithm of the part of delta that stands for items 1 and 2 of the module.
+    """
+
+    first: int
+    grid: float
+    log_delta: FloatArray
+    log_rounding: FloatArray
+
+    def epsilon(self, log_delta: float) -> float | None:
+        """Returns the least epsilon with at most this delta; None if the window does not show one."""
+        below = self.log_delta <= log_delta
+        k = int(np.argmax(below))
+        if not below[k]:
+            return None
+        if k == 0:
+            return self.first * self.grid
+        high = math.exp(self.log_delta[k - 1] - log_delta)
+        low = math.exp(self.log_delta[k] - log_delta)
+        share = (high - 1 + 8 * UNIT * high) / (high - low)
+        return (self.first + k - 1) * self.grid + math.log1p(
+            min(share, 1.0) * math.expm1(self.grid)
+        )
+
+    def log_delta_at(self, epsilon: float) -> float:
+        """Returns log delta at an epsilon; that of the nearest end outside of the window, or 0 below it."""
+        k = math.floor(epsilon / self.grid) - self.first
+        if k < 0:
+            return 0.0
+        if k + 1 >= self.log_delta.size:
+            return float(self.log_delta[-1])
+        high = float(self.log_delta[k])
+        low = float(self.log_delta[k + 1])
+        # rounded down: the share of the way to the next, lower point
+        share = math.expm1(
+            epsilon - (self.first + k) * self.grid - 4 * UNIT * abs(epsilon)
+        ) / math.expm1(self.grid)
+        value = high + math.log1p(
+            min(max(share, 0.0), 1.0) * math.expm1(low - high) * (1 - 8 * UNIT)
+        )
+        return min(0.0, value + 8 * UNIT * (2 + abs(value)))
+
+    def rounding_at(self, epsilon: float) -> float:
+        """Returns the share of delta that is a margin for rounding and the window."""
+        k = min(max(math.floor(epsilon / self.grid) - self.first, 0), self.log_delta.size - 1)
+        return math.exp(min(self.log_rounding[k] - self.log_delta[k], 0.0))

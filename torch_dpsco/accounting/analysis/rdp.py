@@ -1,13 +1,4 @@
-"""Renyi curves of Gaussian noise: unsampled, on Poisson batches, on batches of fixed size, for several records.
-
-A unit of k records, each sampled at rate q, shifts the released sum by j clips with probability Bin(j; k, q). In clip
-units the release is distributed as
-
-    w(x) = sum_j Bin(j; k, q) N(x; j, z^2),    r(x) = w(x) / N(x; 0, z^2) = sum_j Bin(j; k, q) e^(j (2x - j) / 2z^2).
-
-log r is convex and increasing. Its branch points, the zeros of r, lie on the lines Im x = +-pi z^2 (and their odd
-multiples): as a polynomial in e^(x/z^2), r has only real negative roots, since a binomial polynomial has, and since
-e^(-j^2 t) is a multiplier sequence.
+"""Renyi curves of Gaussian noise: unsampled, on Poisson batches, on batches of fixed size.
 
 On batches of fixed size, drawn uniformly without replacement, gamma is the batch size over the data set size (both
 public), z the noise std over 2C, with C the clip: in any pair of neighboring data sets two batches differ by one record
@@ -20,25 +11,16 @@ sum, q the Poisson rate. Records enter the batch independently, so that neighbor
 one-dimensional mixtures (in clip units),
 
     ADD_REMOVE, ZERO_OUT   (1-q) N(0, z^2) + q N(1, z^2)   and   N(0, z^2),
-    the same, k records    sum_j Bin(j; k, q) N(j, z^2)    and   N(0, z^2),
     REPLACE_ONE            (1-q) N(0, z^2) + q N(1, z^2)   and   (1-q) N(0, z^2) + q N(-1, z^2),
 
 which dominate whatever clipped contributions can produce, also under adaptive composition. Their divergences are
-integrals (`quadrature`). Every function takes one order or an array of orders.
+integrals. Every function takes one order or an array of orders.
 
 Integer orders go by quadrature too, not by the binomial sum: one path for all orders, which agrees with the sum to
 1e-13 (test_integer_orders_agree_with_the_binomial_sum).
 
-Source: docs/proofs/accounting.md#several-records-of-a-unit, docs/proofs/accounting.md#batches-of-fixed-size,
+Source: docs/proofs/accounting.md#batches-of-fixed-size,
 docs/proofs/accounting.md#renyi-integrals; Mironov, Talwar and Zhang 2019.
-
-Several records of one privacy unit: k hops between neighbors.
-
-k hops of (epsilon, delta) give (k epsilon, delta (1 + e^epsilon + .. + e^((k-1) epsilon))), those of mu-GDP k mu.
-Neither is the best statement for a mechanism that is known: a Gaussian whose unit contributes at most some sum has that
-sum as its sensitivity, and a unit of k Poisson-sampled records is the mixture of `rdp_poisson_gaussian_group`.
-
-Source: docs/proofs/accounting.md#groups.
 
 Renyi curve of the best of a random, secret number of releases.
 
@@ -57,6 +39,55 @@ for any delta in (0, 1), and the best order may be chosen freely, as long as the
 
 Source: docs/proofs/accounting.md#from-renyi-divergences-to-epsilon-and-delta; Balle, Barthe, Gaboardi, Hsu and
 Sato 2020; Canonne, Kamath and Steinke 2020.
+
+Renyi integrals on Gauss-Legendre panels: the numerical core of `rdp` and `wor`.
+
+For a pair with likelihood ratio r = P/Q, E_Q[r] = 1, the module evaluates the excess moment
+
+    E(a) = E_Q[r^a] - 1,        D_a(P||Q) = log(1 + E(a)) / (a - 1),
+
+never E_Q[r^a] itself: E may be 1e-20, and 1 + E would lose it. Two kernels, free of cancellation where r is near 1,
+give E:
+
+* one-sided  phi_a(r) = r^a - 1 - a (r - 1) >= 0, since E_Q[r - 1] = 0;
+* two-sided  phi_a(r) + phi_(1-a)(r) = r^a + r^(1-a) - r - 1 = r^a (1 - r^-a) (1 - r^-(a-1)), for loss laws symmetric
+  about 0, of which only the half r > 1 is integrated.
+
+Results are logarithms, so that orders up to 2^20 neither overflow nor underflow. `log_excess`
+integrates these kernels for many orders at once.
+
+Source: docs/proofs/accounting.md#renyi-integrals.
+
+Failure probabilities, and what Gaussian and zero-concentrated differential privacy say of (epsilon, delta).
+
+A mechanism may be as private as its analysis says only up to an event of probability beta. Three kinds are told apart:
+
+* coupling: the noiseless outputs of the two data sets can be coupled so that they are close except with probability d.
+  By joint convexity of the hockey stick its delta is at most d + (1 - d) delta, with no factor e^epsilon;
+* transcript: the failure is a function of the pair of data sets and the transcript, and two mechanisms M and M* agree
+  until it happens. Then P(E) <= P*(E and good) + beta <= e^epsilon Q*(E and good) + delta + beta and the good part is
+  the same under M: it adds beta;
+* per side: on each data set on its own, M differs from M* with probability beta. Then P(E) <= P*(E) + beta
+  <= e^epsilon (Q(E) + beta) + delta + beta: it adds (1 + e^epsilon) beta.
+
+Several failures of one kind: couplings of successive releases hold together with probability prod(1 - d_i); transcript
+and per-side failures add up.
+
+Source: docs/proofs/accounting.md#failure-probabilities, docs/proofs/output.md#accuracy-in-expectation (per side).
+
+Zero-concentrated differential privacy: rho-zCDP bounds the Renyi divergence of every order a by rho a. The conversion
+at order a = 1 + b is
+
+    epsilon(b) = (1 + b) rho + log(b / (1 + b)) - (log(delta) + log(1 + b)) / b,
+
+and its derivative in b, rho + (log(delta) + log(1 + b)) / b^2, changes sign once, at the b with
+
+    rho b^2 + log(1 + b) = log(1 / delta).
+
+So both directions need one root, and any b gives a valid bound: an inexact root costs tightness, never privacy. For
+unsampled Gaussian noise alone `gaussian` is exact and smaller.
+
+Source: docs/proofs/accounting.md#concentrated-privacy; Bun and Steinke 2016.
 """
 
 from __future__ import annotations
@@ -65,17 +96,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar, cast, get_args
 
 import numpy as np
-from numpy.typing import ArrayLike
-from scipy.special import betaln, log_ndtr
+import scipy
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import log_ndtr
 
 from torch_dpsco import _validate as check
 from torch_dpsco._margin import up
-from torch_dpsco.accounting.analysis import quadrature as quad
-from torch_dpsco.accounting.analysis.quadrature import FloatArray, Orders
-from torch_dpsco.accounting.analysis.rounding import upper
 
 # Below this noise, times size^1.5, the panels between the components become too many, and rounding of x / z too large.
 _MIN_NOISE = 1e-4
@@ -85,17 +114,15 @@ MAX_NOISE = 1e150
 
 @dataclass(frozen=True)
 class PoissonMixture:
-    """sum_j Bin(j; size, rate) N(j, noise^2).
+    """(1 - rate) N(0, noise^2) + rate N(1, noise^2).
 
     Args:
         rate: q in (0, 1).
         noise: z > 0, std in units of the shift of one record.
-        size: k >= 1, records of the unit.
     """
 
     rate: float
     noise: float
-    size: int = 1
 
     @cached_property
     def variance(self) -> float:
@@ -106,48 +133,21 @@ class PoissonMixture:
         """Returns the log density of N(0, z^2)."""
         return -((x / self.noise) ** 2) / 2 - math.log(self.noise) - math.log(2 * math.pi) / 2
 
-    def log_density(self, x: FloatArray) -> FloatArray:
-        """Returns log w(x)."""
-        return self._in_parts(
-            lambda part: np.logaddexp.reduce(
-                self._log_weights + self.log_null(part - self._counts)
-            ),
-            x,
-        )
-
     def log_ratio(self, x: FloatArray) -> FloatArray:
         """Returns log r(x), accurate also where r is near 1."""
-
-        def ratio(part: FloatArray) -> FloatArray:
-            return _log_mean_exp(
-                self._log_weights, self._counts * (2 * part - self._counts) / (2 * self.variance)
-            )
-
-        return self._in_parts(ratio, x)
+        return self._mean((2 * x - 1) / (2 * self.variance))
 
     @cached_property
-    def branches(self) -> FloatArray:
-        """Real parts of the zeros of r, where neighboring components meet (exact for k = 1, and for small noise)."""
-        j = np.arange(1, self.size + 1.0)
-        return j - 0.5 + self.variance * (self._log_odds + np.log(j / (self.size - j + 1)))
-
-    def last_alone(self, order: float) -> float:
-        """Returns an x beyond which r^order is that of the component j = k alone, and r > order, to within e^-DECAY."""
-        doubt = max(0.0, self._log_odds + math.log(self.size)) + math.log(order) + quad.DECAY
-        return self.size - 0.5 + self.variance * doubt
-
-    def first_alone(self, order: float) -> float:
-        """Returns an x below which r^order is that of the component j = 0 alone, to within e^-DECAY."""
-        return 0.5 + self.variance * (
-            self._log_odds - math.log(self.size) - math.log(order) - quad.DECAY
-        )
+    def branch(self) -> float:
+        """Real part of the zeros of r, where the components meet."""
+        return 0.5 + self.variance * self.log_odds
 
     def log_excess_above(
         self, order: FloatArray, low: float, two_sided: bool = False
     ) -> FloatArray:
-        """Returns log of the integral over x > low of N(x; 0, z^2) times the kernel of `quadrature.log_excess`.
+        """Returns log of the integral over x > low of N(x; 0, z^2) times the kernel of `log_excess`.
 
-        Panels reach 10 z beyond the mean of r^a N(0, z^2), which is at most k a, or to the point beyond which the
+        Panels reach 10 z beyond the mean of r^a N(0, z^2), which is at most a, or to the point beyond which the
         mixture is its last component. There the kernel is r^a - c r, up to e^-33, and the integral is closed.
 
         Args:
@@ -155,50 +155,43 @@ class PoissonMixture:
             low: lower end.
             two_sided: which kernel: c is 1 if two-sided, else a.
         """
-        mean = self.size * order[-1] + quad.REACH * self.noise
-        end = self.last_alone(order[-1])
-        edges = quad.panels(low, min(mean, end), self.noise, self.noise, self.branches)
-        result = quad.log_excess(
+        mean = order[-1] + REACH * self.noise
+        # beyond it r^order is that of the shifted component alone, and r > order, to within e^-DECAY
+        doubt = max(0.0, self.log_odds) + math.log(order[-1]) + DECAY
+        end = 0.5 + self.variance * doubt
+        edges = panels(low, min(mean, end), self.noise, self.noise, np.array([self.branch]))
+        result = log_excess(
             order, edges, lambda x: (self.log_ratio(x), self.log_null(x)), two_sided
         )
         if end < mean:
-            scale = self.size * math.log(self.rate)
             subtracted = np.zeros(1) if two_sided else np.log(order)
-            tail = log_tail(order, end, self.noise, self.size, scale, subtracted)
+            tail = log_tail(order, end, self.noise, 1.0, math.log(self.rate), subtracted)
             result = np.logaddexp(result, tail)
         return result
 
     def convexity_bound(self, order: FloatArray, shift: float) -> FloatArray:
-        """Returns an upper bound on D_a of two mixtures whose components j are at most j `shift` apart.
+        """Returns an upper bound on D_a of two mixtures whose components are at most `shift` apart.
 
-        exp((a-1) D_a) is jointly convex, so it is at most sum_j Bin(j; k, q) exp(a (a-1) (j shift)^2 / 2z^2).
+        exp((a-1) D_a) is jointly convex, so it is at most 1 - q + q exp(a (a-1) shift^2 / 2z^2).
         """
         with np.errstate(over="ignore"):
             gauss = (order - 1) * gaussian_divergence(order, self.noise, shift)
-            exponent = np.zeros((self.size + 1, order.size))
-            exponent[1:] = self._counts[1:] ** 2 * gauss
-            return quad.rounded_up(_log_mean_exp(self._log_weights, exponent) / (order - 1))
+            return rounded_up(self._mean(gauss) / (order - 1))
 
-    def _in_parts(self, curve: Callable[[FloatArray], FloatArray], x: FloatArray) -> FloatArray:
-        """Applies a function that needs memory for every pair of a component and a node."""
-        parts = np.array_split(x, 1 + x.size * (self.size + 1) // quad.CHUNK)
-        return np.concatenate([curve(part) for part in parts])
-
-    @cached_property
-    def _counts(self) -> FloatArray:
-        return np.arange(self.size + 1.0)[:, None]
+    def _mean(self, exponent: FloatArray) -> FloatArray:
+        """Returns log(1 - q + q e^y), accurate also near 0."""
+        growth = self._drawn * np.expm1(np.minimum(exponent, 30.0))
+        near = (growth > -0.5) & (exponent <= 30.0)
+        far = np.logaddexp(math.log1p(-self.rate), math.log(self.rate) + exponent)
+        return np.where(near, np.log1p(np.where(near, growth, 0.0)), far)
 
     @cached_property
-    def _log_weights(self) -> FloatArray:
-        j = self._counts
-        choices = -math.log(self.size + 1) - betaln(self.size - j + 1, j + 1)
-        weights: FloatArray = (
-            choices + j * math.log(self.rate) + (self.size - j) * math.log1p(-self.rate)
-        )
-        return weights
+    def _drawn(self) -> float:
+        return float(np.exp(np.array([math.log(self.rate)]))[0])
 
     @cached_property
-    def _log_odds(self) -> float:
+    def log_odds(self) -> float:
+        """log((1 - q) / q)."""
         return math.log1p(-self.rate) - math.log(self.rate)
 
 
@@ -210,24 +203,24 @@ def gaussian_divergence(order: Orders, noise: float, shift: float) -> Orders:
 
 
 def sampled_divergence(
-    mixture: tuple[float, float, int],
+    rate: float,
+    noise: float,
     shift: float,
     order: Orders,
     log_excess: Callable[[PoissonMixture, FloatArray], FloatArray],
 ) -> Orders:
     """Returns a Renyi curve of sampled Gaussian noise, with its special cases.
 
-    Rate 0 costs 0, rate 1 is the unsampled Gaussian, and noise 0 costs infinity. Noise below 1e-4 size^1.5 and
-    orders above 2^20 get the convexity bound, an upper bound; noise above 1e150 counts as 1e150.
+    Rate 0 costs 0, rate 1 is the unsampled Gaussian, and noise 0 costs infinity. Noise below 1e-4 and orders above 2^20
+    get the convexity bound, an upper bound; noise above 1e150 counts as 1e150.
 
     Args:
-        mixture: checked rate, noise and size, in the range of `PoissonMixture` with its ends.
-        shift: distance of the component j of the two distributions, divided by j.
+        rate: in [0, 1].
+        noise: >= 0.
+        shift: distance of the shifted components of the two distributions.
         order: scalar or array.
         log_excess: log E(a) of a proper mixture at an ascending block of orders.
     """
-    rate, noise, size = mixture
-    proper = PoissonMixture(rate, min(noise, MAX_NOISE), size)
 
     def curve(block: FloatArray) -> FloatArray:
         if rate == 0:
@@ -235,14 +228,15 @@ def sampled_divergence(
         if noise == 0:
             return np.full_like(block, np.inf)
         if rate == 1:
-            return gaussian_divergence(block, noise, size * shift)
+            return gaussian_divergence(block, noise, shift)
+        proper = PoissonMixture(rate, min(noise, MAX_NOISE))
         # PRIVACY: rounds up (test_the_bound_outside_the_numerical_range_exceeds_the_curve_inside,
         # test_any_order_of_any_grid_agrees_with_its_high_precision_value)
-        if noise < _MIN_NOISE * size**1.5 or block[-1] > quad.MAX_ORDER:
+        if noise < _MIN_NOISE or block[-1] > MAX_ORDER:
             return proper.convexity_bound(block, shift)
-        return quad.divergence(block, log_excess(proper, block))
+        return divergence(block, log_excess(proper, block))
 
-    return quad.by_order(curve, order)
+    return by_order(curve, order)
 
 
 def log_tail(
@@ -257,18 +251,7 @@ def log_tail(
     large = (order - 1) * gaussian_divergence(order, noise, shift) + order * log_scale
     large = large + log_ndtr((shift * order - start) / noise)
     small = log_scale + log_subtracted + log_ndtr((shift - start) / noise)
-    return quad.log_difference(large, np.broadcast_to(small, large.shape))
-
-
-def _log_mean_exp(log_weights: FloatArray, exponents: FloatArray) -> FloatArray:
-    """Returns log(sum_j w_j e^(y_j)) over the first axis, for weights that sum to 1, accurate also near 0."""
-    growth = np.sum(np.exp(log_weights) * np.expm1(np.minimum(exponents, 30.0)), axis=0)
-    near = (growth > -0.5) & (exponents.max(axis=0) <= 30.0)
-    return np.where(
-        near,
-        np.log1p(np.where(near, growth, 0.0)),
-        np.logaddexp.reduce(log_weights + exponents, axis=0),
-    )
+    return log_difference(large, np.broadcast_to(small, large.shape))
 
 
 def rdp_wor_gaussian(sample_rate: float, noise_ratio: float, order: Orders) -> Orders:
@@ -299,14 +282,11 @@ def rdp_wor_gaussian(sample_rate: float, noise_ratio: float, order: Orders) -> O
     """
     rate = check.between(0.0, 1.0, sample_rate=sample_rate)
     noise = check.nonnegative(noise_ratio=noise_ratio)
-    return sampled_divergence((rate, noise, 1), 1.0, order, _wor_log_excess)
+    return sampled_divergence(rate, noise, 1.0, order, _wor_log_excess)
 
 
 def _wor_log_excess(mixture: PoissonMixture, order: FloatArray) -> FloatArray:
     return mixture.log_excess_above(order, 0.5, two_sided=True)
-
-
-Direction = Literal["remove", "add"]
 
 
 def default_orders() -> FloatArray:
@@ -322,16 +302,15 @@ def default_orders() -> FloatArray:
     return np.unique(np.concatenate([near_one, np.arange(2, 11, 0.25), np.arange(11, 65), large]))
 
 
-def rdp_poisson_gaussian(
-    sample_rate: float, noise_multiplier: float, order: Orders, direction: Direction = "remove"
-) -> Orders:
+def rdp_poisson_gaussian(sample_rate: float, noise_multiplier: float, order: Orders) -> Orders:
     """Returns the Renyi divergence of one Poisson-sampled Gaussian release, for one record added or removed.
+
+    It is D_a(mixture || Gaussian), of a record removed: the larger of both at every order.
 
     Args:
         sample_rate: q in [0, 1].
         noise_multiplier: z = noise std / clip, >= 0.
         order: Renyi order(s) a > 1.
-        direction: "remove" is D_a(mixture || Gaussian), the larger one at every order; "add" the reverse.
 
     Returns:
         D_a: 0 at rate 0, that of the unsampled Gaussian at rate 1, inf for noise 0 at a positive rate.
@@ -348,48 +327,9 @@ def rdp_poisson_gaussian(
         >>> round(rdp_poisson_gaussian(sample_rate=0.01, noise_multiplier=1.0, order=2.0), 9)
         0.000171813
     """
-    return rdp_poisson_gaussian_group(sample_rate, noise_multiplier, 1, order, direction)
-
-
-def rdp_poisson_gaussian_group(
-    sample_rate: float,
-    noise_multiplier: float,
-    group_size: int,
-    order: Orders,
-    direction: Direction = "remove",
-) -> Orders:
-    """Returns the Renyi divergence of one release for a unit of several records, each Poisson-sampled on its own.
-
-    Also the cost of `group_size` accumulated Poisson batches released as one sum. Under REPLACE_ONE a unit of more
-    than one record has no proven mixture: use two hops of this curve.
-
-    Args:
-        sample_rate: q in [0, 1], of each record (or batch).
-        noise_multiplier: z = noise std / clip of one record, >= 0.
-        group_size: k >= 1.
-        order: Renyi order(s) a > 1.
-        direction: "remove" is D_a(mixture || Gaussian), "add" the reverse; a bound is their maximum.
-
-    Returns:
-        D_a: 0 at rate 0, that of a Gaussian with sensitivity k at rate 1, inf for noise 0 at a positive rate.
-
-    Raises:
-        ValueError: an argument is out of range.
-
-    Guarantee: ADD_REMOVE and ZERO_OUT of the whole unit; the maximum over the directions.
-
-    Source: docs/proofs/accounting.md#several-records-of-a-unit.
-
-    Example:
-        >>> round(rdp_poisson_gaussian_group(0.01, 1.0, 2, 2.0, "remove"), 9)
-        0.000699227
-    """
     rate = check.between(0.0, 1.0, sample_rate=sample_rate)
     noise = check.nonnegative(noise_multiplier=noise_multiplier)
-    size = check.positive_count(group_size=group_size)
-    direction = check.choice(("remove", "add"), direction=direction)
-    log_excess = _remove_log_excess if direction == "remove" else _add_log_excess
-    return sampled_divergence((rate, noise, size), 1.0, order, log_excess)
+    return sampled_divergence(rate, noise, 1.0, order, _remove_log_excess)
 
 
 def rdp_poisson_gaussian_replace_one(
@@ -422,29 +362,12 @@ def rdp_poisson_gaussian_replace_one(
     """
     rate = check.between(0.0, 1.0, sample_rate=sample_rate)
     noise = check.nonnegative(noise_multiplier=noise_multiplier)
-    return sampled_divergence((rate, noise, 1), 2.0, order, _replace_log_excess)
+    return sampled_divergence(rate, noise, 2.0, order, _replace_log_excess)
 
 
 def _remove_log_excess(mixture: PoissonMixture, order: FloatArray) -> FloatArray:
     """E = E_N0[phi_a(r)]; phi_a is bounded where r < 1, hence 10 z below 0 suffice."""
-    return mixture.log_excess_above(order, -quad.REACH * mixture.noise)
-
-
-def _add_log_excess(mixture: PoissonMixture, order: FloatArray) -> FloatArray:
-    """E = E_w[phi_a(1/r)].
-
-    Above, w has mean at most k. Below, r^(1-a) N(0, z^2) has its mean at no less than -k (a - 1), and no mass below
-    the point where r is constant. Its peak can be as narrow as z / sqrt(1 + log(a / q)): hence the finer panels.
-    """
-    noise = mixture.noise
-    top = order[-1]
-    reach = quad.REACH * noise
-    low = min(0.0, max(-mixture.size * (top - 1), mixture.first_alone(top))) - reach
-    scale = noise / min(3.0, 1 + 10 * noise)
-    edges = quad.panels(low, mixture.size + reach, scale, noise, mixture.branches)
-    return quad.log_excess(
-        order, edges, lambda x: (-mixture.log_ratio(x), mixture.log_density(x))
-    )
+    return mixture.log_excess_above(order, -REACH * mixture.noise)
 
 
 def _replace_log_excess(mixture: PoissonMixture, order: FloatArray) -> FloatArray:
@@ -455,79 +378,21 @@ def _replace_log_excess(mixture: PoissonMixture, order: FloatArray) -> FloatArra
     """
     noise = mixture.noise
     top = order[-1]
-    log_odds = math.log(mixture.rate) - math.log1p(-mixture.rate)
-    end = 0.5 + mixture.variance * (abs(log_odds) + math.log(top) + quad.DECAY)
-    mean = 2 * top - 1 + quad.REACH * noise
-    branches = np.concatenate([mixture.branches, -mixture.branches])
+    log_odds = -mixture.log_odds
+    end = 0.5 + mixture.variance * (abs(log_odds) + math.log(top) + DECAY)
+    mean = 2 * top - 1 + REACH * noise
+    branches = np.array([mixture.branch, -mixture.branch])
 
     def pair(x: FloatArray) -> tuple[FloatArray, FloatArray]:
         mirrored = mixture.log_ratio(-x)
         return mixture.log_ratio(x) - mirrored, mixture.log_null(x) + mirrored
 
-    edges = quad.panels(0.0, min(mean, end), noise, noise, branches)
-    result = quad.log_excess(order, edges, pair, two_sided=True)
+    edges = panels(0.0, min(mean, end), noise, noise, branches)
+    result = log_excess(order, edges, pair, two_sided=True)
     if end < mean:
         tail = log_tail(order, end, noise, 1.0, log_odds, np.zeros(1))
         result = np.logaddexp(result, tail + math.log1p(-mixture.rate))
     return result
-
-
-def group_approx_dp_delta(epsilon: float, delta: float, group_size: int) -> float:
-    """Returns the delta of a group at k epsilon: delta (e^(k epsilon) - 1) / (e^epsilon - 1).
-
-    Args:
-        epsilon: >= 0, of one record.
-        delta: in [0, 1], of one record.
-        group_size: k >= 1.
-
-    Returns:
-        delta of (k epsilon, delta)-DP for k records, at most 1, rounded up.
-
-    Raises:
-        ValueError: an argument is out of range.
-
-    Guarantee: the adjacency of the argument, k times.
-
-    Source: docs/proofs/accounting.md#groups.
-
-    Example:
-        >>> round(group_approx_dp_delta(epsilon=0.2, delta=1e-6, group_size=2), 12)
-        2.221403e-06
-    """
-    epsilon = check.nonnegative(epsilon=epsilon)
-    delta = check.between(0.0, 1.0, delta=delta)
-    size = check.positive_count(group_size=group_size)
-    if delta == 0 or size == 1:
-        return delta
-    # e^((k-1) epsilon) times a factor in [1, k]; the logarithm keeps it finite
-    factor = math.expm1(-size * epsilon) / math.expm1(-epsilon) if epsilon > 0 else float(size)
-    growth = (size - 1) * epsilon
-    log_delta = math.log(delta)
-    if growth + log_delta > 0:
-        return 1.0
-    # PRIVACY: covers the rounding of the exponent (test_group_delta_is_not_below_its_exact_value)
-    return min(
-        1.0, math.exp(growth + log_delta) * factor * (1 + 1e-15 * (8 + growth - log_delta))
-    )
-
-
-def group_gdp_mu(mu: float, group_size: int) -> float:
-    """Returns k mu, rounded up: the GDP parameter of a group.
-
-    Args:
-        mu: >= 0, of one record.
-        group_size: k >= 1.
-
-    Source: docs/proofs/accounting.md#groups; Dong, Roth and Su 2022.
-
-    Example:
-        >>> group_gdp_mu(mu=0.5, group_size=4)
-        2.0
-    """
-    # PRIVACY: a product of floats rounds to nearest (test_products_are_not_below_their_exact_values)
-    return upper(
-        check.nonnegative(mu=mu, allow_inf=True), check.positive_count(group_size=group_size)
-    )
 
 
 _SELECTED = 1e-12  # added, relative: more than the rounding of a few sums
@@ -594,32 +459,6 @@ class RDPEpsilon(NamedTuple):
 
     epsilon: float
     order: float
-
-
-def rdp_epsilon_at_order(value: float, order: float, delta: float) -> float:
-    """Returns the epsilon of one order, as the formula gives it: it may be negative, where 0 is the valid statement.
-
-    Args:
-        value: Renyi divergence D at the order, >= 0.
-        order: a > 1.
-        delta: in (0, 1).
-
-    Returns:
-        D + log((a - 1) / a) - (log(delta) + log(a)) / (a - 1).
-
-    Raises:
-        ValueError: an argument is out of range.
-
-    Source: docs/proofs/accounting.md#from-renyi-divergences-to-epsilon-and-delta.
-
-    Example:
-        >>> round(rdp_epsilon_at_order(value=0.1, order=10, delta=1e-5), 4)
-        1.018
-    """
-    value = check.nonnegative(value=value, allow_inf=True)
-    order = check.order(order=order)
-    log_delta = math.log(check.open_interval(0.0, 1.0, delta=delta))
-    return value + math.log1p(-1 / order) - (log_delta + math.log(order)) / (order - 1)
 
 
 def rdp_epsilon(orders: ArrayLike, values: ArrayLike, delta: float) -> RDPEpsilon:
@@ -719,3 +558,425 @@ def curve_of(
     for bad in value[~(value >= 0)]:
         check.nonnegative(**{name: bad}, allow_inf=True)
     return order, value
+
+
+FloatArray = NDArray[np.float64]
+Orders = TypeVar("Orders", float, NDArray[np.float64])
+Pair = Callable[[FloatArray], tuple[FloatArray, FloatArray]]
+
+REACH = 10.0  # standard deviations kept beyond the outermost mean: the rest has mass below 1e-23
+DECAY = 33.0  # e^-33 < 5e-15: what may be dropped where one term of a sum outgrows the others
+MAX_ORDER = 2.0**20  # callers use a closed upper bound beyond
+_INFLATION = 1e-12  # relative; the error of a curve is below 1e-13 (test_rdp.py, against 50-digit quadrature)
+CHUNK = 64_000  # elements of a matrix held at once: it stays in the cache
+_POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(16)
+_LOWEST = (
+    -700.0
+)  # smaller logarithms are raised to it: exp is ten times slower where it underflows
+_TERMS = 18  # of the series of phi, from l^2 / 2! to l^19 / 19!
+_FACTORIALS = np.cumprod(np.arange(1.0, _TERMS + 2))[1:]
+_GAPS = np.maximum(
+    np.arange(_TERMS) - np.arange(_TERMS)[:, None], 0
+)  # k - 2 - j: what s^j leaves of s^(k-2)
+
+
+def by_order(curve: Callable[[FloatArray], FloatArray], order: Orders) -> Orders:
+    """Applies `curve` to blocks of orders of similar size, and returns a float for a scalar order.
+
+    A block lies in (16^(i-1), 16^i], so that its orders can share one grid; 2^20 ends a block.
+
+    Args:
+        curve: maps an ascending 1-d array of orders to values of the same shape.
+        order: scalar or 1-d array of Renyi orders, each finite and > 1.
+
+    Returns:
+        Value at each order, with the type and the shape of `order`.
+
+    Raises:
+        ValueError: an order is not finite or not > 1.
+    """
+    values: FloatArray = np.asarray(order, dtype=np.float64)
+    if values.ndim == 0:
+        return cast(Orders, curve(np.array([check.order(order=order)]))[0].item())
+    if values.ndim != 1:
+        raise ValueError(f"order must be a number or a 1-d array (got shape {values.shape})")
+    for bad in values[~((values > 1) & (values < np.inf))]:
+        check.order(order=bad)
+    distinct, inverse = np.unique(values, return_inverse=True)
+    block = np.ceil(np.log2(distinct) / 4)
+    parts = np.split(distinct, np.flatnonzero(np.diff(block)) + 1)
+    curves: list[FloatArray] = [curve(part) for part in parts if part.size]
+    return cast(Orders, np.concatenate([*curves, np.empty(0)])[inverse])
+
+
+def panels(
+    low: float, high: float, scale: float, noise: float, branches: FloatArray
+) -> FloatArray:
+    """Returns the edges of panels 2 `scale` wide, narrower near the complex branch points of the log ratio.
+
+    The branch points have the real parts `branches` and lie pi noise^2 away from the real axis. Around each of them
+    panels start at 4 noise^2 and double, so that every panel of half width h has its branch points at a distance of
+    at least pi h / 2: outside the Bernstein ellipse of parameter 3.4, where 16 points leave a relative error 1e-17.
+    """
+    edges = np.linspace(low, high, 1 + max(1, int(np.ceil((high - low) / (2 * scale)))))
+    finest = 4 * noise * noise
+    if finest < 2 * scale:
+        offsets = finest * 2.0 ** np.arange(int(np.ceil(np.log2(2 * scale / finest))))
+        around = branches[:, None] + np.concatenate([-offsets, [0.0], offsets])
+        edges = np.union1d(edges, around[(around > low) & (around < high)])
+    return edges
+
+
+def log_excess(
+    order: FloatArray, edges: FloatArray, pair: Pair, two_sided: bool = False
+) -> FloatArray:
+    """Returns the log of the integral of a base density times the one-sided or the two-sided kernel, for every order.
+
+    The nodes, the same for all orders, are split by l = log r: near 0 the kernel is a series in l, which needs only
+    moments of l; the others take one or two exponentials per order and node. The kernel is nonnegative, hence the sum
+    over the parts is as accurate as they are.
+
+    Args:
+        order: (K,) ascending orders, a block of `by_order`: the last one is at most 16 times the first.
+        edges: (m + 1,) ascending panel edges.
+        pair: maps nodes to l and to the log of the base density.
+        two_sided: which kernel; l >= 0, up to rounding, if it is the two-sided one.
+
+    Returns:
+        (K,) logarithms; -inf where the integral underflows to 0.
+    """
+    x, width = nodes(edges)
+    log_ratio, log_base = pair(x)
+    weight = np.log(width) + log_base
+    near = np.abs(log_ratio) * order[-1] <= 1
+    rising = ~near & (log_ratio > 0)
+    falling = ~near & (log_ratio < 0)
+    step = max(1, CHUNK // x.size)
+    parts = [order[i : i + step] for i in range(0, order.size, step)]
+    with np.errstate(divide="ignore", under="ignore"):
+        result = _log_near(order, log_ratio[near], weight[near], two_sided)
+        if rising.any():
+            above = [
+                _log_rising(part, log_ratio[rising], weight[rising], two_sided) for part in parts
+            ]
+            result = np.logaddexp(result, np.concatenate(above))
+        if falling.any():
+            below = [_log_falling(part, log_ratio[falling], weight[falling]) for part in parts]
+            result = np.logaddexp(result, np.concatenate(below))
+    return result
+
+
+def two_sided(order: FloatArray, log_ratio: FloatArray) -> FloatArray:
+    """Returns log(r^a + r^(1-a) - r - 1) for log r >= 0, from its product form."""
+    power = order * log_ratio
+    kernel: FloatArray = power + np.log(np.expm1(-power) * np.expm1(-(order - 1) * log_ratio))
+    return kernel
+
+
+def divergence(order: FloatArray, log_excess: FloatArray) -> FloatArray:
+    """Returns D_a = log(1 + E) / (a - 1) from log E, rounded up by more than the quadrature error."""
+    return rounded_up(np.logaddexp(0.0, log_excess) / (order - 1))
+
+
+def rounded_up(value: FloatArray) -> FloatArray:
+    """Returns the values enlarged by a relative 1e-12, ten times the error of any curve."""
+    # PRIVACY: covers quadrature and rounding errors (test_no_curve_is_below_its_high_precision_value)
+    enlarged: FloatArray = value * (1 + _INFLATION)
+    return enlarged
+
+
+def log_difference(log_large: FloatArray, log_small: FloatArray) -> FloatArray:
+    """Returns log(exp(log_large) - exp(log_small)), and -inf where the difference is not positive."""
+    with np.errstate(divide="ignore"):
+        gap = np.subtract(
+            log_small, log_large, where=np.isfinite(log_large), out=np.zeros_like(log_large)
+        )
+        difference: FloatArray = log_large + np.log(-np.expm1(np.minimum(gap, 0.0)))
+    return difference
+
+
+def nodes(edges: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Returns the Gauss-Legendre nodes of the panels, and their weights."""
+    half = np.diff(edges)[:, None] / 2
+    return (edges[:-1, None] + half * (1 + _POINTS)).ravel(), (half * _WEIGHTS).ravel()
+
+
+def _log_near(
+    order: FloatArray, log_ratio: FloatArray, weight: FloatArray, two_sided: bool
+) -> FloatArray:
+    """Returns the part of `log_excess` from the nodes with a |l| <= 1, by a series.
+
+    phi_a(e^l) = a (a-1) sum_k (1 + a + .. + a^(k-2)) l^k / k!. With l in units of its maximum s, the sum over the nodes
+    is a (a-1) s^2 times a polynomial in a s, whose coefficients are the same for all orders. The terms left out are
+    below 1e-16 of the first.
+    """
+    scale = np.max(np.abs(log_ratio), initial=0.0)
+    if scale == 0:
+        return np.full_like(order, -np.inf)
+    top = np.max(weight)
+    powers = np.vander(log_ratio / scale, _TERMS + 2, increasing=True)[:, 2:]
+    moments = np.einsum("i,ik->k", np.exp(weight - top), powers) / _FACTORIALS
+    coefficients = np.einsum("jk,k->j", np.triu(scale**_GAPS), moments)
+    series = _polynomial(coefficients, order * scale)
+    if two_sided:
+        series = series + _polynomial(coefficients, (1 - order) * scale)
+    near: FloatArray = np.log(order * (order - 1)) + 2 * np.log(scale) + np.log(series) + top
+    return near
+
+
+def _polynomial(coefficients: FloatArray, x: FloatArray) -> FloatArray:
+    """Returns sum_j coefficients_j x^j at each x."""
+    value: FloatArray = np.einsum(
+        "kj,j->k", np.vander(x, coefficients.size, increasing=True), coefficients
+    )
+    return value
+
+
+def _log_rising(
+    order: FloatArray, log_ratio: FloatArray, weight: FloatArray, two_sided: bool
+) -> FloatArray:
+    """Returns the part of `log_excess` from the nodes with l > 0.
+
+    With b = a - 1, the kernel is r^a (1 - r^-b) - b (r - 1), or r^a (1 - r^-b) - (1 - r^-b) if two-sided. Here a l is
+    at least 1/16, and the difference at least 1/33 of its first term: no more than 6 bits are lost.
+    """
+    kept = _matters(order, log_ratio, weight)
+    log_ratio = log_ratio[kept]
+    weight = weight[kept]
+    terms = (order[:, None] - 1) * -log_ratio
+    share = -np.expm1(terms)
+    np.subtract(log_ratio + weight, terms, out=terms)
+    top = np.max(terms, axis=1)
+    terms -= top[:, None]
+    np.maximum(terms, _LOWEST, out=terms)
+    total = np.einsum("ki,ki->k", np.exp(terms, out=terms), share)
+    if two_sided:
+        shift = np.max(weight)
+        rest = np.einsum("ki,i->k", share, np.exp(weight - shift))
+    else:
+        shift = np.max(log_ratio + weight)
+        rest = (order - 1) * np.sum(np.exp(log_ratio + weight - shift) * -np.expm1(-log_ratio))
+    rising: FloatArray = top + np.log(total - np.exp(shift - top) * rest)
+    return rising
+
+
+def _matters(order: FloatArray, log_ratio: FloatArray, weight: FloatArray) -> NDArray[np.bool_]:
+    """Returns which nodes may have a l + weight within 60 of the greatest one, for some order a.
+
+    The excess over a given node is linear in a: a node is ruled out where it is too low at the first and last order.
+    """
+    kept = np.ones(log_ratio.size, dtype=np.bool_)
+    for end in (order[0], order[-1]):
+        best = np.argmax(end * log_ratio + weight)
+        rise = log_ratio - log_ratio[best]
+        kept &= np.maximum(order[0] * rise, order[-1] * rise) + weight - weight[best] > -60
+    return kept
+
+
+def _log_falling(order: FloatArray, log_ratio: FloatArray, weight: FloatArray) -> FloatArray:
+    """Returns the part of `log_excess` from nodes with l < 0: r (r^b - 1) + b (1 - r), b = a - 1."""
+    top = np.max(weight)
+    base = np.exp(weight - top)
+    growth = np.expm1((order[:, None] - 1) * log_ratio)
+    total = np.einsum("ki,i->k", growth, base * np.exp(log_ratio)) - (order - 1) * np.sum(
+        base * np.expm1(log_ratio)
+    )
+    falling: FloatArray = top + np.log(total)
+    return falling
+
+
+FailureKind = Literal["coupling", "transcript", "per_side"]
+
+FAILURE_KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
+
+
+def delta_before_failure(
+    delta: float, failure: float, epsilon: float, kind: FailureKind
+) -> float:
+    """Returns the delta that is left for the mechanism itself.
+
+    Args:
+        delta: in [0, 1], of the whole statement.
+        failure: total failure probability of this kind, in [0, 1].
+        epsilon: >= 0, of the whole statement; only "per_side" depends on it.
+        kind: "coupling" (delta - d) / (1 - d), "transcript" delta - beta, "per_side" delta - (1 + e^epsilon) beta.
+
+    Returns:
+        delta in [0, 1], rounded down; 0 if the failure takes all of it.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: docs/proofs/accounting.md#failure-probabilities.
+
+    Example:
+        >>> round(delta_before_failure(delta=1e-6, failure=1e-7, epsilon=1.0, kind="transcript"), 12)
+        9e-07
+    """
+    delta, failure, weight = _checked(delta, failure, epsilon, kind)
+    if failure == 0:
+        return delta
+    # PRIVACY: rounded down (test_the_inverse_never_exceeds_the_delta_of_the_statement); margin of what is
+    # taken away (docs/proofs/accounting.md#failure-probabilities)
+    left = delta * (1 - _ROUNDING) - up(failure * weight, 4 * _ROUNDING)
+    if left <= 0:
+        return 0.0
+    return left / (1 - failure) * (1 - _ROUNDING) if kind == "coupling" else left
+
+
+def epsilon_with_failures(
+    delta: float,
+    epsilon_at: Callable[[float], float],
+    *,
+    coupling: float = 0.0,
+    transcript: float = 0.0,
+    per_side: float = 0.0,
+) -> float:
+    """Returns an epsilon at which a mechanism with failures satisfies delta.
+
+    epsilon solves epsilon = epsilon_at(delta'), delta' = (delta - beta_t - (1 + e^epsilon) beta_s - d) / (1 - d). The
+    right-hand side grows with epsilon, so that iterating from 0 climbs to the least solution; the value returned lies
+    above it and has been checked to satisfy the inequality.
+
+    Args:
+        delta: in (0, 1), of the whole statement.
+        epsilon_at: conversion of the mechanism itself, nonincreasing in delta.
+        coupling: total failure of couplings, d = 1 - prod(1 - d_i).
+        transcript: total of transcript failures, beta_t.
+        per_side: total of per-side failures, beta_s.
+
+    Returns:
+        epsilon >= 0, within a relative 1e-9 where it is not next to the largest that the failures admit; inf if they
+        take all of delta.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Guarantee: (epsilon, delta)-DP if `epsilon_at` is valid for the mechanism itself.
+
+    Source: docs/proofs/accounting.md#failure-probabilities.
+
+    Example:
+        >>> from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
+        >>> round(epsilon_with_failures(1e-5, lambda delta: gaussian_epsilon(0.1, delta), per_side=1e-6), 6)
+        0.347804
+    """
+    delta = check.open_interval(0.0, 1.0, delta=delta)
+
+    def bound(epsilon: float) -> float:
+        left = delta_before_failure(delta, transcript, epsilon, "transcript")
+        left = delta_before_failure(left, per_side, epsilon, "per_side")
+        left = delta_before_failure(left, coupling, epsilon, "coupling")
+        return epsilon_at(left) if 0 < left < 1 else math.inf
+
+    epsilon = 0.0
+    for round_number in range(400):
+        padded = epsilon * (1 + 1e-9 * 2 ** (round_number // 20)) + 1e-12
+        found = bound(padded)
+        # PRIVACY: only a verified epsilon is returned (test_the_epsilon_with_failures_satisfies_delta)
+        if found <= padded:
+            return found  # smaller, and valid too, since less is taken away there
+        epsilon = bound(epsilon)
+        if math.isinf(epsilon):
+            break
+    return math.inf
+
+
+def _checked(
+    delta: float, failure: float, epsilon: float, kind: FailureKind
+) -> tuple[float, float, float]:
+    """Returns delta, the failure, and the factor with which it is added to delta."""
+    delta = check.between(0.0, 1.0, delta=delta)
+    failure = check.between(0.0, 1.0, failure=failure)
+    epsilon = check.nonnegative(epsilon=epsilon)
+    if check.choice(FAILURE_KINDS, kind=kind) != "per_side":
+        return delta, failure, 1.0
+    return delta, failure, 1 + math.exp(epsilon) if epsilon < 700 else math.inf
+
+
+def zcdp_epsilon(rho: float, delta: float) -> float:
+    """Returns the least epsilon for which rho-zCDP is known to imply (epsilon, delta)-DP, rounded up.
+
+    Args:
+        rho: >= 0.
+        delta: in (0, 1).
+
+    Returns:
+        epsilon >= 0.
+
+    Raises:
+        ValueError: rho is negative or not finite, or delta is not in (0, 1).
+
+    Guarantee: every rho-zCDP mechanism is (epsilon, delta)-DP, under the adjacency of its rho.
+
+    Source: docs/proofs/accounting.md#concentrated-privacy.
+
+    Example:
+        >>> round(zcdp_epsilon(rho=0.1, delta=1e-5), 4)
+        1.9142
+    """
+    rho = check.nonnegative(rho=rho)
+    log_inverse = -math.log(check.open_interval(0.0, 1.0, delta=delta))
+    if rho == 0:
+        return 0.0
+
+    def slope(log_b: float) -> float:
+        b = math.exp(log_b)
+        return rho * b * b + math.log1p(b) - log_inverse
+
+    # At the root one of the two terms is at least half of the right-hand side, and neither exceeds it.
+    log_gauss = (math.log(log_inverse) - math.log(rho)) / 2
+    low = min(log_gauss - 0.5 * math.log(2), math.log(log_inverse / 2))
+    high = min(log_gauss, log_inverse + math.log(-math.expm1(-log_inverse)))
+    b = math.exp(scipy.optimize.brentq(slope, low - 1e-9, high + 1e-9, xtol=1e-12))
+    gain = math.log1p(1 / b)
+    conversion = (log_inverse - math.log1p(b)) / b
+    # PRIVACY: the last term exceeds the rounding of the others (test_zcdp_conversions_are_on_the_safe_side)
+    return max(
+        0.0, (1 + b) * rho - gain + conversion + 1e-15 * ((1 + b) * rho + gain + abs(conversion))
+    )
+
+
+def zcdp_rho(epsilon: float, delta: float) -> float:
+    """Returns the largest rho for which rho-zCDP is known to imply (epsilon, delta)-DP, rounded down.
+
+    At the optimal b, rho = (log(1/delta) - log(1 + b)) / b^2 and epsilon = (1 + 2b) rho - log(1 + 1/b), which
+    decreases in b: one root.
+
+    Args:
+        epsilon: >= 0.
+        delta: in (0, 1).
+
+    Returns:
+        rho >= 0 (0 below 1e-300).
+
+    Raises:
+        ValueError: epsilon is negative or not finite, or delta is not in (0, 1).
+
+    Guarantee: zcdp_epsilon(rho, delta) <= epsilon for the rho returned.
+
+    Source: docs/proofs/accounting.md#concentrated-privacy.
+
+    Example:
+        >>> round(zcdp_rho(epsilon=1.0, delta=1e-5), 5)
+        0.03056
+    """
+    epsilon = check.nonnegative(epsilon=epsilon)
+    log_inverse = -math.log(check.open_interval(0.0, 1.0, delta=delta))
+
+    def gap(log_b: float) -> float:
+        b = math.exp(log_b)
+        rho = (log_inverse - math.log1p(b)) / b / b
+        return (1 + 2 * b) * rho - math.log1p(1 / b) - epsilon
+
+    # At the largest b, 1/delta - 1, rho is 0 and the gap is negative; at small b it is about log(1/delta) / b^2.
+    high = min(
+        log_inverse + math.log(-math.expm1(-log_inverse)), 709.0
+    )  # e^709 is the last power that is finite
+    low = high - 1.0
+    while gap(low) <= 0:
+        low -= 1.0 + abs(low) / 8
+    b = math.exp(high if gap(high) > 0 else scipy.optimize.brentq(gap, low, high, xtol=1e-12))
+    rho = (epsilon + math.log1p(1 / b) - (log_inverse - math.log1p(b)) / b) / (1 + b)
+    # PRIVACY: 1e-12 exceeds all rounding (test_zcdp_conversions_are_on_the_safe_side)
+    return rho * (1 - 1e-12) if rho > 1e-300 else 0.0  # subnormal numbers round by more

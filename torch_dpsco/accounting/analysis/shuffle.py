@@ -43,7 +43,7 @@ import numpy as np
 import scipy
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.quadrature import FloatArray
+from torch_dpsco.accounting.analysis.rdp import FloatArray
 from torch_dpsco.errors import ConditionError, InfeasibleError
 
 _POINTS = 1 << 22  # of a window, about 200 MB
@@ -190,11 +190,6 @@ class _Window:
         low = max(first, reach)
         high = min(last, trials - reach)
         self._trials = trials
-        self._cut = (low, high) != (first, last)
-        if low > high:
-            raise ConditionError(
-                f"shift must leave a window within {trials} trials (got {reach})"
-            )
         if high - low + 2 * reach >= _POINTS:
             raise InfeasibleError(
                 f"trials and shift must give a window of at most {_POINTS} points (got"
@@ -203,7 +198,7 @@ class _Window:
         # PRIVACY: what is off the window is rounded up
         # (test_the_lost_mass_of_many_trials_is_the_exact_one_rounded_up)
         self.lost = (lower_tail(low - 1, trials, p) + upper_tail(high + 1, trials, p)) * _ROUNDING
-        if self.lost >= 1:
+        if low > high or self.lost >= 1:
             raise ConditionError(
                 f"shift must leave a window within {trials} trials (got {reach})"
             )
@@ -223,15 +218,11 @@ class _Window:
     def failure(self, dim: int) -> float:
         """Returns the probability that some coordinate's noise is off the window, rounded up."""
         failure = dim * self.lost * _ROUNDING
-        if failure >= 1 and self._cut:
-            raise ConditionError(
-                f"max_shift must leave a window within {self._trials} trials that misses less than"
-                f" 1/{dim} of the noise, for {dim} coordinates (got {self._reach}, which misses"
-                f" {self.lost:.3g})"
-            )
         if failure >= 1:
             raise ConditionError(
-                f"delta_window must be below 1/{dim} for {dim} coordinates (got {self.lost:g})"
+                f"max_shift must leave a window within {self._trials} trials that misses less than"
+                f" 1/{dim} of the noise, and delta_window be below that, for {dim} coordinates (got"
+                f" {self._reach}, which misses {self.lost:.3g})"
             )
         return failure
 

@@ -1,13 +1,17 @@
-"""Private linear classifiers: logistic and softmax regression, support vectors, and robust ones.
+"""Private linear models: logistic and softmax regression, support vectors, robust ones; Huber, quantile, ridge.
 
 The classes are public and given: what labels occur is a fact about the data. Their order is that of columns and signs:
 the first of two classes is -1, the second is +1.
+
+Targets of regressions are clipped to [-bound_y, bound_y]. The intercept is regularized, and the noise of most
+mechanisms grows with bound_y: subtract a public center from the targets if they lie far from 0, and divide them by a
+public scale.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +21,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.events import ADD_REMOVE
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.base import Facts, LinearModel
-from torch_dpsco.estimators.preparation import residual_clip
-from torch_dpsco.estimators.reading import ClassifierMixin, as_codes
-from torch_dpsco.losses import Hinge, Logistic, SmoothedHinge, SoftmaxCrossEntropy
+from torch_dpsco.estimators.preparation import (
+    NARROW,
+    NARROW_OF_USERS,
+    residual_clip,
+    robust_width,
+)
+from torch_dpsco.estimators.reading import ClassifierMixin, RegressorMixin, as_codes, as_column
+from torch_dpsco.estimators.released import chances, labelled, labels_of
+from torch_dpsco.losses import (
+    Hinge,
+    Huber,
+    Logistic,
+    Pinball,
+    SmoothedHinge,
+    SmoothedPinball,
+    SoftmaxCrossEntropy,
+    Squared,
+)
 from torch_dpsco.losses.base import TableLoss
 
 Array = NDArray[np.float64]
@@ -46,15 +66,13 @@ class Classifier(ClassifierMixin, LinearModel):
         }
 
     def _classes(self) -> list[Any]:
-        self._require_given()
         if isinstance(self.classes, str) or not hasattr(self.classes, "__iter__"):
             raise ValueError(
                 f"classes must be the public labels, as (0, 1) (got {check.shown(self.classes)})"
             )
         given = list(self.classes.tolist() if hasattr(self.classes, "tolist") else self.classes)
-        if not all(isinstance(label, Hashable) for label in given) or len(set(given)) < max(
-            2, len(given)
-        ):
+        known = {label for label in given if isinstance(label, Hashable)}
+        if len(known) < max(2, len(given)):
             raise ValueError(f"classes must be two or more different labels (got {given})")
         return given
 
@@ -84,7 +102,7 @@ class Classifier(ClassifierMixin, LinearModel):
         """Targets of the loss, of places among the classes; -1 is none."""
 
     def _shaped(self, weight: Array, bias: Array) -> tuple[Array, Any]:
-        self.classes_ = _labels(self._classes())
+        self.classes_ = labels_of(self._classes())
         return weight, bias
 
     @abstractmethod
@@ -94,19 +112,7 @@ class Classifier(ClassifierMixin, LinearModel):
     def predict(self, X: Any) -> NDArray[Any]:
         """Returns labels (n,) of public rows; they are prepared, and clipped, as in training."""
         scores = self.decision_function(X)
-        places = scores.argmax(1) if scores.ndim == 2 else (scores > 0).astype(np.int64)
-        return np.asarray(self.classes_[places])
-
-
-def _labels(classes: Sequence[Any]) -> NDArray[Any]:
-    labels = np.asarray(classes)
-    if labels.tolist() == list(classes):
-        return labels
-    labels = np.empty(
-        len(classes), dtype=object
-    )  # of several kinds, which numpy would turn into one
-    labels[:] = classes
-    return labels
+        return labelled(self.classes_, scores)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -141,11 +147,11 @@ class LogisticRegression(BinaryClassifier):
 
     The gradient of a record is clipped at `residual_clip` of its largest possible norm, which for a linear model is the
     gradient of another convex loss, and the noise shrinks by as much. Scores keep their order; probabilities of records
-    that the model gets wrong are pulled in (see `predict_proba`).
+    that the model gets wrong are pulled in.
 
     Args:
         epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
-            intercept_scaling, reg, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+            intercept_scaling, reg, radius, mechanism, n_max, secure, accountant: see `LinearModel`.
         classes, class_weight: see `Classifier`; two labels, of which the second is the positive one.
         residual_clip: in (0, 1], or None for no clip. "auto" for 0.5, or 0.7 where n mu / sqrt(d) >= 700, mu the level
             of the budget (`plan(d)` says which); 0.2 for few rows where accuracy alone counts.
@@ -191,34 +197,13 @@ class LogisticRegression(BinaryClassifier):
             return {"residual_clip": clip}
         return {"residual_clip": self.residual_clip}
 
-    def predict_proba(self, X: Any, link: str = "logistic") -> Array:
-        """Returns probabilities (n, 2) of public rows.
+    def predict_proba(self, X: Any) -> Array:
+        """Returns probabilities (n, 2) of public rows, by the logistic link."""
+        return chances(self._scores(X))
 
-        Args:
-            X: rows.
-            link: "logistic": q = sigmoid(score). "clipped": what minimizes the clipped loss over a population is not
-                its probability p, but q with p = min(q, k) / (min(q, k) + min(1 - q, k)), k = clip / |x|; this undoes
-                it, and helps where labels are noisy, not where weights are shrunk by noise.
-        """
-        check.choice(("logistic", "clipped"), link=link)
-        columns = []
-        for scores, norms in self._blocks(X):
-            pair = np.stack([_sigmoid(-scores[:, 0]), _sigmoid(scores[:, 0])], axis=1)
-            if link == "clipped" and self.plan_.task.clipped is not None:
-                with np.errstate(divide="ignore"):
-                    pair = np.minimum(pair, (self.plan_.task.clipped.clip / norms)[:, None])
-                pair /= pair.sum(1, keepdims=True)
-            columns.append(pair)
-        return np.concatenate(columns)
-
-    def predict_log_proba(self, X: Any, link: str = "logistic") -> Array:
+    def predict_log_proba(self, X: Any) -> Array:
         """Returns the logarithms of `predict_proba`."""
-        return np.asarray(np.log(self.predict_proba(X, link)))
-
-
-def _sigmoid(scores: Array) -> Array:
-    small = np.exp(-np.abs(scores))
-    return np.asarray(np.where(scores >= 0, 1.0, small) / (1.0 + small))
+        return np.asarray(np.log(self.predict_proba(X)))
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -230,7 +215,7 @@ class SoftmaxRegression(Classifier):
 
     Args:
         epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
-            intercept_scaling, reg, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+            intercept_scaling, reg, radius, mechanism, n_max, secure, accountant: see `LinearModel`.
         classes, class_weight: see `Classifier`; the labels in the order of columns.
 
     Example:
@@ -257,15 +242,11 @@ class SoftmaxRegression(Classifier):
 
     def predict_proba(self, X: Any) -> Array:
         """Returns probabilities (n, K) of public rows."""
-        scores = self._scores(X)
-        weights = np.exp(scores - scores.max(1, keepdims=True))
-        return np.asarray(weights / weights.sum(1, keepdims=True))
+        return chances(self._scores(X))
 
     def predict_log_proba(self, X: Any) -> Array:
-        """Returns the logarithms of `predict_proba`, which do not underflow."""
-        scores = self._scores(X)
-        scores = scores - scores.max(1, keepdims=True)
-        return np.asarray(scores - np.log(np.exp(scores).sum(1, keepdims=True)))
+        """Returns the logarithms of `predict_proba`."""
+        return np.asarray(np.log(self.predict_proba(X)))
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -274,10 +255,10 @@ class LinearSVC(BinaryClassifier):
 
     Args:
         epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
-            intercept_scaling, reg, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+            intercept_scaling, reg, radius, mechanism, n_max, secure, accountant: see `LinearModel`.
         classes, class_weight: see `Classifier`; two labels, of which the second is the positive one.
         loss: "smoothed_hinge" (a parabola at the corner, so that objective perturbation applies, which is more accurate
-            by far) or "hinge" (output perturbation, and slow for many rows).
+            by far) or "hinge" (output perturbation, with a corner of a thousandth).
         width: > 0, of the parabola.
 
     Example:
@@ -300,7 +281,20 @@ class LinearSVC(BinaryClassifier):
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class TiltedClassifier(BinaryClassifier):
+class _Robust(BinaryClassifier):
+    """Base: the logistic loss, tilted or under attack, in public units."""
+
+    _in_parts = False
+
+    def _measurements(self, *public: Any) -> None:
+        """Measures nothing: the constants of a tilt or an attack are in public units."""
+
+    def make_loss(self, facts: Facts) -> TableLoss:
+        return Logistic()
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class TiltedClassifier(_Robust):
     """Private tilted logistic regression, (1/tau) log mean exp(tau l_i) + (reg / 2n) |w|^2, by output perturbation.
 
     tau > 0 minds the records that fit badly, tau < 0 ignores them. The noise grows with e^(|tau| range of the losses):
@@ -308,7 +302,7 @@ class TiltedClassifier(BinaryClassifier):
 
     Args:
         epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
-            intercept_scaling, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+            intercept_scaling, mechanism, n_max, secure, accountant: see `LinearModel`.
         classes: two labels, of which the second is the positive one; no weights, since the constants have equal ones.
         tilt: tau, of either sign; 0 is the mean.
         n_min: public lower bound on the number of records; required under add_remove, no more than n.
@@ -329,21 +323,13 @@ class TiltedClassifier(BinaryClassifier):
     tilt: float = 0.1
     n_min: int | None = None
 
-    _in_parts = False
-
-    def _measurements(self, *public: Any) -> None:
-        """Measures nothing: the constants of a tilt or an attack are in public units."""
-
-    def make_loss(self, facts: Facts) -> TableLoss:
-        return Logistic()
-
     def task_options(self, facts: Facts) -> dict[str, Any]:
         n_min = None if self.n_min is None else check.positive_count(n_min=self.n_min)
         return {"tilt": check.finite(tilt=self.tilt), "n_min": n_min}
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class AdversarialClassifier(BinaryClassifier):
+class AdversarialClassifier(_Robust):
     """Private logistic regression for rows that an adversary may perturb, by output perturbation.
 
     The loss of a record is its largest one over all prepared rows, the constant included, within `attack_radius`:
@@ -351,7 +337,7 @@ class AdversarialClassifier(BinaryClassifier):
 
     Args:
         epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
-            intercept_scaling, reg, radius, mechanism, solver, n_max, secure, accountant: see `LinearModel`.
+            intercept_scaling, reg, radius, mechanism, n_max, secure, accountant: see `LinearModel`.
         classes, class_weight: see `Classifier`; two labels, of which the second is the positive one.
         attack_radius: > 0, in the units of prepared rows.
         attack_norm: 2, or inf (each feature moves by that much).
@@ -370,16 +356,200 @@ class AdversarialClassifier(BinaryClassifier):
     attack_radius: float = 0.1
     attack_norm: float = 2.0
 
-    _in_parts = False
-
-    def _measurements(self, *public: Any) -> None:
-        """Measures nothing: the constants of a tilt or an attack are in public units."""
-
-    def make_loss(self, facts: Facts) -> TableLoss:
-        return Logistic()
-
     def task_options(self, facts: Facts) -> dict[str, Any]:
         return {
             "attack_radius": check.positive(attack_radius=self.attack_radius),
             "attack_norm": self.attack_norm,
         }
+
+
+_HOW_TO_BOUND_TARGETS = (
+    "a public bound on targets, which are clipped to [-bound_y, bound_y]; take what a target can be"
+    " by its meaning, never the largest in the data"
+)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Regressor(RegressorMixin, LinearModel):
+    """Base: bounded real targets, one score.
+
+    Args:
+        bound_y: Y > 0, that targets are clipped to; required.
+    """
+
+    bound_y: float | None = None
+
+    def task_options(self, facts: Facts) -> dict[str, Any]:
+        return {"bound_y": self._bound() if facts.prepare is None else facts.prepare.most}
+
+    def _required(self) -> dict[str, str]:
+        return super()._required() | {"bound_y": _HOW_TO_BOUND_TARGETS}
+
+    def _bound(self) -> float:
+        return check.positive(bound_y=self.bound_y)
+
+    def _wanted(self) -> tuple[float | None, bool, float] | None:
+        return None, False, self._bound()
+
+    def _kink(self, facts: Facts) -> float:
+        """Threshold of Huber's loss in spreads of the targets, where none is given."""
+        if facts.unit == "user":
+            return NARROW_OF_USERS
+        return NARROW if self.mechanism in ("auto", "noisy_gd") else robust_width(facts.signal)
+
+    def _read(self, y: Any, count: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        return as_column(y, "y", count, device), None
+
+    def _shaped(self, weight: Array, bias: Array) -> tuple[Array, Any]:
+        return weight[0], float(bias[0])
+
+    def predict(self, X: Any) -> Array:
+        """Returns predictions (n,) for public rows; they are prepared, and clipped, as in training."""
+        return np.asarray(self._scores(X)[:, 0])
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class HuberRegressor(Regressor):
+    """Private robust regression: squared errors up to a threshold, absolute errors beyond it.
+
+    Args:
+        epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
+            intercept_scaling, reg, radius, mechanism, n_max, secure, accountant: see `LinearModel`.
+        bound_y: Y > 0, that targets are clipped to; required.
+        threshold: > 0, in units of the target, public, to which the noise is proportional; "auto" for 0.3 of
+            the median distance of targets from their median, which is measured (a half for users, a half to one
+            and a half for other mechanisms; a twentieth of bound_y where measuring does not pay).
+        intervals: share in (0, 1) of the budget, in mu^2 of Gaussian noise, for a Hessian at the answer and a sum of
+            squares, which `summary` needs (0.3 is a good one). Then nothing is measured (give a threshold, about the
+            spread of errors), and the mechanism is objective perturbation. None for no intervals.
+
+    Attributes:
+        hessian_: released one of the sum of losses, in prepared units, with noise; only with `intervals`.
+        moments_: the sum of squared slopes, (1,), likewise.
+
+    Example:
+        >>> import numpy as np
+        >>> X = np.linspace(-1, 1, 2000).reshape(-1, 1)
+        >>> model = HuberRegressor(epsilon=4.0, n=2000, bound_x=1.0, bound_y=3.0).fit(X, 2 * X[:, 0])
+        >>> bool(abs(model.coef_[0] - 2) < 0.6)
+        True
+
+    Source:
+        docs/proofs/output.md; docs/proofs/objective.md
+    """
+
+    threshold: float | str = "auto"
+    intervals: float | None = None
+
+    def _wanted(self) -> tuple[float | None, bool, float]:
+        return 0.5, self.threshold == "auto", self._bound()
+
+    def make_loss(self, facts: Facts) -> TableLoss:
+        spreads = self._kink(facts)
+        return Huber(_width("threshold", self.threshold, spreads, self._bound() / 20, facts))
+
+    def task_options(self, facts: Facts) -> dict[str, Any]:
+        if self.intervals is not None and not self.fit_intercept:
+            raise ConditionError(
+                "fit_intercept must be True for intervals: it counts the errors below the threshold"
+            )
+        return super().task_options(facts)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class QuantileRegressor(Regressor):
+    """Private quantile regression, whose loss is smoothed at its kink, as smooth mechanisms need it.
+
+    Args:
+        epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
+            intercept_scaling, reg, radius, mechanism, n_max, secure, accountant: see `LinearModel`.
+        bound_y: Y > 0, that targets are clipped to; required.
+        quantile: in (0, 1).
+        width: >= 0, in units of the target, public, over which the kink is smoothed; 0 for a thousandth of bound_y,
+            by output perturbation. "auto" for twice the threshold of `HuberRegressor` (a tenth of bound_y where
+            measuring does not pay), and for less at other quantiles.
+
+    Example:
+        >>> import numpy as np
+        >>> X = np.linspace(-1, 1, 2000).reshape(-1, 1)
+        >>> model = QuantileRegressor(epsilon=8.0, n=2000, bound_x=1.0, bound_y=3.0).fit(X, 2 * X[:, 0])
+        >>> model.mechanism_
+        'noisy_gd'
+
+    Source:
+        docs/proofs/objective.md; docs/proofs/output.md#a-duality-gap-certifies
+    """
+
+    quantile: float = 0.5
+    width: float | str = "auto"
+
+    def _wanted(self) -> tuple[float | None, bool, float]:
+        return self.quantile, self.width == "auto", self._bound()
+
+    def make_loss(self, facts: Facts) -> TableLoss:
+        least = 2 * min(
+            self.quantile, 1 - self.quantile
+        )  # smoothing moves other quantiles towards the median
+        spreads = 2 * least * self._kink(facts)
+        public = least * self._bound() / 10
+        width = _width("width", self.width, spreads, public, facts)
+        return SmoothedPinball(self.quantile, width) if width else Pinball(self.quantile)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Ridge(Regressor):
+    """Private least squares: boosted AdaSSP, rounds on clipped residuals; output perturbation at delta = 0.
+
+    Args:
+        epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
+            intercept_scaling, radius, mechanism, n_max, secure, accountant: see `LinearModel`.
+        reg: > 0, a ridge of the answer; None for nothing.
+        bound_y: Y > 0, that targets are clipped to; required.
+        intervals: share in (0, 1) of the budget, in mu^2 of Gaussian noise, for the sum of squared targets, which
+            `summary` needs beside X'X and X'y (0.05 is a good one). Then nothing is measured, and the mechanism is
+            AdaSSP. None for no intervals.
+
+    Attributes:
+        hessian_: X'X of prepared rows, with noise; only with `intervals`.
+        moments_: X'y and the sum of squared targets, with noise; likewise.
+
+    Example:
+        >>> import numpy as np
+        >>> X = np.linspace(-1, 1, 2000).reshape(-1, 1)
+        >>> model = Ridge(epsilon=4.0, n=2000, bound_x=1.0, bound_y=3.0).fit(X, 2 * X[:, 0])
+        >>> bool(abs(model.coef_[0] - 2) < 0.6), model.mechanism_
+        (True, 'boosted_adassp')
+
+    Source:
+        docs/proofs/boosting.md; docs/proofs/output.md#least-squares-from-noisy-statistics
+    """
+
+    intervals: float | None = None
+
+    def _wanted(self) -> tuple[float | None, bool, float]:
+        if self.mechanism not in ("auto", "boosted_adassp"):
+            return (
+                None,
+                False,
+                self._bound(),
+            )  # the noise of the others is for the bound on targets, in any units
+        return 0.5, True, self._bound()
+
+    def make_loss(self, facts: Facts) -> TableLoss:
+        return Squared()
+
+    def task_options(self, facts: Facts) -> dict[str, Any]:
+        if self.intervals is not None and not self.fit_intercept and self.adjacency == ADD_REMOVE:
+            raise ConditionError(
+                "fit_intercept must be True for intervals under add_remove: it counts the records"
+            )
+        return super().task_options(facts)
+
+
+def _width(name: str, given: float | str, spreads: float, unit: float, facts: Facts) -> float:
+    """Returns a number in units of targets; where it is "auto", so many spreads, or a unit if none are measured."""
+    if isinstance(given, str):
+        check.choice(("auto",), **{name: given})
+        prepare = facts.prepare
+        return spreads if prepare is not None and prepare.quantile is not None else unit
+    return check.between(0.0, 1e100, **{name: given})
