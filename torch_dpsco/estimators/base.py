@@ -245,7 +245,7 @@ class LinearModel(BaseEstimator):
         privacy = self._report_of(
             ledger
         )  # raises if the ledger will have no answer at this delta
-        stand_in(self, plan, privacy).report()  # raises if an answer could not be read
+        stand_in(self, plan, privacy)  # raises if an answer could not be installed
         if blocks is None:
             targets, factors = self._read(y, count, features.device)
             require_dtype(y, self._classes())

@@ -624,7 +624,6 @@ def build_objective(
             records,
             attack_radius=task.attack_radius,
             reg=reg,
-            normalizer=1.0,
             attack_norm=task.attack_norm,
             smoothing=KINK,
         )
@@ -632,11 +631,10 @@ def build_objective(
         return SoftmaxObjective(
             records,
             reg=reg,
-            normalizer=1.0,
             linear_term=linear_term,
         )
     loss = task.loss if task.clipped is None else task.clipped
-    return LinearObjective(loss, records, reg=reg, normalizer=1.0, linear_term=linear_term)
+    return LinearObjective(loss, records, reg=reg, linear_term=linear_term)
 
 
 def weight_guess(task: LinearTask) -> float:
