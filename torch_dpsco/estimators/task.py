@@ -184,16 +184,14 @@ class LinearTask:
                 self.radius != math.inf
             ),
             "tilt and attack_radius must be 0": self.tilt != 0 or self.attack_radius > 0,
-            "delta must be > 0 (it has Gaussian noise)": (
-                self.noise_multiplier is None and self.pure
-            ),
+            "delta must be > 0 (it has Gaussian noise)": self.pure,
         }
         for words, wrong in refused.items():
             if wrong:
                 raise ConditionError(f"{words} where intervals are paid for")
 
     def _require_preparable(self, prepare: PrivatePreparation) -> None:
-        if self.tilt or self.attack_radius or (self.noise_multiplier is None and self.pure):
+        if self.tilt or self.attack_radius or self.pure:
             raise ConditionError(
                 "prepare must be None for pure budgets, tilts and attacks (it is Gaussian, and sets"
                 " units)"
