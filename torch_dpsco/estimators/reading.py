@@ -35,6 +35,17 @@ from torch import Tensor
 
 from torch_dpsco._validate import shown
 
+__all__ = [
+    "BaseEstimator",
+    "ClassifierMixin",
+    "DataConversionWarning",
+    "NotFittedError",
+    "RegressorMixin",
+    "TransformerMixin",
+    "check_columns",
+    "read_columns",
+]
+
 _Self = TypeVar("_Self", bound="BaseEstimator")
 
 
@@ -106,8 +117,8 @@ if not TYPE_CHECKING:
     with suppress(ImportError):
         # first, since versions before 1.6, which lack it, count as not installed
         from sklearn.utils.validation import validate_data  # isort: skip
-        from sklearn.base import BaseEstimator
-        from sklearn.exceptions import DataConversionWarning
+        from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, TransformerMixin
+        from sklearn.exceptions import DataConversionWarning, NotFittedError
 
 
 class _Columns(BaseEstimator):
