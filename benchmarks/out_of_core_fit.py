@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 import torch
 
 from torch_dpsco.estimators import LogisticRegression
-from torch_dpsco.integrations.parquet_blocks import parquet_blocks
+from torch_dpsco.integrations.parquet import parquet_blocks
 
 WIDTH, BATCH = 20, 2**17
 GOAL = 1.5  # GiB

@@ -26,8 +26,10 @@ import timing
 import torch
 from torch import Tensor
 
-from torch_dpsco.algorithms.user_filter_oracles import UserFilter, UserFiltered
-from torch_dpsco.rows import DenseBlock, GradBatch, Points, neighbor_counts
+from torch_dpsco.algorithms.user_numbers import UserFilter
+from torch_dpsco.algorithms.user_oracles import UserFiltered
+from torch_dpsco.rows import DenseBlock, GradBatch
+from torch_dpsco.rows.neighbors import neighbor_counts
 
 SIZES = "1000x100,5000x100,20000x100,1000x1000,5000x1000,20000x1000"
 SMALL_SIZES = "100x10"
@@ -61,15 +63,17 @@ def variant(name: str, n: int, dim: int) -> Callable[[], object]:
     if name == "cdist":
         return lambda: (torch.cdist(rows, rows) <= tau).sum(1)
     if name == "counts":
-        return lambda: neighbor_counts(Points(rows), [tau])
+        return lambda: neighbor_counts(rows, tau)
     return filter_call(rows, tau)
 
 
 def filter_call(rows: Tensor, tau: float) -> Callable[[], None]:
     (n, dim), generator = rows.shape, torch.Generator().manual_seed(0)
-    chosen = UserFilter(n, 0.9 * n, 3 * n // 4)
-    numbers = {"steps": 99, "threshold": 0.95 * n, "threshold_scale": 1.0, "query_scale": 2.0}
-    oracle = UserFiltered(chosen, 1.2 * tau, 1.0, **numbers)
+    own = UserFilter(
+        n_users=n, steps=99, pair_radius=1.2 * tau, threshold=0.95 * n, threshold_scale=1.0, query_scale=2.0,
+        score_floor=0.9 * n, ramp_end=3 * n // 4, noise_std=1.0,
+    )  # fmt: skip
+    oracle = UserFiltered(own)
     oracle.open([torch.zeros(dim)])
     oracle.observe(GradBatch([DenseBlock(rows)]), users=torch.arange(n))
 

@@ -32,9 +32,12 @@ from torch.utils.data import TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for published formulas, which the tests have
 import torch_dpsco as dp
-from tests.reference.papers.user_level import published_noise_std
-from torch_dpsco.algorithms.user_filtered_numbers import calibrate_filter
-from torch_dpsco.algorithms.user_numbers import break_even_clip, clipping_noise_std
+from tests.reference.papers.user_level import (
+    break_even_clip,
+    clipping_noise_std,
+    published_noise_std,
+)
+from torch_dpsco.algorithms.user_numbers import calibrate_filter
 from torch_dpsco.errors import InfeasibleError, UtilityWarning
 
 NOISE = (
@@ -47,6 +50,7 @@ NOISE = (
 )
 DIM, NORM, TEST_ROWS = 10, 6.0, 200_000
 EPSILON, DELTA = 2.0, 1e-6
+BUDGET = dp.Budget(EPSILON, DELTA, adjacency="replace_one", unit="user")
 STEPS, LRS, FILTER_LRS = 30, (16.0, 48.0), (4.0, 16.0)
 CLIPS, RADII = (0.5, 1.0), (1.2, 1.6)  # both over sqrt(m)
 Grids = tuple[int, int, tuple[int, ...], tuple[int, ...]]
@@ -72,9 +76,9 @@ def print_noise() -> None:
             warnings.simplefilter("ignore", UtilityWarning)  # that it is no proved calibration
             published = published_noise_std(n, steps, epsilon, delta, 1.0)
         budget = {"n_users": n, "steps": steps, "epsilon": epsilon, "delta": delta}
-        plan = calibrate_filter(**budget, pair_radius=1.0, typical_score=n)
+        plan = calibrate_filter(**budget, pair_radius=1.0, score_share=1.0)
         least = clipping_noise_std(**budget, clip=1.0)
-        even = break_even_clip(plan)
+        even = break_even_clip(plan, epsilon, delta)
         row = f"{n:>8}{steps:>6}{epsilon:>9g}{delta:>8g}"
         print(
             f"{row}{published * n:>11.0f}{plan.noise_std * n:>9.4g}{least * n:>9.4g}{even:>16.2f}"
@@ -113,11 +117,10 @@ def _cross_entropy(score: Tensor, chance: Tensor) -> Tensor:
 
 
 def clipped(data: TensorDataset, users: Tensor, n: int, m: int) -> Iterator[Tensor]:
-    budget = dp.Budget(EPSILON, DELTA, adjacency="replace_one", unit="user")
     for clip, lr in itertools.product(CLIPS, LRS):
         model = _model()
         numbers = {"clip": clip / math.sqrt(m), "lr": lr, "steps": STEPS, "average": "weighted"}
-        plan = dp.UserClippedSGD.plan(n_users=n, budget=budget, **numbers)
+        plan = dp.UserClippedSGD.plan(n_users=n, budget=BUDGET, **numbers)
         optimizer = dp.UserClippedSGD(model.parameters(), plan)
         yield dp.fit(
             model, optimizer, data, SUM, users=users, loss_reduction="sum", progress=False
@@ -128,10 +131,9 @@ def filtered(data: TensorDataset, users: Tensor, n: int, m: int) -> Iterator[Ten
     for radius, lr in itertools.product(RADII, FILTER_LRS):
         model = _model()
         tau = radius / math.sqrt(m)
-        kept = calibrate_filter(
-            n_users=n, steps=STEPS, epsilon=EPSILON, delta=DELTA, pair_radius=tau
+        plan = dp.UserFilteredSGD.plan(
+            n_users=n, budget=BUDGET, steps=STEPS, pair_radius=tau, lr=lr, average="weighted"
         )
-        plan = dp.UserFilteredSGD.plan(filter=kept, lr=lr, average="weighted")
         optimizer = dp.UserFilteredSGD(model.parameters(), plan)
         yield dp.fit(
             model, optimizer, data, SUM, users=users, loss_reduction="sum", progress=False
@@ -216,14 +218,13 @@ def far_fit(name: str, n: int, dim: int, away: float) -> float:
     values[:, 0] += away
     model = nn.Linear(1, dim, bias=False)
     nn.init.zeros_(model.weight)
-    budget = dp.Budget(EPSILON, DELTA, adjacency="replace_one", unit="user")
-    shared = {"n_users": n, "budget": budget, "lr": 1.0}
+    shared = {"n_users": n, "budget": BUDGET, "lr": 1.0}
     optimizer: dp.PrivateOptimizer
     if name == "filtered":
-        kept = calibrate_filter(n_users=n, steps=1, epsilon=EPSILON, delta=DELTA, pair_radius=1.0)
-        optimizer = dp.UserFilteredSGD(
-            model.parameters(), dp.UserFilteredSGD.plan(filter=kept, lr=1.0, average="last")
+        plan = dp.UserFilteredSGD.plan(
+            n_users=n, budget=BUDGET, steps=1, pair_radius=1.0, lr=1.0, average="last"
         )
+        optimizer = dp.UserFilteredSGD(model.parameters(), plan)
     else:
         optimizer = dp.UserClippedSGD(
             model.parameters(), dp.UserClippedSGD.plan(clip=away + 1, steps=1, **shared)

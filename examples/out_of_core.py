@@ -23,7 +23,7 @@ from adult import ROW_NORM_BOUND, auc, fit_baseline, load_adult
 
 import torch_dpsco as dp
 from torch_dpsco.estimators import LogisticRegression
-from torch_dpsco.integrations.parquet_blocks import parquet_blocks
+from torch_dpsco.integrations.parquet import parquet_blocks
 
 EPSILON, DELTA = 1.0, 1e-5
 

@@ -11,15 +11,14 @@ flights. Predicted are the flights of the aircraft outside of the universe, whic
 
 * clipped: each aircraft's mean gradient is clipped, and noise goes with the clip. The default recommendation.
 * filtered: a noisy test whether aircraft agree, then the mean of those that do; noise goes with the pair radius.
-* searched: the same with a pair radius that a private search finds first, by a part of the budget.
 * localized: the filter in phases on disjoint aircraft, of a strongly convex loss; at most half in each.
 
 All constants below are public. Those of the filter are guesses: a flight's gradient is about 1 long (a slope times a
 row of norm about 2) and varies as much, so that means of 50 flights are some 0.2 apart; aircraft differ, and the
 farthest pairs are a few times farther: 1, and 1.5 where the slope is a delay in hours. A wrong pair radius costs
 accuracy, never privacy: too small, and the test halts the run. Looked at, so that you know: clips, step sizes, steps
-and both pair radii, in a few runs of each method (clipping: about ten) on these very flights. What a private search
-would cost is not charged.
+and both pair radii, in a few runs of each method (clipping: about ten) on these very flights. What such
+a choice would cost is not charged.
 """
 
 from __future__ import annotations
@@ -39,13 +38,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.algorithms.user_filtered_numbers import calibrate_filter
-from torch_dpsco.algorithms.user_numbers import (
-    PairRadiusSearch,
-    clipping_noise_std,
-    pair_radius_iid,
-    pair_radius_search,
-)
+from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
+from torch_dpsco.algorithms.user_numbers import calibrate_filter, pair_radius_iid
 
 EPSILON, DELTA = 2.0, 1e-6
 ADJACENCY = "replace_one"  # the only one that the filter on all users has
@@ -63,7 +57,6 @@ STEPS, LR = 60, {"logistic": 4.0, "squared": 1.0}
 CLIP = 0.2
 PAIR_RADIUS = {"logistic": 1.0, "squared": 1.5}  # of means of LEAST flights
 FILTER_STEPS, FILTER_LR = 20, {"logistic": 4.0, "squared": 0.4}  # the more steps, the more noise in each
-SEARCH_EPSILON, SMALLEST_RADIUS = 0.3, 1e-3  # of the budget; 64 candidates, each 1.25 times the one before
 REG, RADIUS = 0.01, 7.0  # of the strongly convex loss, and of the answer: a guess
 LIPSCHITZ = {"logistic": ROW_NORM_BOUND["predep"], "squared": 3 * ROW_NORM_BOUND["predep"]}  # 3 hours; for steps only
 
@@ -106,7 +99,7 @@ def choose(owners: np.ndarray, n_users: int, items: int | None) -> np.ndarray:
     return np.concatenate([np.random.default_rng([0, k]).permutation(rows)[:items] for k, rows in enumerate(own)])
 
 
-# -- four private methods ---------------------------------------------------------------------------------------------
+# -- three private methods ---------------------------------------------------------------------------------------------
 
 
 class Setting(NamedTuple):
@@ -140,19 +133,10 @@ def clipped(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
 
 def filtered(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
     """The outlier filter on all aircraft; raises if nothing is proved for so few."""
-    return _filtered(model, setting, setting.pair_radius)
-
-
-def searched(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
-    """The same, with a pair radius that a private search finds in the first step, for a part of the budget."""
-    return _filtered(model, setting, pair_radius_search(setting.n_users, SEARCH_EPSILON, SMALLEST_RADIUS))
-
-
-def _filtered(model: nn.Module, setting: Setting, pair_radius: float | PairRadiusSearch) -> dp.PrivateOptimizer:
     plan = dp.UserFilteredSGD.plan(
         n_users=setting.n_users,
         budget=setting.budget,
-        pair_radius=pair_radius,
+        pair_radius=setting.pair_radius,
         lr=FILTER_LR[setting.loss],
         steps=min(FILTER_STEPS, setting.most_steps),
         average="weighted",
@@ -179,7 +163,6 @@ def localized(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
 METHODS: dict[str, Callable[[nn.Module, Setting], dp.PrivateOptimizer]] = {
     "clipped": clipped,
     "filtered": filtered,
-    "searched": searched,
     "localized": localized,
 }
 
@@ -257,7 +240,7 @@ def draw(path: str, n_users: int, epsilon: float) -> None:
 
     unit = {"n_users": n_users, "steps": STEPS, "epsilon": epsilon, "delta": DELTA}
     items = [5, 10, 20, 50, 100, 200, 500, 1000]
-    fixed = clipping_noise_std(**unit, clip=CLIP)
+    fixed = 2 * CLIP / n_users * math.sqrt(STEPS) / gaussian_mu(epsilon, DELTA)
     of_filter = calibrate_filter(**unit, pair_radius=1.0).noise_std  # in proportion to the radius
     far = [pair_radius_iid(LIPSCHITZ["logistic"], m, n_users, 0.01 / STEPS) for m in items]
     lines = {

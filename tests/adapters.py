@@ -355,6 +355,12 @@ def sampled_gaussian_epsilon(
     return accountant.get_epsilon(delta, adjacency=adjacency, method="pld")
 
 
+def calibrated_filter(*, n_users: int, typical_score: float, **numbers: Any) -> Any:
+    """Returns the calibrated filter for a typical score."""
+    calibrate = resolve("torch_dpsco.algorithms.user_numbers", "calibrate_filter")
+    return calibrate(n_users=n_users, score_share=typical_score / n_users, **numbers)
+
+
 def recomputed_filter_delta(
     plan: Any, *, n_users: int, steps: int, epsilon: float, pair_radius: float
 ) -> float:
@@ -365,15 +371,16 @@ def recomputed_filter_delta(
     plan believed.
     """
     svt = "torch_dpsco.accounting.analysis.svt"
-    name = {"same": "filter_coefficient", "two": "filter_coefficient_two_radius"}[plan.filter]
-    coefficient = resolve("torch_dpsco.algorithms.user_numbers", name)(
+    coefficient = resolve("torch_dpsco.algorithms.user_numbers", "filter_coefficient")(
         n_users, plan.score_floor, plan.ramp_end
     )
     mu = math.sqrt(steps) * 2.0 * pair_radius * coefficient / plan.noise_std
     beta = resolve(svt, "bad_pass_probability")(
-        plan.margin, steps, plan.threshold_scale, plan.query_scale
+        plan.threshold - plan.score_floor, steps, plan.threshold_scale, plan.query_scale
     )
-    pair = resolve(svt, "svt_gaussian_delta")(epsilon, plan.epsilon_svt, mu)
+    score = resolve(svt, "concentration_score_sensitivity")(n_users)
+    tests = resolve(svt, "above_threshold_epsilon")(plan.threshold_scale, plan.query_scale, score)
+    pair = resolve(svt, "svt_gaussian_delta")(epsilon, tests, mu)
     return float(pair + (1.0 + math.exp(epsilon)) * beta)
 
 

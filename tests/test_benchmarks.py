@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER, DOC = ROOT / "benchmarks", ROOT / "docs" / "performance.md"
 SCRIPTS = {path.stem for path in FOLDER.glob("*.py")}
 ACCURACY = {
+    "breakdown",
     "accuracy",
     "correlated",
     "estimators",

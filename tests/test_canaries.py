@@ -213,7 +213,7 @@ def test_the_fixture_passes_a_sound_script_and_fails_a_false_claim(
         "-p", "torch_dpsco_pytest", "-p", "no:cacheprovider", "-p", "no:xdist"
     )
     result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["*The claim of epsilon 0.5 is refuted.*"])
+    result.stdout.fnmatch_lines(["*The claim of epsilon 0.5 is REFUTED.*"])
 
 
 @pytest.mark.slow
@@ -237,7 +237,7 @@ def test_the_tutorial_does_what_it_says(pytester: pytest.Pytester) -> None:
     said = [line.split("The claim of")[1] for line in result.outlines if "The claim of" in line]
     assert len(said) == 2
     assert said[0].endswith(" is not refuted.")
-    assert said[1].endswith(" is refuted.")
+    assert said[1].endswith(" is REFUTED.")
     result.stdout.fnmatch_lines(["mu = 0.25 refuted: True"])
 
 

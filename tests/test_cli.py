@@ -240,10 +240,6 @@ def test_critical_findings_and_refuted_claims_end_with_1(folder, capsys):
     code, out, _ = run(capsys, audit)
     assert code == 1
     assert "REFUTED" in out
-    code, out, _ = run(capsys, f"{audit} --json")
-    found = json.loads(out)
-    assert (code, found["claimed"], found["trials"]) == (1, 1.0, 200)
-    assert found["epsilon_lower"] > 1.0
 
 
 @pytest.mark.cases(0, 1)

@@ -244,18 +244,6 @@ def test_a_halt_that_nobody_saw_is_none(tmp_path: Path, monkeypatch: Any) -> Non
     assert optimizer.oracle._test.asked == 2
 
 
-@pytest.mark.slow
-def test_a_search_that_was_lost_ends_the_run_at_its_start(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
-    killed("user-searched", tmp_path, 1, monkeypatch)
-    with pytest.warns(UtilityWarning, match="^1 steps after step 0"):
-        optimizer, accountant = train(CASES["user-searched"], tmp_path)
-    assert (optimizer.halted, optimizer.steps) == (True, 5)
-    assert counts(accountant)[" Pure"] == 1
-    assert not any(bool(p.any()) for group in optimizer.param_groups for p in group["params"])
-
-
 def test_an_answer_lost_to_a_crash_is_charged_again_or_refused(
     tmp_path: Path, monkeypatch: Any
 ) -> None:

@@ -31,7 +31,7 @@ from torch_dpsco.accounting.designs import (
     Poisson,
 )
 from torch_dpsco.accounting.events import ADJACENCIES, Adjacency
-from torch_dpsco.algorithms import user_filter_oracles as user_filtered
+from torch_dpsco.algorithms import user_oracles as user_filtered
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.rows.batch import OccupiedBlock
@@ -219,7 +219,7 @@ def score_with(rows_of_last: int, monkeypatch: pytest.MonkeyPatch, **loader: obj
             run.opt.zero_grad()
             runs.linear_loss(scale(run.model(x)), y).backward()
             run.opt.step(users=users)
-    return float(scores[0][0].sum()) / n
+    return float(scores[0].sum()) / n
 
 
 @pytest.mark.filterwarnings("ignore:users disagree:torch_dpsco.errors.UtilityWarning")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -15,12 +16,13 @@ import torch
 from scipy import stats
 
 import torch_dpsco as dp
+from tests.algorithms.users import same
 from tests.contract.registry import ROWS
 from tests.contract.runs import records
 from tests.streams import Bytes, gaussians, seeded
 from torch_dpsco import noise
 from torch_dpsco.algorithms.mechanisms import draw_quantile
-from torch_dpsco.algorithms.user_filter_oracles import UserFilter, UserFiltered
+from torch_dpsco.algorithms.user_oracles import UserFiltered
 from torch_dpsco.estimators import LogisticRegression
 from torch_dpsco.noise import add_normal_, exponential_sum, normal, normal_, uniform, words
 from torch_dpsco.rng import Keystream, Stream, noise_generator
@@ -335,10 +337,7 @@ def trained(name: str, run: Any = None) -> None:
 
 
 def filtered_by_users() -> None:
-    chosen = UserFilter(n_users=8, score_floor=7.0, ramp_end=6)
-    oracle = UserFiltered(
-        chosen, 1.0, 0.1, steps=5, threshold=7.2, threshold_scale=0.01, query_scale=0.01
-    )
+    oracle = UserFiltered(replace(same(8), noise_std=0.1))
     oracle.open([torch.zeros(1)])
     oracle.observe(GradBatch([DenseBlock(torch.arange(8.0)[:, None] / 8)]), users=torch.arange(8))
     oracle.release(noise_generator())

@@ -156,7 +156,7 @@ def test_family_gaussian_shows_mu_and_its_epsilon() -> None:
     assert found.contradicts()
     assert not found.contradicts(50.0)
     assert "mu is at least" in str(found)
-    assert str(found).endswith("The claim of epsilon 0.5 is refuted.")
+    assert str(found).endswith("The claim of epsilon 0.5 is REFUTED.")
 
 
 def test_coins_are_opened_once() -> None:

@@ -16,11 +16,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from tests.algorithms import user_runs
 from tests.edited_plans import edited
 from tests.problems import slots_of
 from torch_dpsco.accounting.events import in_words
-from torch_dpsco.algorithms.user_localized_numbers import UserPhases
-from torch_dpsco.algorithms.user_numbers import pair_radius_search
 from torch_dpsco.errors import AdjacencyError, ConditionError, DpscoError, UtilityWarning
 from torch_dpsco.sampling.one_pass import make_sampler
 from torch_dpsco.step.plan import Plan
@@ -153,22 +152,16 @@ MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
             dim=DIM + 1,
         ),
     ),
-    "UserFilteredSGD, searched": (
-        dp.UserFilteredSGD,
-        filtered_users(pair_radius=pair_radius_search(600, 1.0, 0.01), on_halt="initial"),
-    ),
     "UserFilteredSGD, noise": (
         dp.UserFilteredSGD,
-        lambda: dp.UserFilteredSGD.plan(
-            filter=filtered_users()().filter, lr=0.1, average="last", reach=50.0
+        lambda: user_runs.filtered_plan(
+            filtered_users()().filter, 0.1, average="last", reach=50.0
         ),
     ),
     "LocalizedUserSGD": (dp.LocalizedUserSGD, localized_users()),
     "LocalizedUserSGD, noise": (
         dp.LocalizedUserSGD,
-        lambda: dp.LocalizedUserSGD.plan(
-            phases=UserPhases(phases=localized_users()().phases, n_users=2500)
-        ),
+        lambda: user_runs.localized_plan(user_runs.Phases(localized_users()().phases, 2500)),
     ),
     "ClippedSGD": (dp.ClippedSGD, heavy(dp.ClippedSGD, steps=4)),
     "ClippedSGD, theory": (dp.ClippedSGD, heavy(dp.ClippedSGD, problem=MOMENTS, clip=None)),

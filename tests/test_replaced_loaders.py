@@ -26,7 +26,7 @@ from torch.utils.data import (
 import torch_dpsco as dp
 from torch_dpsco.errors import UnitError, UnknownSamplerError, UtilityWarning
 from torch_dpsco.integrations.accelerate import prepare
-from torch_dpsco.integrations.lightning_checks import require_train_loader
+from torch_dpsco.integrations.lightning import _require_train_loader
 from torch_dpsco.integrations.opacus import PrivacyEngine
 from torch_dpsco.sampling.replaced import require_replaceable
 
@@ -128,7 +128,7 @@ def trained() -> tuple[nn.Module, Any]:
 
 
 def lightning(loader: DataLoader[Any]) -> None:
-    require_train_loader(loader, trained()[1])
+    _require_train_loader(loader, trained()[1])
 
 
 def accelerated(loader: DataLoader[Any]) -> None:

@@ -452,11 +452,13 @@ def test_a_plan_whose_recomputed_delta_exceeds_the_target_is_refused(monkeypatch
         "filter_coefficient": lambda n, score_floor, ramp_end: 0.5,
         "bad_pass_probability": lambda margin, steps, threshold_scale, query_scale: beta,
         "svt_gaussian_delta": lambda epsilon, epsilon_svt, mu: mu,
+        "concentration_score_sensitivity": lambda n_users: 2.0,
+        "above_threshold_epsilon": lambda threshold_scale, query_scale, sensitivity: 1.0,
     }
 
     monkeypatch.setattr(adapters, "resolve", lambda module, name: stand_ins[name])
-    fields = "score_floor", "ramp_end", "margin", "threshold_scale", "query_scale", "epsilon_svt"
-    plan = types.SimpleNamespace(noise_std=2.0, filter="same", **dict.fromkeys(fields, 1.0))
+    fields = "score_floor", "ramp_end", "threshold", "threshold_scale", "query_scale"
+    plan = types.SimpleNamespace(noise_std=2.0, **dict.fromkeys(fields, 1.0))
     # mu = sqrt(4) * 2 * 3 * 0.5 / 2 = 3, so that delta = 3 + (1 + e) beta.
     delta = 3.0 + (1 + math.e) * beta
     interval = {"sigma_at_least": 1.0, "sigma_at_most": 3.0}

@@ -45,7 +45,6 @@ from torch_dpsco.problem import Problem
 from torch_dpsco.rows.attach import attach, detach
 from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.show import loggers as loggers
-from torch_dpsco.show import plots as plots
 from torch_dpsco.step.public import public
 from torch_dpsco.step.step import PrivateOptimizer
 from torch_dpsco.train import fit

@@ -10,8 +10,8 @@ from torch_dpsco.algorithms.oracles import (
     ShuffledMedian,
 )
 from torch_dpsco.algorithms.pilot_oracle import PilotClipped, QuantilePilot
-from torch_dpsco.algorithms.user_filter_oracles import UserFilter, UserFiltered, UserSearched
-from torch_dpsco.algorithms.user_oracles import UserClipped
+from torch_dpsco.algorithms.user_numbers import UserFilter
+from torch_dpsco.algorithms.user_oracles import UserClipped, UserFiltered
 from torch_dpsco.step.clipped import Clipped, ClippedMean
 from torch_dpsco.step.oracle import Charge, MeanOracle, Release, clip_weights, joint_norm
 from torch_dpsco.step.phased import Exact, Phased
@@ -37,7 +37,6 @@ __all__ = [
     "UserClipped",
     "UserFilter",
     "UserFiltered",
-    "UserSearched",
     "clip_weights",
     "joint_norm",
 ]

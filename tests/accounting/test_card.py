@@ -113,18 +113,6 @@ def test_the_pictures_end_at_what_was_spent():
     assert budget.get_label() == "budget: 3"
 
 
-def test_each_kind_of_charge_has_a_bar():
-    accountant = Accountant(adjacency="replace_one")
-    accountant.record(Gaussian(30.0, {"replace_one": 1.0}))
-    statement = stated(accountant=accountant)
-    _, _, _, kinds = statement.plot().axes
-    assert max(bar.get_width() for bar in kinds.patches) < statement.epsilon
-    assert sorted(label.get_text()[:12] for label in kinds.get_yticklabels()) == [
-        "1 x Gaussian",
-        "4 x Gaussian",
-    ]
-
-
 def test_a_picture_that_shows_no_more_than_the_headline_is_left_out():
     assert [axes.get_title() for axes in stated().plot().axes][2:] == ["What was spent"]
     accountant = Accountant()

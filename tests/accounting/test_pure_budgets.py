@@ -115,7 +115,7 @@ def test_a_question_at_delta_0_has_the_pure_epsilon_as_its_answer(event, epsilon
     answer = ledger.evaluate(0.0, REPLACE_ONE)
     assert (answer.epsilon, answer.method) == (epsilon, "pure")
     assert ledger.evaluate(0, REPLACE_ONE, "pure") == ledger.evaluate(-0.0, REPLACE_ONE) == answer
-    accountant = Accountant()
+    accountant = Accountant(adjacency=REPLACE_ONE)
     accountant.authorize(event)
     assert accountant.get_epsilon(torch.zeros(())) == epsilon
     assert accountant.report(0.0).epsilon == epsilon

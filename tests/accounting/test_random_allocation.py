@@ -30,7 +30,6 @@ from torch_dpsco.accounting.events import (
     clipped_gaussian,
     event_from_json,
     event_to_json,
-    scaled_noise,
 )
 from torch_dpsco.accounting.ledger import Ledger
 
@@ -45,9 +44,6 @@ def test_what_a_pass_is_on_the_wire() -> None:
         for exact in (True, False):
             assert event_from_json(event_to_json(event, exact=exact)) == event
     assert str(PASS) == "RandomAllocation(noise_multiplier=1.0, steps=100)"
-    assert scaled_noise(Repeat(full, 2), 2.0) == Repeat(
-        RandomAllocation(3.0, 100, 30, 2, True), 2
-    )
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_figures_are_those_of_the_ledger():
     ],
 )
 def test_an_adjacency_that_one_event_does_not_support_is_left_out(event, missing):
-    report = charged(STEP, event).report(DELTA)
+    report = charged(STEP, event, adjacency=REPLACE_ONE).report(DELTA)
     assert sorted(report.epsilons) == sorted(set(ADJACENCIES) - set(missing))
     for adjacency in missing:
         assert f"  {adjacency}: epsilon" not in str(report)
@@ -332,7 +332,7 @@ def run_of(design, steps, planned, event=None) -> Run:
 @pytest.mark.parametrize("made", [0, 1, 3, 4])
 def test_the_planned_epsilon_is_what_the_ledger_holds_in_the_end(design, made):
     planned = 4 if isinstance(design, Disjoint) else 9
-    accountant, step = Accountant(), clipped_gaussian(5.0)
+    accountant, step = Accountant(adjacency=REPLACE_ONE), clipped_gaussian(5.0)
     if isinstance(design, Undeclared):
         draws = [Draw(5)] * planned
     elif isinstance(design, Shuffled):  # iterations are whole passes

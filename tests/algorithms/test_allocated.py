@@ -873,7 +873,9 @@ def test_a_private_loop_over_passes_sees_each_record_once_in_each(epochs: int, w
     optimizer.finalize()
     assert optimizer.report().figures.epsilon <= 2.0
     with pytest.raises(ValueError, match="sampling must be one of poisson, assigned, allocated"):
-        private(1, nn.Linear(2, 1), DataLoader(DATA, batch_size=6), sampling="shuffled")
+        private(
+            1, nn.Linear(2, 1), DataLoader(DATA, batch_size=6, shuffle=True), sampling="shuffled"
+        )
 
 
 def test_users_are_in_one_batch_of_a_pass_with_all_their_rows() -> None:

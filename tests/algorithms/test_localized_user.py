@@ -15,7 +15,7 @@ from tests.algorithms import user_runs as runs
 from tests.reference import user_level_literal as literal
 from torch_dpsco.accounting.events import AboveThreshold, Failure, Gaussian
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.algorithms.user_localized_numbers import UserPhases, plan_phases
+from torch_dpsco.algorithms.user_numbers import UserPhases
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UnitError
 from torch_dpsco.step.batch import LogicalBatch
 
@@ -25,7 +25,7 @@ TWO = (200, 4), (300, 3)  # users and steps of the phases of most tests
 N = 520  # with users whom no phase takes
 
 
-def schedule(*sizes: tuple[int, int]) -> UserPhases:
+def schedule(*sizes: tuple[int, int]) -> runs.Phases:
     """Returns calibrated phases."""
     return runs.phased(*(runs.plan(users, steps) for users, steps in sizes or TWO), n_users=N)
 
@@ -58,13 +58,13 @@ def parts(run: runs.Run) -> dict[str, dict[type, int]]:
 
 
 def test_without_noise_the_run_is_algorithm_4_of_the_paper() -> None:
-    sizes = [(20, 4, "two"), (40, 3, "same"), (60, 5, "two")]
+    sizes = [(20, 4), (40, 3), (60, 5)]
     n, lr, tau = 130, 0.4, 5.0
     data, ids = runs.agreeing(n, rows=3, dim=3)
     targets = np.random.default_rng(1).normal(size=(len(ids), 1))
     x, users, start = data.tensors[0].numpy(), ids.numpy(), [0.1, -0.1, 0.2]
     own = runs.phased(
-        *(runs.quiet(size, steps=steps, tau=tau, kind=kind) for size, steps, kind in sizes),
+        *(runs.quiet(size, steps=steps, tau=tau) for size, steps in sizes),
         n_users=n,
         lr=lr,
     )
@@ -83,7 +83,7 @@ def test_without_noise_the_run_is_algorithm_4_of_the_paper() -> None:
 
     paper = [
         literal.LiteralPhase(size, steps, 0.0, lr / 2**k, tau, 1.0)
-        for k, (size, steps, _) in enumerate(sizes)
+        for k, (size, steps) in enumerate(sizes)
     ]
     users_in_order = list(itertools.chain(*order))
     expected = literal.algorithm_4(query, users_in_order, paper, np.array(start), 0.3, 100)
@@ -196,16 +196,17 @@ def test_the_spent_epsilon_is_within_the_plans_at_each_point() -> None:
 
 @pytest.mark.slow
 def test_calibrated_phases_fit_the_budget_that_they_were_made_for() -> None:
-    own = plan_phases(
+    phases = UserPhases(
         n_users=900, items_per_user=2, dim=2, epsilon=4.0, delta=1e-3, lipschitz=1.0, strong_convexity=0.5,
         pair_radius=1.0, max_steps=3, score_share=1.0, halt_probability=1e-9,
-    )  # fmt: skip
+    ).planned()  # fmt: skip
+    own = runs.Phases(phases, 900)
     run = runs.localized(
-        own, accountant=dp.Accountant(runs.budget(epsilon=own.epsilon)), prox=dp.prox.Ball(5.0)
+        own, accountant=dp.Accountant(runs.budget(epsilon=4.0)), prox=dp.prox.Ball(5.0)
     )
     run.train(*runs.agreeing(900, rows=2))
-    assert run.opt.steps == sum(phase.steps for phase in own.phases)
-    assert 0 < run.epsilon() <= own.epsilon
+    assert run.opt.steps == sum(phase.filter.steps for phase in phases)
+    assert 0 < run.epsilon() <= 4.0
     run.opt.finalize()
 
 
@@ -309,7 +310,7 @@ def test_a_run_that_halts_in_all_phases_answers_with_its_start() -> None:
 def test_fit_runs_to_its_end_whether_users_agree_or_not(agree: bool) -> None:
     data, ids = runs.agreeing(N, rows=3) if agree else runs.scattered(N)
     layer = runs.Shifts(2)
-    plan = dp.LocalizedUserSGD.plan(phases=schedule())
+    plan = runs.localized_plan(schedule())
     opt = dp.LocalizedUserSGD(layer.parameters(), plan, accountant=dp.Accountant(runs.budget()))
     dp.fit(
         layer,
@@ -427,11 +428,8 @@ def test_the_report_says_what_the_whole_run_will_cost_at_each_point() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "schedule-none": ({"own": None}, "must be given, or phases="),
-    "schedule-plan": ({"own": runs.plan()}, "phases must be"),
     "reach": ({"reach": 1e9}, "reach must be"),
     "min-items": ({"min_items": 0}, "min_items must be"),
-    "center": ({"center": [torch.tensor([float("nan"), 0.0])]}, "center must be finite"),
     "prox": ({"prox": 1.0}, "prox must be"),
 }
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.reference.papers.accounting import sequence_probability
 from tests.reference.papers.user_level import (
+    bernoulli_sensitivity,
     min_users_paper,
     published_noise_std,
     schedule_paper,
@@ -27,17 +28,13 @@ from tests.reference.user_level_literal import (
     published_scales,
 )
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
-from torch_dpsco.accounting.analysis.svt import bad_pass_probability, svt_gaussian_delta
-from torch_dpsco.algorithms.user_filtered_numbers import (
-    calibrate_filter,
+from torch_dpsco.accounting.analysis.svt import (
+    above_threshold_epsilon,
+    bad_pass_probability,
+    svt_gaussian_delta,
 )
-from torch_dpsco.algorithms.user_numbers import (
-    UserFilterPlan,
-    bernoulli_sensitivity,
-    pair_radius_iid,
-    pair_radius_of_ball,
-)
-from torch_dpsco.errors import ConditionError, InfeasibleError, UtilityWarning
+from torch_dpsco.algorithms.user_numbers import calibrate_filter, pair_radius_iid
+from torch_dpsco.errors import UtilityWarning
 
 # -- E2: the published algorithm is not private at the level claimed ------------------------------------------------
 
@@ -82,19 +79,20 @@ def test_the_published_scales_exceed_the_delta_claimed_by_two_orders():
     assert mu == pytest.approx(0.0644, abs=1e-4)
 
 
-@pytest.mark.cases(1, 1)
-@pytest.mark.parametrize("mode", ["tight", "paper_corrected"])
-def test_the_same_attack_stays_below_delta_at_our_calibration(mode):
-    """With 704 users random membership is not proved private at all; the deterministic filter is, at its own noise."""
+def test_the_same_attack_stays_below_delta_at_our_calibration():
     task = {"n_users": N, "steps": T, "epsilon": EPSILON, "delta": DELTA, "pair_radius": TAU}
-    if mode == "paper_corrected":
-        with pytest.raises(InfeasibleError, match="smallest n_users that works"):
-            calibrate_filter(**task, mode=mode)
-        return
-    plan = calibrate_filter(**task, filter="same")
+    plan = calibrate_filter(**task)
     delta, ratio, _ = attack(plan.threshold_scale, plan.query_scale, plan.noise_std)
-    assert ratio <= plan.epsilon_svt
+    score = 2 * (N - 1) / N
+    assert ratio <= above_threshold_epsilon(plan.threshold_scale, plan.query_scale, score)
     assert delta < DELTA
+
+
+def test_the_published_noise_exceeds_delta_with_the_least_possible_sensitivity():
+    with pytest.warns(UtilityWarning, match="not a proved calibration"):
+        noise = published_noise_std(10**4, 100, EPSILON, DELTA, TAU)
+    # even with a sensitivity of 4 tau/n, the least possible, tests and Gaussians together exceed it
+    assert svt_gaussian_delta(EPSILON, 1.0, 10 * 4 * TAU / 10**4 / noise) > 100 * DELTA
 
 
 def test_doubled_scales_keep_the_tests_within_half_of_epsilon():
@@ -148,27 +146,13 @@ def test_one_user_moves_the_mean_by_four_tau_over_n_with_everyone_included():
     assert moved <= bernoulli_sensitivity(n, float(n - 1), 20, 1e-9, TAU)
 
 
-def test_the_published_noise_makes_no_plan():
-    """Put into a plan with the published scales, it is refused: what is proved there is not delta."""
-    with pytest.warns(UtilityWarning, match="not a proved calibration"):
-        noise = published_noise_std(10**4, 100, EPSILON, DELTA, TAU)
-    with pytest.raises(ConditionError, match="delta must be >= "):
-        UserFilterPlan(
-            n_users=10**4, steps=100, pair_radius=TAU, filter="paper_corrected", threshold=8000.0, threshold_scale=4.0,
-            query_scale=8.0, score_floor=7700.0, ramp_end=6666, noise_std=noise, epsilon=EPSILON, delta=DELTA,
-            coupling_failure=1e-9,
-        )  # fmt: skip
-    # even with a sensitivity of 4 tau/n, the least possible, tests and Gaussians together exceed it
-    assert svt_gaussian_delta(EPSILON, 1.0, 10 * 4 * TAU / 10**4 / noise) > 100 * DELTA
-
-
 def test_a_ball_of_radius_tau_halts_the_paper_at_once_in_high_dimension():
     """Users tau from a center in orthogonal directions are sqrt(2) tau apart: nobody has a neighbor."""
     x = np.eye(50) * TAU
     oracle = OutlierRemoval(50, TAU)
     assert concentration_score(x, TAU) == 1.0
     assert oracle.answer(x) is None
-    assert concentration_score(x, pair_radius_of_ball(TAU)) == 50.0
+    assert concentration_score(x, 2 * TAU) == 50.0
 
 
 def test_the_pair_radius_is_free_of_the_dimension_and_holds_for_honest_users():

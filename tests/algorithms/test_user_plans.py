@@ -11,19 +11,18 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.algorithms.user_filtered_numbers import (
+from torch_dpsco.algorithms.user_numbers import (
+    UserPhases,
     calibrate_filter,
-    filtered_schedule,
+    pair_radius_iid,
     schedule,
+    suited,
 )
-from torch_dpsco.algorithms.user_localized_numbers import plan_phases
-from torch_dpsco.algorithms.user_numbers import pair_radius_iid, pair_radius_search
 from torch_dpsco.errors import (
     AdjacencyError,
     InfeasibleError,
     MissingConstantError,
     UnitError,
-    UtilityWarning,
 )
 from torch_dpsco.prox import Ball, Identity
 
@@ -100,11 +99,13 @@ def test_promises_choose_radius_steps_and_step_size() -> None:
         n_users=USERS, budget=BUDGET, dim=DIM, problem=PROBLEM, min_items=ITEMS, max_steps=30
     )
     radius = pair_radius_iid(2.0, ITEMS, USERS, 0.01 / 30)
-    expected = filtered_schedule(
-        n_users=USERS, items_per_user=ITEMS, dim=DIM, epsilon=EPSILON, delta=DELTA, lipschitz=2.0, radius=3.0,
-        pair_radius=radius, max_steps=30,
-    )  # fmt: skip
-    assert (made.filter, made.lr, made.risk_bound) == (expected.plan, expected.lr, expected.bound)
+    task = {"n_users": USERS, "epsilon": EPSILON, "delta": DELTA, "pair_radius": radius}
+    expected = suited(
+        lambda steps: calibrate_filter(steps=steps, **task), 2.0, USERS * ITEMS, DIM, 30
+    )
+    noise = expected.noise_std / math.sqrt(expected.steps)
+    best = schedule(2.0, 3.0, USERS * ITEMS, expected.steps, DIM, noise)
+    assert (made.filter, made.lr, made.risk_bound) == (expected, best.lr, best.bound)
 
 
 def test_a_step_size_alone_is_chosen_too() -> None:
@@ -132,12 +133,6 @@ def test_more_promised_rows_per_user_need_less_noise() -> None:
     assert noises[1] == pytest.approx(noises[0] / 2, rel=1e-9)
 
 
-def test_a_search_takes_its_share_of_the_budget() -> None:
-    search = pair_radius_search(USERS, 1.0, 0.01)
-    made = dp.UserFilteredSGD.plan(**{**FIXED, "pair_radius": search})
-    assert (made.filter.epsilon, made.filter.pair_radius) == (EPSILON - 1.0, 1.0)
-
-
 @pytest.mark.weekly
 def test_a_localized_plan_has_the_convexity_of_loss_and_regularizer() -> None:
     numbers: dict[str, Any] = {
@@ -150,14 +145,14 @@ def test_a_localized_plan_has_the_convexity_of_loss_and_regularizer() -> None:
     made = dp.LocalizedUserSGD.plan(
         problem=dp.Problem(lipschitz=2.0, radius=1.5, strong_convexity=0.2), reg=0.3, **numbers
     )
-    expected = plan_phases(
+    expected = UserPhases(
         n_users=4000, items_per_user=1, dim=DIM, epsilon=EPSILON, delta=DELTA, lipschitz=2.0 + 0.3 * 1.5,
         strong_convexity=0.5, radius=3.0, pair_radius=0.5, max_steps=5,
-    )  # fmt: skip
-    assert (made.phases, made.n, made.risk_bound) == (expected.phases, 4000, expected.bound)
+    ).planned()  # fmt: skip
+    assert (made.phases, made.n, made.risk_bound) == (expected, 4000, expected[-1].bound)
     assert (len(made.phases) > 1, made.reg) == (True, 0.3)
     nearer = dp.LocalizedUserSGD.plan(problem=PROBLEM, reg=0.3, distance=0.5, **numbers)
-    assert nearer.phases[0].start_radius == 0.5
+    assert nearer.phases[0].lr == pytest.approx(made.phases[0].lr / 6)
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
@@ -174,31 +169,6 @@ def test_a_calibrated_run_ends_within_its_budget_and_moves() -> None:
     assert float(weight[0]) == pytest.approx(
         0.4, abs=0.2
     )  # 4 steps of 0.1 along a mean of length 1
-
-
-@pytest.mark.slow
-def test_a_searched_run_ends_within_its_budget_and_finds_the_radius() -> None:
-    # a run may halt with a probability of 1 %, and its search overshoot with 1 %: three in a row with 1e-5
-    assert any(searched_run_moves() for _ in range(3))
-
-
-def searched_run_moves() -> bool:
-    search = pair_radius_search(USERS, 1.5, 0.01, points=32)
-    made, optimizer = planned(pair_radius=search, average="last", lr=0.1)
-    dataset, users = data()
-    loader = optimizer.loader(dataset, users=users, padding=False)
-    for index, (x, _, ids) in enumerate(loader):
-        optimizer.zero_grad()
-        made(x).sum().backward()
-        optimizer.step(users=ids)
-        if index == 0:
-            assert torch.equal(made.weight, torch.zeros(1, DIM, dtype=torch.float64))
-            spent = optimizer.report().epsilon
-    optimizer.finalize()
-    assert optimizer.steps == 5
-    assert optimizer.report().epsilon == spent <= EPSILON
-    found = 0.1 < optimizer.metrics["pair_radius"] < 1.0
-    return found and float(made.weight.detach()[0, 0]) == pytest.approx(0.4, abs=0.3)
 
 
 @pytest.mark.slow
@@ -239,7 +209,6 @@ def test_iterates_stay_in_the_promised_ball_unless_another_set_is_given() -> Non
 
 # -- wrong inputs -----------------------------------------------------------------------------------------------------
 
-SEARCH = pair_radius_search(USERS, 1.0, 0.01)
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unit": ({"budget": dp.Budget(4.0, 1e-4)}, UnitError, "unit 'user'"),
     "zero-out": (
@@ -260,12 +229,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "distance=",
     ),
     "few-users": ({"n_users": 20}, InfeasibleError, "n_users=20.*smallest n_users that works is"),
-    "search-lr": ({"pair_radius": SEARCH, "lr": None}, MissingConstantError, "beside a search"),
-    "search-budget": (
-        {"pair_radius": pair_radius_search(USERS, 4.0, 0.1)},
-        ValueError,
-        "search of less",
-    ),
     "accountant": (
         {"accountant": dp.Accountant(dp.Budget(1.0, 1e-4, unit="user"))},
         AdjacencyError,
@@ -280,17 +243,6 @@ def test_wrong_inputs_are_named(name: str) -> None:
     changes, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         planned(**changes)
-
-
-def test_a_search_that_may_overshoot_is_told() -> None:
-    search = pair_radius_search(USERS, 0.3, 0.01)
-    # the target is 0.9 n, and c - t of a candidate above all distances 0.1 n
-    assert search.overshoot == pytest.approx(
-        64 * math.exp(-0.3 * 0.1 * USERS**2 / (4 * (USERS - 1))), rel=1e-9
-    )
-    assert (SEARCH.n_users, SEARCH.overshoot < 0.0101) == (USERS, True)
-    with pytest.warns(UtilityWarning, match=r"above all distances, with probability 0\.7"):
-        planned(pair_radius=search)
 
 
 @pytest.mark.cases(5, 2)
@@ -339,26 +291,6 @@ def test_numbers_of_a_plan_given_to_the_optimizer_are_sent_to_the_plan(
         ValueError, match=rf"{', '.join(old)} must be given to {name}.plan\(...\)"
     ):
         cls(params, **old)
-
-
-@pytest.mark.slow
-def test_the_budget_of_numbers_of_yours_limits_the_run_alone() -> None:
-    numbers = planned()[1]._plan.filter
-    made = dp.UserFilteredSGD.plan(filter=numbers, lr=0.1, budget=BUDGET)
-    assert made.epsilon() <= EPSILON == made.budget.epsilon
-    with pytest.raises(AdjacencyError, match="budget must be of replace_one"):
-        dp.UserFilteredSGD.plan(filter=numbers, lr=0.1, budget=ADDED)
-    with pytest.raises(ValueError, match="steps must be None beside numbers of the filter"):
-        dp.UserFilteredSGD.plan(filter=numbers, lr=0.1, steps=3)
-    phases = plan_phases(
-        n_users=USERS, items_per_user=1, dim=DIM, epsilon=EPSILON, delta=DELTA, lipschitz=2.0, strong_convexity=0.5,
-        pair_radius=0.5, max_steps=3,
-    )  # fmt: skip
-    assert dp.LocalizedUserSGD.plan(phases=phases, budget=BUDGET).epsilon() <= EPSILON
-    with pytest.raises(ValueError, match="n_users must be None beside phases"):
-        dp.LocalizedUserSGD.plan(phases=phases, n_users=USERS)
-    with pytest.raises(ValueError, match="must be given, or phases="):
-        dp.LocalizedUserSGD.plan(n_users=USERS, budget=BUDGET, problem=PROBLEM, reg=0.5)
 
 
 def test_the_step_size_or_steps_are_chosen_for_a_number_of_parameters() -> None:

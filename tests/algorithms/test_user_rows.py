@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from torch_dpsco.algorithms.user_filter_oracles import UserFilter, UserFiltered
-from torch_dpsco.algorithms.user_oracles import UserRows
+from tests.algorithms.users import same
+from torch_dpsco.algorithms.user_oracles import UserFiltered, UserRows
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.rows.attach import attach
@@ -91,18 +91,8 @@ def test_rows_of_another_shape_and_unopened_batches_are_refused():
 
 def test_more_users_than_the_filter_is_for_are_refused():
     """A phase on some of the users takes their ids as they are, and never more of them than its bounds are for."""
-    chosen = UserFilter(n_users=8, score_floor=7.0, ramp_end=6)
     for users in (8, 9):
-        oracle = UserFiltered(
-            chosen,
-            1.0,
-            0.0,
-            steps=1,
-            threshold=7.2,
-            threshold_scale=0.01,
-            query_scale=0.01,
-            ids=20,
-        )
+        oracle = UserFiltered(same(8), ids=20)
         oracle.open([torch.zeros(1)])
         oracle.observe(
             GradBatch([DenseBlock(torch.zeros(users, 1))]), users=torch.arange(users) + 11

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from itertools import pairwise
 
 import mpmath as mp
 import numpy as np
@@ -21,14 +21,14 @@ from tests.reference.papers.user_level import (
     smoothing_bias,
     smoothing_smoothness,
 )
-from torch_dpsco.algorithms.user_filtered_numbers import best_steps, filtered_schedule, schedule
-from torch_dpsco.algorithms.user_localized_numbers import UserPhases, plan_phases
+from torch_dpsco.accounting.designs import Full, Parts
 from torch_dpsco.algorithms.user_numbers import (
-    clipped_sensitivity,
-    clipping_noise_std,
+    UserPhases,
+    best_steps,
+    calibrate_filter,
     pair_radius_iid,
-    pair_radius_search,
-    typical_score,
+    schedule,
+    suited,
 )
 from torch_dpsco.errors import InfeasibleError
 
@@ -56,30 +56,21 @@ def test_the_step_size_minimizes_the_bound(steps):
 
 
 def test_more_steps_than_the_best_number_gain_little():
-    best = best_steps(2.0, 5000, 7, 0.02, None)
+    best = best_steps(2.0, 5000, 7, 0.02, 10**9)
     assert best == 5000**2 // 4
-    noisy = best_steps(2.0, 5000, 7, 2.0, None)
+    noisy = best_steps(2.0, 5000, 7, 2.0, 10**9)
     bound = schedule(**SETTING | {"noise_std_per_root_step": 2.0}, steps=noisy).bound
     assert bound < 2 * schedule(**SETTING | {"noise_std_per_root_step": 2.0}, steps=10**9).bound
     assert best_steps(2.0, 5000, 7, 1e6, 100) == 1
 
 
-def test_a_calibrated_schedule_has_its_own_steps_and_bound():
-    made = filtered_schedule(
-        n_users=20_000,
-        items_per_user=50,
-        dim=1000,
-        epsilon=1.0,
-        delta=1e-6,
-        lipschitz=1.0,
-        radius=1.0,
-        pair_radius=1.0,
-    )
-    sigma_1 = made.plan.noise_std / math.sqrt(made.plan.steps)
-    again = schedule(1.0, 1.0, 10**6, made.plan.steps, 1000, sigma_1)
-    assert (made.lr, made.bound) == again
-    assert made.plan.steps == pytest.approx(best_steps(1.0, 10**6, 1000, sigma_1, 200), rel=0.3)
-    assert made.plan.delta_at(1.0) <= 1e-6
+@pytest.mark.slow
+def test_a_calibrated_schedule_has_its_own_steps():
+    task = {"n_users": 20_000, "epsilon": 1.0, "delta": 1e-6, "pair_radius": 1.0}
+    made = suited(lambda steps: calibrate_filter(steps=steps, **task), 1.0, 10**6, 1000, 200)
+    sigma_1 = made.noise_std / math.sqrt(made.steps)
+    assert made == calibrate_filter(steps=made.steps, **task)
+    assert made.steps == pytest.approx(best_steps(1.0, 10**6, 1000, sigma_1, 200), rel=0.3)
 
 
 # -- phases --------------------------------------------------------------------------------------------------------
@@ -89,96 +80,50 @@ PHASES = {
 }  # fmt: skip
 
 
+def planned(phases=None, **numbers):
+    return UserPhases(**PHASES | numbers).planned(phases)
+
+
 @pytest.mark.weekly
 def test_the_most_phases_that_are_feasible_are_taken():
-    plan = plan_phases(n_users=4000, **PHASES)
-    assert [phase.users for phase in plan.phases] == [500, 1000, 2000]
+    most = planned(n_users=4000)
+    assert all(
+        a.filter.n_users == b for a, b in zip(most[::-1], (2000, 1000, 500, 250), strict=False)
+    )
     with pytest.raises(
-        InfeasibleError,
-        match=r"phase 1 of 4 \(250 of 4000 users\): .* smallest n_users that works is",
+        InfeasibleError, match=rf"phase 1 of {len(most) + 1} .* smallest n_users that works is"
     ):
-        plan_phases(n_users=4000, **PHASES, phases=4)
-    assert plan_phases(n_users=4000, **PHASES, phases=2).phases_count == 2
+        planned(len(most) + 1, n_users=4000)
+    assert len(planned(2, n_users=4000)) == 2
     with pytest.raises(InfeasibleError, match=r"phase 1 of 1 \(200 of 400 users\)"):
-        plan_phases(n_users=400, **PHASES)
+        planned(n_users=400)
     with pytest.raises(InfeasibleError, match="phase 1 of 5 has 3 users"):
-        plan_phases(n_users=100, **PHASES, phases=5)
+        planned(5, n_users=100)
 
 
 @pytest.mark.slow
 def test_no_user_is_in_two_phases():
-    plan = plan_phases(n_users=4000, **PHASES)
-    assert sum(phase.users for phase in plan.phases) <= plan.n_users
-    with pytest.raises(ValueError, match="at most n_users=3000 users together"):
-        dataclasses.replace(plan, n_users=3000)
-    with pytest.raises(ValueError, match="at least one phase"):
-        UserPhases(phases=(), n_users=10)
-    assert (plan.epsilon, plan.delta) == (2.0, 1e-6)  # the maximum, not the sum
+    filters = [phase.filter for phase in planned(n_users=4000)]
+    assert sum(own.n_users for own in filters) <= 4000
+    with pytest.raises(ValueError, match="at most n=3000"):
+        Parts(tuple((Full(own.n_users), own.steps) for own in filters), 3000)
 
 
 @pytest.mark.weekly
 def test_each_phase_starts_from_the_distance_that_the_one_before_proves():
-    plan = plan_phases(n_users=10**6, **PHASES | {"items_per_user": 10**4}, max_steps=2000)
-    assert plan.phases[0].start_radius == 20.0
-    for before, after in zip(plan.phases, plan.phases[1:], strict=False):
-        assert after.start_radius == min(20.0, math.sqrt(2 * before.bound / 0.1))
-        assert after.bound < before.bound
-    assert all(phase.steps == 2000 < phase.uncapped_steps for phase in plan.phases)
-    assert plan_phases(n_users=4000, **PHASES, radius=0.5).phases[0].start_radius == 0.5
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"items_per_user": 0}, "items_per_user must be an integer >= 1"),
-        ({"strong_convexity": 0.0}, "strong_convexity must be > 0"),
-        ({"phases": 0}, "phases must be an integer >= 1"),
-        ({"max_steps": 0}, "max_steps must be an integer >= 1"),
-        ({"score_share": 1.5}, "score_share must be in"),
-        ({"radius": 0.0}, "radius must be > 0"),
-        ({"epsilon": -1.0}, "epsilon must be > 0"),
-    ],
-)
-def test_bad_values_of_phases_are_named(change, message):
-    with pytest.raises(ValueError, match=message):
-        plan_phases(**{"n_users": 4000, **PHASES, **change})
+    made = planned(n_users=10**6, items_per_user=10**4, max_steps=2000)
+    start = 20.0
+    for phase in made:
+        own = phase.filter
+        noise = own.noise_std / math.sqrt(own.steps)
+        assert (phase.lr, phase.bound) == schedule(
+            1.0, start, own.n_users * 10**4, own.steps, 10, noise
+        )
+        start = min(20.0, math.sqrt(2 * phase.bound / 0.1))
+    assert all(after.bound < before.bound for before, after in pairwise(made))
 
 
 # -- radii, baselines, sketches ------------------------------------------------------------------------------------
-
-
-def test_the_score_of_honest_users_falls_by_two_for_each_isolated_one():
-    x = np.zeros(100)
-    x[:7] = np.arange(7) * 10.0 + 50
-    score = (np.abs(x[:, None] - x[None]) <= 1).sum() / 100
-    assert (
-        typical_score(100, isolated=7, share=1.0)
-        <= score
-        <= typical_score(100, isolated=7, share=1.0) + 0.6
-    )
-
-
-def test_the_private_search_is_epsilon_private():
-    search = pair_radius_search(50, 0.7, 0.1)
-    assert search.candidates[1] / search.candidates[0] == pytest.approx(1.25)
-    assert search.target == max(45.0, 49.5 - 4 * math.log(64) / 0.7)
-    larger = pair_radius_search(
-        2000, 0.5, 0.1
-    )  # above all distances with 1 % at most: so far below n it must be
-    assert larger.target == 2000 - 4 * math.log(6400) / 0.5 > 0.9 * 2000
-    assert pair_radius_search(10**6, 2.0, 0.1).target == 0.99 * 10**6 - 4 * math.log(64) / 2
-    rng = np.random.default_rng(2)
-
-    def law(x):
-        scores = [(np.abs(x[:, None] - x[None]) <= tau).sum() / 50 for tau in search.candidates]
-        weights = np.exp(-search.exponent * np.abs(np.array(scores) - search.target))
-        return weights / weights.sum()
-
-    for _ in range(50):
-        x = rng.normal(size=50)
-        y = x.copy()
-        y[0] = rng.choice([0.0, 1e3])
-        assert np.abs(np.log(law(x) / law(y))).max() <= 0.7
 
 
 def test_sketches_fail_as_rarely_as_the_chi_square_says():
@@ -189,18 +134,6 @@ def test_sketches_fail_as_rarely_as_the_chi_square_says():
         found = sketch_failure(k, 0.3, n, T)
         assert exact * (1 - mp.mpf("1e-12")) <= found <= exact * (1 + mp.mpf("1e-7"))
     assert sketch_failure(1, 0.5, 10, 10) == 1.0
-
-
-def test_clipping_costs_twice_as_much_for_a_replaced_user():
-    assert clipped_sensitivity(2.0, 50, "replace_one") == 2 * clipped_sensitivity(
-        2.0, 50, "add_remove"
-    )
-    one, two = (
-        clipping_noise_std(100, 10, 1.0, 1e-6, 1.0, kind) for kind in ("zero_out", "replace_one")
-    )
-    assert two == pytest.approx(2 * one)
-    with pytest.raises(ValueError, match="sample_rate must be"):
-        clipped_sensitivity(1.0, 10, "add_remove", 1.5)
 
 
 def test_item_level_noise_protects_a_user_less_the_more_items_they_have():
@@ -216,9 +149,6 @@ def test_item_level_noise_protects_a_user_less_the_more_items_they_have():
         (lambda: pair_radius_iid(1.0, 5, 1, 0.1), "n_users must be >= 2"),
         (lambda: pair_radius_iid(0.0, 5, 10, 0.1), "lipschitz must be > 0"),
         (lambda: pair_radius_iid(1.0, 5, 10, 0.0), "failure must be in"),
-        (lambda: pair_radius_search(10, 1.0, 0.0), "smallest must be > 0"),
-        (lambda: pair_radius_search(10, 1.0, 1.0, ratio=1.0), "ratio > 1"),
-        (lambda: typical_score(10, isolated=-1), "isolated must be an integer >= 0"),
         (lambda: sketch_failure(0, 0.5, 10, 10), "sketch_dim must be an integer >= 1"),
         (lambda: sketch_failure(5, 1.0, 10, 10), "distortion must be in"),
         (lambda: schedule(1.0, 1.0, 10, 0, 1, 0.0), "steps must be an integer >= 1"),

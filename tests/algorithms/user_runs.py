@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +20,14 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.algorithms.user_filtered_numbers import calibrate_filter
-from torch_dpsco.algorithms.user_localized_numbers import UserPhase, UserPhases
-from torch_dpsco.algorithms.user_numbers import UserFilterPlan, best_ramp_end
+from torch_dpsco.accounting.designs import Full, Parts
+from torch_dpsco.algorithms.user_filtered import UserFilteredPlan, UserLocalizedPlan
+from torch_dpsco.algorithms.user_numbers import (
+    UserFilter,
+    UserPhase,
+    best_ramp_end,
+    calibrate_filter,
+)
 from torch_dpsco.sampling import UserLoader, make_sampler
 
 DELTA = 1e-3
@@ -163,65 +168,79 @@ def budget(adjacency: str = "replace_one", epsilon: float = EPSILON) -> dp.Budge
 
 
 @lru_cache
-def plan(
-    n_users: int = 200, steps: int = 4, epsilon: float = EPSILON, filter: str = "best"
-) -> UserFilterPlan:
-    """Returns a calibrated plan for users who are at most 1 apart."""
+def plan(n_users: int = 200, steps: int = 4, epsilon: float = EPSILON) -> UserFilter:
+    """Returns a calibrated filter for users who are at most 1 apart."""
     return calibrate_filter(
         n_users=n_users,
         steps=steps,
         epsilon=epsilon,
         delta=DELTA,
         pair_radius=1.0,
-        typical_score=n_users,
+        score_share=1.0,
         halt_probability=1e-9,  # no test may halt by luck
-        filter=filter,
     )
 
 
-def phased(*plans: UserFilterPlan, n_users: int | None = None, lr: float = 0.5) -> UserPhases:
+class Phases(NamedTuple):
+    """Phases of n users."""
+
+    phases: tuple[UserPhase, ...]
+    n_users: int
+
+
+def phased(*filters: UserFilter, n_users: int | None = None, lr: float = 0.5) -> Phases:
     """Returns phases with these filters, and step sizes lr, lr/2, ..."""
     phases = tuple(
-        UserPhase(
-            index=k + 1,
-            plan=own,
-            lr=lr / 2**k,
-            start_radius=1.0,
-            uncapped_steps=own.steps,
-            bound=None,
-        )
-        for k, own in enumerate(plans)
+        UserPhase(filter=own, lr=lr / 2**k, bound=1.0) for k, own in enumerate(filters)
     )
-    return UserPhases(
-        phases=phases, n_users=sum(p.users for p in phases) if n_users is None else n_users
-    )
+    return Phases(phases, sum(own.n_users for own in filters) if n_users is None else n_users)
 
 
 def quiet(
     n_users: int,
     *,
     steps: int = 3,
-    kind: str = "same",
     floor: float | None = None,
     end: int | None = None,
     tau: float = 1.0,
     noise_std: float = 0.0,
-) -> UserFilterPlan:
-    """Returns a plan whose tests have no noise, which no constructor lets pass: nothing is private with it."""
-    made = copy.copy(plan())
+) -> UserFilter:
+    """Returns a filter whose tests have no noise: nothing is private with it."""
     floor = n_users - 1.0 if floor is None else floor
-    numbers = {
-        "n_users": n_users, "steps": steps, "pair_radius": tau, "filter": kind, "threshold": floor + 1e-6,
-        "threshold_scale": 1e-12, "query_scale": 1e-12, "score_floor": floor,
-        "ramp_end": best_ramp_end(n_users, floor).ramp_end if end is None else end, "noise_std": noise_std,
-        "typical_score": float(n_users),
-    }  # fmt: skip
-    for name, value in numbers.items():
-        object.__setattr__(made, name, value)
-    return made
+    return UserFilter(
+        n_users=n_users,
+        steps=steps,
+        pair_radius=tau,
+        threshold=floor + 1e-6,
+        threshold_scale=1e-12,
+        query_scale=1e-12,
+        score_floor=floor,
+        ramp_end=best_ramp_end(n_users, floor).ramp_end if end is None else end,
+        noise_std=noise_std,
+    )
 
 
-_OF_OPTIMIZERS = {"center", "rule", "prox", "reg", "accountant", "generator"}
+def filtered_plan(own: UserFilter, lr: float = 1.0, **more: Any) -> UserFilteredPlan:
+    """Returns the plan of a run with these numbers of the filter."""
+    fixed: dict[str, Any] = {"budget": None, "adjacency": "replace_one", "average": "uniform"}
+    design = Full(own.n_users)
+    return UserFilteredPlan(design=design, steps=own.steps, lr=lr, filter=own, **(fixed | more))
+
+
+def localized_plan(own: Phases, **more: Any) -> UserLocalizedPlan:
+    """Returns the plan of a run with these phases."""
+    filters = [phase.filter for phase in own.phases]
+    fixed: dict[str, Any] = {"budget": None, "adjacency": "replace_one", "average": "uniform"}
+    return UserLocalizedPlan(
+        design=Parts(tuple((Full(one.n_users), one.steps) for one in filters), own.n_users),
+        steps=sum(one.steps for one in filters),
+        lr=own.phases[0].lr,
+        phases=own.phases,
+        **(fixed | more),
+    )
+
+
+_OF_OPTIMIZERS = {"rule", "prox", "reg", "accountant", "generator"}
 
 # -- runs -------------------------------------------------------------------------------------------------------------
 
@@ -252,12 +271,12 @@ def filtered(
     """A run of UserFilteredSGD with these numbers of the filter; `more` of the plan or the optimizer."""
     layer = model(dim, start)
     others = {name: more.pop(name) for name in _OF_OPTIMIZERS & more.keys()}
-    made = dp.UserFilteredSGD.plan(filter=own, lr=lr, **more)
+    made = filtered_plan(own, lr, **more)
     return Run(layer, dp.UserFilteredSGD(layer.parameters(), made, **others), loss)
 
 
 def localized(
-    own: UserPhases,
+    own: Phases,
     *,
     dim: int = 2,
     loss: Loss = linear_loss,
@@ -267,7 +286,7 @@ def localized(
     """A run of LocalizedUserSGD with these phases; `more` of the plan or the optimizer."""
     layer = model(dim, start)
     others = {name: more.pop(name) for name in _OF_OPTIMIZERS & more.keys()}
-    made = dp.LocalizedUserSGD.plan(phases=own, **more)
+    made = localized_plan(own, **more)
     return Run(layer, dp.LocalizedUserSGD(layer.parameters(), made, **others), loss)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 
 import torch
 
-from torch_dpsco.algorithms.user_filter_oracles import UserFilter, UserFiltered
+from torch_dpsco.algorithms.user_numbers import UserFilter
+from torch_dpsco.algorithms.user_oracles import UserFiltered
 from torch_dpsco.rows import DenseBlock, GradBatch
 
 
@@ -26,22 +27,13 @@ def released(oracle, rows, users=None, splits=()):
 def certain(filter, tau=1.0, *, threshold=None, steps=1, noise_std=0.0, **others):
     """A filter whose test is (almost) free of noise; its threshold is just above H."""
     level = filter.score_floor + 1e-6 if threshold is None else threshold
-    return UserFiltered(
-        filter,
-        tau,
-        noise_std,
-        steps=steps,
-        threshold=level,
-        threshold_scale=1e-12,
-        query_scale=1e-12,
-        **others,
-    )
+    own = replace(filter, pair_radius=tau, noise_std=noise_std, steps=steps, threshold=level)
+    return UserFiltered(own, **others)
 
 
 def same(n, floor=None, end=None):
-    return UserFilter(n, n - 1 if floor is None else floor, 3 * n // 4 if end is None else end)
-
-
-def two(n, floor=None, end=None):
-    floor = n - 2 if floor is None else floor
-    return UserFilter(n, floor, math.ceil(floor) - 1 if end is None else end, kind="two")
+    floor = n - 1 if floor is None else floor
+    return UserFilter(
+        n_users=n, steps=1, pair_radius=1.0, threshold=floor + 1e-6, threshold_scale=1e-12, query_scale=1e-12,
+        score_floor=floor, ramp_end=3 * n // 4 if end is None else end, noise_std=0.0,
+    )  # fmt: skip

@@ -15,18 +15,17 @@ import pytest
 import torch
 
 import torch_dpsco as dp
+from tests.algorithms import user_runs
 from tests.contract.runs import DIM, FACTS, LOSS, STEPS, Build, N, Row, Settings, agreeing
 from torch_dpsco import oracles
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
 from torch_dpsco.algorithms.mechanisms import ShuffleParameters
-from torch_dpsco.algorithms.user_filtered_numbers import calibrate_filter
-from torch_dpsco.algorithms.user_localized_numbers import UserPhase, UserPhases
-from torch_dpsco.algorithms.user_numbers import UserFilterPlan, pair_radius_search
+from torch_dpsco.algorithms.user_numbers import UserFilter, calibrate_filter
 from torch_dpsco.step.oracle import MeanOracle
 
 INF = float("inf")
-ADD, REPLACE = "add_remove", "replace_one"
+ADD, REPLACE, ZERO = "add_remove", "replace_one", "zero_out"
 
 
 def having(*facts: str) -> pytest.MarkDecorator:
@@ -186,6 +185,7 @@ def _correlated(params: Any, s: Settings) -> dp.PrivateOptimizer:
         noise_multiplier=s.noise,
         batch_size=s.batch,
         steps=s.steps,
+        adjacency=REPLACE if s.accountant is None else s.accountant.adjacency,
     )
     return dp.CorrelatedSGD(params, plan, accountant=s.accountant, generator=s.generator)
 
@@ -218,42 +218,32 @@ def _user_clipped(params: Any, s: Settings) -> dp.PrivateOptimizer:
         batch_size=s.batch,
         n_users=N,
         steps=s.steps,
+        sampling="poisson",
+        adjacency=REPLACE if s.accountant is None else s.accountant.adjacency,
     )
     return dp.UserClippedSGD(params, plan, accountant=s.accountant, generator=s.generator)
 
 
 @lru_cache
-def _filter(steps: int) -> UserFilterPlan:
+def _filter(steps: int) -> UserFilter:
     return calibrate_filter(
         n_users=200,
         steps=steps,
         epsilon=4.0,
         delta=1e-3,
         pair_radius=1.0,
-        typical_score=200,
+        score_share=1.0,
         halt_probability=1e-9,
     )
 
 
-def _filtered(plan: Callable[[float], Any]) -> Build:
-    def build(params: Any, s: Settings) -> dp.PrivateOptimizer:
-        return dp.UserFilteredSGD(
-            params, plan(s.lr), accountant=s.accountant, generator=s.generator
-        )
-
-    return build
-
-
-def _searched(lr: float) -> Any:
-    radius = pair_radius_search(200, epsilon=20.0, smallest=0.05, points=16)
-    return dp.UserFilteredSGD.plan(filter=_filter(STEPS - 1), pair_radius=radius, lr=lr)
+def _filtered(params: Any, s: Settings) -> dp.PrivateOptimizer:
+    plan = user_runs.filtered_plan(_filter(STEPS), s.lr)
+    return dp.UserFilteredSGD(params, plan, accountant=s.accountant, generator=s.generator)
 
 
 def _localized_user(params: Any, s: Settings) -> dp.PrivateOptimizer:
-    phase = UserPhase(
-        index=1, plan=_filter(STEPS), lr=s.lr, start_radius=1.0, uncapped_steps=STEPS, bound=None
-    )
-    plan = dp.LocalizedUserSGD.plan(phases=UserPhases(phases=(phase,), n_users=200))
+    plan = user_runs.localized_plan(user_runs.phased(_filter(STEPS), lr=s.lr))
     return dp.LocalizedUserSGD(params, plan, accountant=s.accountant, generator=s.generator)
 
 
@@ -306,6 +296,7 @@ FILTER = "clip quiet numbers batch endless empty"
 ROWS = [
     _row("holder-poisson-add_remove", _holder(adjacency=ADD), ADD, BALL),
     _row("holder-poisson-replace_one", _holder(), REPLACE, BALL),
+    _row("holder-poisson-zero_out", _holder(adjacency=ZERO), ZERO, BALL),
     _row("holder-fixed-replace_one", _holder(dp.Fixed), REPLACE, BALL, "empty"),
     _row("holder-paper", _holder(dp.Fixed, noise="paper"), REPLACE, _grad_bound(3.0, "paper"), "empty"),
     _row("holder-constant", _holder(noise="constant"), REPLACE, _grad_bound(3.0, "constant")),
@@ -343,8 +334,7 @@ ROWS = [
     _row("clipped-sgd-poisson", _heavy(dp.ClippedSGD, _poisson, ADD), ADD, FIXED),
     _row("localized", _localized, REPLACE, FIXED, "plain empty anew rates batch endless alike"),
     _user("user-clipped", _user_clipped, REPLACE, FIXED),
-    _user("user-filtered", _filtered(lambda lr: dp.UserFilteredSGD.plan(filter=_filter(STEPS), lr=lr)), REPLACE, None,
+    _user("user-filtered", _filtered, REPLACE, None,
           f"{FILTER} alike shared", data=agreeing),
-    _user("user-searched", _filtered(_searched), REPLACE, None, f"{FILTER} alike shared moving", data=agreeing),
     _user("localized-user", _localized_user, REPLACE, None, f"{FILTER} alike shared anew rates", data=agreeing),
 ]  # fmt: skip

@@ -28,7 +28,6 @@ import torch_dpsco as dp
 from tests.algorithms import user_runs as runs
 from torch_dpsco import checkpoint
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
-from torch_dpsco.algorithms.user_numbers import pair_radius_search
 from torch_dpsco.errors import BudgetExceeded
 from torch_dpsco.step.step import PrivateOptimizer
 
@@ -90,28 +89,13 @@ def _user_clipped(params: Any, accountant: dp.Accountant) -> Any:
 
 
 def _filtered(params: Any, accountant: dp.Accountant) -> Any:
-    plan = dp.UserFilteredSGD.plan(filter=runs.plan(200, 5), lr=0.1)
-    return dp.UserFilteredSGD(params, plan, accountant=accountant)
-
-
-def _searched(params: Any, accountant: dp.Accountant) -> Any:
-    search = pair_radius_search(2000, epsilon=1.0, smallest=0.1)
-    own = {
-        "n_users": 2000,
-        "lr": 0.1,
-        "steps": 4,
-        "pair_radius": search,
-        "halt_probability": 1e-9,
-    }
-    plan = dp.UserFilteredSGD.plan(budget=accountant.budget, **own)
+    plan = runs.filtered_plan(runs.plan(200, 5), 0.1)
     return dp.UserFilteredSGD(params, plan, accountant=accountant)
 
 
 def _localized_user(params: Any, accountant: dp.Accountant) -> Any:
     own = runs.phased(runs.plan(200, 4), runs.plan(300, 3), n_users=500)
-    return dp.LocalizedUserSGD(
-        params, dp.LocalizedUserSGD.plan(phases=own), accountant=accountant
-    )
+    return dp.LocalizedUserSGD(params, runs.localized_plan(own), accountant=accountant)
 
 
 _SMOOTH = dp.Problem(smoothness=1.0, radius=2.0)
@@ -142,10 +126,6 @@ CASES = {
     "user-clipped": _users(_user_clipped, lambda: runs.agreeing(200)),
     "user-filtered": _users(_filtered, lambda: runs.agreeing(200)),
     "user-halting": _users(_filtered, lambda: runs.scattered(200)),
-    "user-searched": replace(
-        _users(_searched, lambda: runs.agreeing(2000)),
-        budget=dp.Budget(runs.EPSILON, DELTA, unit="user"),
-    ),
     "localized-user": _users(_localized_user, lambda: runs.agreeing(500)),
     "localized-halting": _users(_localized_user, lambda: runs.scattered(500)),
 }

@@ -1,4 +1,4 @@
-"""Training scripts up to their loop, as users write them: twelve broken ones and the sound ones."""
+"""Training scripts up to their loop, as users write them: eleven broken ones and the sound ones."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def with_opacus(
     )
 
 
-# -- twelve broken scripts --------------------------------------------------------------------------------------------
+# -- eleven broken scripts --------------------------------------------------------------------------------------------
 
 
 def shared_batch_norm() -> Parts:
@@ -179,24 +179,6 @@ def fixed_seed_every_epoch() -> Parts:
     return Parts(model, F.mse_loss, loader, optimizer)
 
 
-class ReadsRows(torch.optim.SGD):
-    """A private optimizer of somebody else: it makes its own noisy mean of p.grad_sample."""
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.grad = p.grad_sample.mean(0) + torch.randn_like(p)
-        super().step()
-
-
-def optimizer_inside_make_private() -> Parts:
-    network = mlp()
-    model, optimizer, loader = with_opacus(
-        network, regression_data(), ReadsRows(network.parameters(), lr=0.1)
-    )
-    return Parts(model, F.mse_loss, loader, optimizer)
-
-
 class LoRA(nn.Module):
     """A frozen layer with a trained product of two thin ones beside it."""
 
@@ -247,7 +229,6 @@ BROKEN: dict[Callable[[], Parts], tuple[str, str]] = {
     shuffled_accounted_as_poisson: ("critical", "sampler-not-accounted"),
     weighted_random_sampler: ("critical", "sampler-not-accounted"),
     fixed_seed_every_epoch: ("critical", "fixed-seed"),
-    optimizer_inside_make_private: ("critical", "private-optimizer-inside-opacus"),
     lora_frozen_params: ("error", "stale-parameters"),
     grad_scaler: ("critical", "grad-scaler"),
 }

@@ -12,7 +12,7 @@ from torch_dpsco.doctor import Diagnosis, Finding
 from torch_dpsco.errors import PrivacyError
 
 ROOT = Path(__file__).parents[2]
-WARNING = Finding("warning", "undeclared-sampling", "no design", "give n=")
+WARNING = Finding("warning", "split-with-workers", "no design", "give n=")
 ERROR = Finding("error", "loss-reduction", "2 against 1", "use mean\nor sum")
 CRITICAL = Finding("critical", "no-accountant", "step_hook is None", "leave the hook alone")
 
@@ -20,7 +20,7 @@ CRITICAL = Finding("critical", "no-accountant", "step_hook is None", "leave the 
 def names_in_the_code() -> set[str]:
     """Returns the names of all findings that the checks build."""
     place, found = {"Finding": 1, "critical": 0, "error": 0, "warning": 0}, set()
-    for name in ("model_checks", "loop_checks"):
+    for name in ("checks",):
         tree = ast.parse(
             (ROOT / "torch_dpsco" / "doctor" / f"{name}.py").read_text(encoding="utf-8")
         )

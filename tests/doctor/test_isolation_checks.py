@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
@@ -13,7 +12,6 @@ from tests.problems import make_optimizer
 from torch_dpsco.accounting.designs import Design, Fixed, Poisson
 from torch_dpsco.accounting.events import ADJACENCIES
 from torch_dpsco.doctor import Diagnosis
-from torch_dpsco.doctor.script import remembered
 from torch_dpsco.trial import Isolation, Rows, isolation
 
 DATA = TensorDataset(torch.ones(32, 3), torch.ones(32, 2))
@@ -106,49 +104,6 @@ def test_random_models_are_said_to_be_unknown():
     diagnosis = dp.doctor(model, nn.MSELoss(reduction="sum"), optimizer.loader(DATA), optimizer)
     assert isolation_names(diagnosis) == []
     assert "since the model is random" in " ".join(str(optimizer.report(1e-5)).split())
-
-
-def test_a_model_is_probed_once_for_its_threads_and_rows():
-    model = nn.Sequential(nn.Linear(3, 2), Moved("nothing"))
-    made = []
-    for _ in range(2):
-        before = Moved.forwards
-        optimizer = make_optimizer(model, Poisson(8, 32), adjacency="add_remove", noise=1.0)
-        dp.fit(model, optimizer, DATA, F.mse_loss, steps=1, progress=False)
-        made.append(Moved.forwards - before)
-        dp.detach(model)
-        assert "holds for made-up records" in " ".join(str(optimizer.report(1e-5)).split())
-    assert made[1] < made[0]
-
-
-def _allow_tf32(on: bool) -> None:
-    torch.backends.cudnn.allow_tf32 = on
-
-
-@pytest.mark.parametrize(
-    ("change", "other", "usual"),
-    [
-        (torch.set_float32_matmul_precision, "high", "highest"),
-        (torch.set_float32_matmul_precision, "medium", "highest"),
-        (torch.use_deterministic_algorithms, True, False),
-        (_allow_tf32, False, True),
-    ],
-)
-def test_a_finding_is_of_the_kernels_that_were_looked_at(change, other, usual):
-    model, device, probed = nn.Linear(1, 1), torch.device("cpu"), []
-
-    def found() -> int:
-        remembered(model, device, 8, lambda: probed.append(0) or Isolation(8))
-        return len(probed)
-
-    change(usual)
-    assert (found(), found()) == (1, 1)
-    try:
-        change(other)
-        assert (found(), found()) == (2, 2)
-    finally:
-        change(usual)
-    assert found() == 2
 
 
 @pytest.mark.parametrize("rows", [2, 3, 8, 20])

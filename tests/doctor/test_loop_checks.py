@@ -29,7 +29,6 @@ from tests.doctor.scripts import (
     secret_generator,
 )
 from tests.doctor.scripts import with_opacus as opacus
-from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.rules import SGD
 from torch_dpsco.sampling import PhysicalBatches
 from torch_dpsco.step.clipped import Clipped
@@ -75,17 +74,6 @@ def test_a_noise_multiplier_of_zero_is_no_noise():
         assert find(diagnosis, "no-noise").severity == "critical"
 
 
-def test_a_model_that_was_not_attached_is_found():
-    model = mlp()
-    optimizer, loader = private(model, regression_data())
-    found = find(dp.doctor(model, F.mse_loss, loader, optimizer), "unattached-model")
-    assert found.severity == "error"
-    assert "dp.attach(model)" in found.fix
-    theirs = opacus(mlp(), regression_data())
-    found = find(dp.doctor(mlp(), F.mse_loss, theirs[2], theirs[1]), "unattached-model")
-    assert "GradSampleModule" in found.fix
-
-
 def test_an_optimizer_on_other_parameters_is_found():
     model = dp.attach(mlp())
     optimizer, loader = private(mlp(), regression_data())
@@ -114,14 +102,6 @@ def test_a_model_without_trainable_parameters_is_found():
     assert "no trainable parameter" in found.evidence
 
 
-def test_a_finalized_optimizer_is_found():
-    parts = ours_logistic()
-    parts.optimizer.finalize()
-    found = find(diagnose(parts), "finalized-optimizer")
-    assert found.severity == "error"
-    assert "after 0 steps" in found.evidence
-
-
 # -- sampling ----------------------------------------------------------------------------------------------------------
 
 
@@ -132,25 +112,6 @@ def foreign(kind: str) -> Any:
         "opacus": DPDataLoader(data, sample_rate=RATE),
         "joined": DataLoader(data, sampler=dp.sampling.FullSampler(dp.Full(N))),
     }[kind]
-
-
-@pytest.mark.cases(2, 1)
-@pytest.mark.parametrize("kind", ["shuffled", "opacus", "joined"])
-def test_a_foreign_loader_is_not_what_ours_accounts(kind):
-    found = find(diagnose(ours_logistic(), loader=foreign(kind)), "sampler-not-accounted")
-    assert found.severity == "critical"
-    assert "Poisson(" in found.evidence
-    assert found.fix == "loader = optimizer.loader(dataset)"
-
-
-def test_a_loader_of_another_design_is_not_what_ours_accounts():
-    loader = DataLoader(
-        regression_data(), batch_sampler=dp.sampling.PoissonSampler(dp.Poisson(BATCH // 2, N))
-    )
-    assert (
-        f"batch_size={BATCH // 2}"
-        in find(diagnose(ours_logistic(), loader=loader), "sampler-not-accounted").evidence
-    )
 
 
 def bound(parts: Parts) -> Any:
@@ -181,21 +142,6 @@ def test_the_loaders_that_ours_works_with_are_sound(way):
         if f.name != "batches-not-filled-up" or way != "bound physical"
     ]
     assert not found, str(diagnosis)
-
-
-def test_no_declared_sampling_is_risky_and_takes_any_loader():
-    model = nn.Linear(DIM, 1)
-    optimizer = dp.PrivateOptimizer(
-        model.parameters(),
-        0.1,
-        oracle=Clipped(1.0, 1.0, BATCH),
-        rule=SGD(),
-        design=Undeclared(BATCH),
-    )
-    diagnosis = dp.doctor(dp.attach(model), F.mse_loss, foreign("shuffled"), optimizer)
-    assert [(f.severity, f.name) for f in diagnosis.findings] == [
-        ("warning", "undeclared-sampling")
-    ]
 
 
 def test_the_evidence_quotes_rate_size_and_sampler():
@@ -248,17 +194,6 @@ def test_49_batches_are_no_reason_for_alarm():
         mlp(), data, loader=DataLoader(data, batch_size=10), noise_generator=secret_generator()
     )
     assert dp.doctor(model, F.mse_loss, loader, optimizer).healthy
-
-
-@pytest.mark.cases(3, 1)
-@pytest.mark.parametrize(
-    ("divisor", "alarm"), [(BATCH, False), (BATCH - 1, False), (4, True), (N, True)]
-)
-def test_a_divisor_that_is_not_the_expected_batch_is_risky(divisor, alarm):
-    parts = opacus_hooks()
-    parts.optimizer.expected_batch_size = divisor
-    found = [(f.severity, f.name) for f in diagnose(parts).findings]
-    assert found == ([("warning", "expected-batch-size")] if alarm else [])
 
 
 @pytest.mark.cases(3, 1)

@@ -6,30 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from opacus import GradSampleModule
 from opacus.accountants import RDPAccountant
 from opacus.data_loader import DPDataLoader
-from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import torch_dpsco as dp
-from tests.doctor.diagnoses import diagnose, find, names
+from tests.doctor.diagnoses import diagnose, find
 from tests.doctor.scripts import (
     BATCH,
     DIM,
     N,
-    ReadsRows,
     mlp,
     opacus_hooks,
     ours_logistic,
-    private,
     regression_data,
-    secret_generator,
 )
 from tests.doctor.scripts import with_opacus as opacus
-from torch_dpsco.doctor import Diagnosis
 from torch_dpsco.errors import UtilityWarning
 from torch_dpsco.rules import SGD
 from torch_dpsco.step.clipped import Clipped
@@ -127,55 +121,3 @@ def test_the_scale_is_quoted():
 
 
 # -- an optimizer inside of Opacus' ------------------------------------------------------------------------------------
-
-
-def wrapped_by_opacus(inner: Any, model: nn.Module) -> Diagnosis:
-    optimizer = DPOptimizer(
-        inner,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        expected_batch_size=BATCH,
-        generator=secret_generator(),
-    )
-    with_accountant(optimizer)
-    loader = DPDataLoader(regression_data(), sample_rate=RATE, generator=secret_generator())
-    return dp.doctor(model, F.mse_loss, loader, optimizer)
-
-
-def test_ours_inside_of_opacus_is_found():
-    model = GradSampleModule(mlp())
-    inner, _ = private(model, regression_data())
-    found = find(wrapped_by_opacus(inner, model), "private-optimizer-inside-opacus")
-    assert found.severity == "critical"
-    assert "torch_dpsco" in found.evidence
-
-
-@pytest.mark.cases(1, 1)
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
-@pytest.mark.parametrize("started", [True, False])
-def test_torch_optimizers_inside_of_opacus_are_fine(kind, started):
-    model = GradSampleModule(mlp())
-    inner = kind(model.parameters(), lr=0.1)
-    if started:
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        inner.step()
-    values = [p.detach().clone() for p in model.parameters()]
-    assert wrapped_by_opacus(inner, model).healthy
-    assert all(map(torch.equal, values, model.parameters()))
-
-
-def test_an_optimizer_with_a_scheduler_around_its_step_is_tried_too():
-    model = GradSampleModule(mlp())
-    inner = ReadsRows(model.parameters(), lr=0.1)
-    torch.optim.lr_scheduler.StepLR(inner, 1)
-    assert "private-optimizer-inside-opacus" in names(wrapped_by_opacus(inner, model))
-
-
-def test_an_optimizer_that_cannot_be_tried_is_no_finding():
-    class Refuses(torch.optim.SGD):
-        def __deepcopy__(self, memo: Any) -> Any:
-            raise TypeError("one of a kind")
-
-    model = GradSampleModule(mlp())
-    assert wrapped_by_opacus(Refuses(model.parameters(), lr=0.1), model).healthy

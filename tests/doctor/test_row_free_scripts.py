@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from opacus import GradSampleModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 import torch_dpsco as dp
 from tests.doctor.diagnoses import find, names
@@ -27,7 +26,7 @@ from tests.doctor.row_free import (
     pairs,
     tilted,
 )
-from torch_dpsco.errors import SequenceError, UtilityWarning
+from torch_dpsco.errors import UtilityWarning
 from torch_dpsco.losses import Hinge, Huber, Logistic, Pinball, PowerLoss
 
 # -- sound scripts ----------------------------------------------------------------------------------------------------
@@ -173,9 +172,9 @@ def test_a_term_on_the_weights_is_critical(weight):
         (
             lambda o, y: HINGE(o, y, reduction="sum"),
             "mean",
-            "is 1 times the sum .* which is a sum, .*'mean'",
+            "this is a sum, and .*'mean'",
         ),
-        (lambda o, y: HINGE(o, y), "sum", "is 0.2 times the sum .* which is a mean, .*'sum'"),
+        (lambda o, y: HINGE(o, y), "sum", "this is a mean, and .*'sum'"),
         (
             lambda o, y: HINGE(o, y, reduction="sum") / len(o) ** 0.5,
             "mean",
@@ -193,14 +192,6 @@ def test_another_reduction_than_the_optimizers_is_critical(loss, declared, said)
     assert found.severity == "critical"
     assert re.search(said, found.evidence)
     assert len(diagnosis.findings) == 1
-
-
-def test_a_reduction_is_seen_in_gradients_whatever_the_value_of_the_loss():
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        value = HINGE(outputs, targets, reduction="sum")
-        return value - value.detach()
-
-    assert names(diagnose(loss=loss)) == ["loss-reduction"]
 
 
 @pytest.mark.cases(1, 1)
@@ -294,50 +285,6 @@ def test_what_a_forward_remembers_is_critical():
     assert find(diagnose(Remembers(DIM, 1).double()), "stateful-model").severity == "critical"
 
 
-@pytest.mark.cases(1, 1)
-@pytest.mark.parametrize("rows", ["factored", "dense"])
-def test_an_attached_model_is_an_error_because_its_first_step_stops(rows):
-    model = linear()
-    optimizer = output(model)
-    dp.attach(model, rows=rows)
-    loader = optimizer.loader(data())
-    diagnosis = dp.doctor(model, HINGE, loader, optimizer)
-    assert names(diagnosis) == ["attached-model"]
-    assert diagnosis.findings[0].severity == "error"
-    x, y = next(iter(loader))
-    HINGE(model(x), y).backward()
-    with pytest.raises(SequenceError, match="not attached"):
-        optimizer.step()
-
-
-def test_hooks_of_opacus_are_a_useless_cost():
-    model = linear()
-    optimizer = output(model)
-    diagnosis = dp.doctor(GradSampleModule(model), HINGE, optimizer.loader(data()), optimizer)
-    assert [(f.name, f.severity) for f in diagnosis.findings] == [("attached-model", "warning")]
-
-
-def other_loaders(optimizer: dp.HolderOutputSGD) -> list[Any]:
-    other, old, own = output(linear()), optimizer.loader(data()), optimizer.loader(data())
-    return [
-        DataLoader(data(), batch_size=10, shuffle=True),
-        other.loader(data()),
-        old,
-        own._loader,
-        [data().tensors],
-    ]
-
-
-@pytest.mark.cases(1, 1)
-@pytest.mark.parametrize("which", range(5))
-def test_another_loader_than_the_optimizers_last_one_is_critical(which):
-    model = linear()
-    optimizer = output(model)
-    diagnosis = dp.doctor(model, HINGE, other_loaders(optimizer)[which], optimizer)
-    assert names(diagnosis) == ["sampler-not-accounted"]
-    assert diagnosis.critical
-
-
 def test_a_gradient_scaler_is_critical():
     model = linear()
     optimizer = output(model)
@@ -374,17 +321,10 @@ def test_no_noise_and_own_generators_are_critical():
     assert names(dp.doctor(model, HINGE, optimizer.loader(data()), optimizer)) == ["fixed-seed"]
 
 
-def test_a_finished_run_and_another_model_are_errors():
+def test_another_model_is_an_error():
     model = linear()
     optimizer = output(model)
-    loader = optimizer.loader(data())
-    other = find(dp.doctor(linear(), HINGE, loader, optimizer), "stale-parameters")
-    assert other.severity == "error"
-    with optimizer:
-        for x, y in loader:
-            HINGE(model(x), y).backward()
-            optimizer.step()
-    assert (
-        find(dp.doctor(model, HINGE, loader, optimizer), "finalized-optimizer").severity
-        == "error"
+    other = find(
+        dp.doctor(linear(), HINGE, optimizer.loader(data()), optimizer), "stale-parameters"
     )
+    assert other.severity == "error"

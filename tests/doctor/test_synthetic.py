@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from torch_dpsco.doctor.probe import SyntheticRecords
+from torch_dpsco.doctor.script import Script
+from torch_dpsco.trial import SyntheticBatches
 
 
 def test_a_record_that_is_a_view_is_not_copied_with_all_the_others() -> None:
@@ -20,7 +22,8 @@ def test_a_record_that_is_a_view_is_not_copied_with_all_the_others() -> None:
         )
         return default_collate(records)
 
-    synthetic = SyntheticRecords(dataset[0], collate, torch.device("cpu"))
-    batch = synthetic.batch([0, 1])
+    loader = DataLoader(dataset, collate_fn=collate)
+    synthetic = SyntheticRecords(Script(torch.nn.Linear(3, 1), None, loader, None))
+    batch = synthetic.batch(SyntheticBatches(synthetic.leaves, 2, 1).batch())
     assert [tuple(leaf.shape) for leaf in batch] == [(2, 3), (2, 1)]
     assert set(seen) == {3, 1}

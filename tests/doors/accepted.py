@@ -121,10 +121,7 @@ FINE = {
     "dp.UserClippedSGD.plan[noise].dim": "none Model",
     "dp.UserClippedSGD.plan[searched].dim": "none Model",
     "dp.UserFilteredSGD.plan.dim": "none Model",
-    "dp.UserFilteredSGD.plan[noise].dim": "none Model",
     "dp.LocalizedUserSGD.plan.dim": "Model",
-    "dp.LocalizedUserSGD.plan[noise].dim": "none Model",
-    "dp.LocalizedUserSGD.plan[noise].score_share": "zero",
     **{
         f"dp.{name}.plan.model": "Model"
         for name in ("OutputPerturbation", "ObjectivePerturbation", "NoisyGD")
@@ -243,15 +240,6 @@ FINE = {
     **dict.fromkeys([f"{name}.save.path" for name in ("estimators.Released", "dp.Schema")], TEXT),
     "opacus.PrivacyEngine.save_checkpoint.path": TEXT,
     "opacus.PrivacyEngine.save_checkpoint.checkpoint_dict": "dict",
-    **{  # handed on to torch, which names what it does not know
-        f"opacus.PrivacyEngine.{name}": "dict"
-        for name in (
-            "save_checkpoint.module_state_dict_kwargs",
-            "save_checkpoint.torch_save_kwargs",
-            "load_checkpoint.module_load_dict_kwargs",
-            "load_checkpoint.torch_load_kwargs",
-        )
-    },
     **{  # not looked at, as in Opacus
         f"opacus.PrivacyEngine.{name}.{argument}": "*"
         for name in ("validate", "is_compatible")
@@ -259,11 +247,14 @@ FINE = {
     },
     "OneRunResult.contradicts.epsilon": "zero part huge inf",
     "estimators.Number.low": "zero minus negative numpy",
-    **dict.fromkeys(["estimators.Category.levels", "schema.Ordered.levels"], "tuple"),
+    **dict.fromkeys(["estimators.Category.levels", "estimators.Ordered.levels"], "tuple"),
     "show.loggers.wandb.run": "Tensor",  # which has a method log
     "audit.OneRunAudit.dataset.base": "tuple list Tensor Array DataSet",
     "statistics.search.PrivateSearch.fit.X": "Tensor DataSet",  # of other lengths than y, which is named
     "StudyPlan.preview.frame": "none",
+    **{  # that of the plan it is given to
+        f"dp.Budget{mode}.adjacency": "none" for mode in ("", "[rdp]", "[rdp-mixture]")
+    },
     "lightning.PrivateTraining.users": "*",  # compared with the data set, when training begins
     "dp.sampling.PoissonSampler.size": COUNT,  # of an empty data set, under add_remove
     "dp.sampling.FullSampler.size": COUNT,

@@ -238,13 +238,6 @@ simple("dp.Pilot", dp.Pilot, rule="balanced", size=50)
 
 # -- oracles ----------
 
-FILTER = {
-    "filter": lambda: dp.oracles.UserFilter(USERS, 150.0, 120),
-    "steps": 4,
-    "threshold": 1.0,
-    "threshold_scale": 1.0,
-    "query_scale": 1.0,
-}
 simple("dp.oracles.Clipped", dp.oracles.Clipped, clip=1.0, noise_multiplier=1.0, batch_size=6)
 simple(
     "dp.oracles.CorrelatedClipped",
@@ -279,7 +272,17 @@ simple(
 )
 simple("dp.oracles.Exact", dp.oracles.Exact, batch_size=6)
 simple(
-    "dp.oracles.UserFilter", dp.oracles.UserFilter, n_users=USERS, score_floor=300.0, ramp_end=280
+    "dp.oracles.UserFilter",
+    dp.oracles.UserFilter,
+    n_users=USERS,
+    steps=4,
+    pair_radius=1.0,
+    threshold=350.0,
+    threshold_scale=1.0,
+    query_scale=1.0,
+    score_floor=300.0,
+    ramp_end=280,
+    noise_std=1.0,
 )
 simple(
     "dp.oracles.HolderAbsolute",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import torch_dpsco as dp
+from tests.algorithms import user_runs
 from tests.doors.shared import (
     CALLS,
     DIM,
@@ -26,9 +27,7 @@ from tests.doors.shared import (
     simple,
 )
 from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
-from torch_dpsco.algorithms.user_filtered_numbers import calibrate_filter
-from torch_dpsco.algorithms.user_localized_numbers import UserPhase, UserPhases
-from torch_dpsco.algorithms.user_numbers import UserFilterPlan
+from torch_dpsco.algorithms.user_numbers import UserFilter, calibrate_filter
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.sampling import make_sampler
 
@@ -43,9 +42,9 @@ def heavy() -> dict[str, Any]:
 
 
 @functools.cache
-def filter_plan() -> UserFilterPlan:
+def filter_plan() -> UserFilter:
     return calibrate_filter(
-        n_users=USERS, steps=4, epsilon=4.0, delta=1e-3, pair_radius=1.0, typical_score=USERS
+        n_users=USERS, steps=4, epsilon=4.0, delta=1e-3, pair_radius=1.0, score_share=1.0
     )
 
 
@@ -89,13 +88,6 @@ def phases() -> LocalizedSchedule:
         uncapped_steps=4,
     )
     return LocalizedSchedule(phases=(phase,), rho=None)
-
-
-def user_phases() -> UserPhases:
-    phase = UserPhase(
-        index=1, plan=filter_plan(), lr=0.1, start_radius=1.0, uncapped_steps=4, bound=None
-    )
-    return UserPhases(phases=(phase,), n_users=USERS)
 
 
 for _cls in (dp.ClippedSGD, dp.AcceleratedSGD, dp.ProximalSGD):
@@ -183,20 +175,12 @@ simple(
 )
 CALLS["dp.UserFilteredSGD"] = lambda: (
     dp.UserFilteredSGD,
-    {"params": params(), "plan": dp.UserFilteredSGD.plan(filter=filter_plan(), lr=0.1)},
-)
-CALLS["dp.UserFilteredSGD.plan[noise]"] = lambda: (
-    dp.UserFilteredSGD.plan,
-    {"filter": filter_plan(), "lr": 0.1},
+    {"params": params(), "plan": user_runs.filtered_plan(filter_plan(), 0.1)},
 )
 CALLS["dp.UserFilteredSGD.plan"] = lambda: (dp.UserFilteredSGD.plan, {"dim": DIM} | filtered())
 CALLS["dp.LocalizedUserSGD"] = lambda: (
     dp.LocalizedUserSGD,
-    {"params": params(), "plan": dp.LocalizedUserSGD.plan(phases=user_phases())},
-)
-CALLS["dp.LocalizedUserSGD.plan[noise]"] = lambda: (
-    dp.LocalizedUserSGD.plan,
-    {"phases": user_phases()},
+    {"params": params(), "plan": user_runs.localized_plan(user_runs.phased(filter_plan()))},
 )
 _LOCALIZED_USERS = {
     "n_users": 5000,

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 
 import torch_dpsco as dp
-from tests.doors.calls_study import STUDY, a_fit, people, rows, scaler, studied
+from tests.doors.calls_study import STUDY, a_fit, people, rows, studied
 from tests.doors.shared import (
     CALLS,
     DIM,
@@ -38,7 +38,7 @@ from torch_dpsco.estimators import Category, Number, Ordered
 from torch_dpsco.estimators.released import Released
 from torch_dpsco.integrations import engines, lightning, opacus
 from torch_dpsco.integrations.accelerate import prepare
-from torch_dpsco.integrations.parquet_blocks import parquet_blocks
+from torch_dpsco.integrations.parquet import parquet_blocks
 from torch_dpsco.show import loggers
 from torch_dpsco.statistics.search import PrivateSearch
 from torch_dpsco.statistics.study import plan_study
@@ -183,10 +183,6 @@ CALLS["estimators.Released.predict_proba"] = lambda: (
     Released.of(a_fit()).predict_proba,
     {"X": rows()},
 )
-CALLS["statistics.prepare.PrivateTransformer.get_feature_names_out"] = lambda: (
-    scaler().fit(rows()).get_feature_names_out,
-    {"input_features": ["a", "b", "c"]},
-)
 
 # -- schemas ----------
 
@@ -265,7 +261,7 @@ CALLS["OneRunResult.contradicts"] = lambda: (
 
 simple("lightning.PrivateTraining", lightning.PrivateTraining, loss_reduction="mean", delta=1e-5)
 simple(
-    "parquet_blocks.parquet_blocks",
+    "parquet.parquet_blocks",
     parquet_blocks,
     source=lambda: ds.dataset(pa.table({"a": [1.0], "y": [1]})),
     target="y",

@@ -48,7 +48,7 @@ def held_out(**more: Any) -> dict[str, Any]:
 
 CALLS["dp.score"] = lambda: (dp.score, held_out(metric="log_loss", bound=2.0))
 CALLS["dp.score[auc]"] = lambda: (dp.score, held_out(metric="auc", bins=4))
-CALLS["conformal.conformal"] = lambda: (conformal, held_out(bins=4, failure=0.01))
+CALLS["conformal.conformal"] = lambda: (conformal, held_out(bins=4))
 CALLS["conformal.conformal[targets]"] = lambda: (conformal, held_out(bound=1.0))
 CALLS["ConformalSets.sets"] = lambda: (conformal(**held_out()).sets, {"X": rows()})
 CALLS["ConformalSets.intervals"] = lambda: (
@@ -133,7 +133,7 @@ def _predict() -> Good:
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "PrivateStandardScaler": {},
     "PrivateQuantiles": {"bins": 4, "levels": (0.25, 0.5)},
-    "PrivateImputer": {"strategy": "median", "bins": 4},
+    "PrivateImputer": {},
 }
 
 

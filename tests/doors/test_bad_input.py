@@ -43,7 +43,6 @@ EXEMPT = {
         "statistics.p_value",
         "audit.OneRunResult",
         "step.plan.Plan",
-        "show.loggers.Numbers",
     ),
     *(
         "accounting.report.figures.PrivacyReport",
@@ -88,14 +87,14 @@ EXEMPT = {
     *(f"estimators.{column}.*" for column in ("Number", "Category", "Ordered")),
     *("statistics.prepare.PrivateTransformer", "CompiledRows.prepare", "CompiledRows.step"),
     # hooks that other libraries call
-    *("integrations.lightning.PrivateTraining.*", "integrations.lightning_checks.*"),
-    *("integrations.opacus.Attached", "integrations.opacus.DPOptimizer.*"),
+    "integrations.lightning.PrivateTraining.*",
+    "integrations.opacus.DPOptimizer.*",
     *("integrations.transformers.PrivateTrainer", "integrations.transformers.PrivateTrainer.*"),
     # parts that plans, optimizers and loaders of the library make or use
     *(f"Accountant.{name}" for name in ("continue_from", "expect", "marked", "require_planned")),
     *("Budget.quoted", "Pilot.split", "Problem.require", "errors.warn", "show.loggers.in_single"),
     *(f"oracles.{name}" for name in ("Charge", "Release", "clip_weights", "joint_norm")),
-    *(f"oracles.{name}" for name in ("ShuffledMedian", "UserFiltered", "UserSearched")),
+    *(f"oracles.{name}" for name in ("ShuffledMedian", "UserFiltered")),
     *(
         f"rules.{name}"
         for name in ("trained", "means", "absorb", "averaged", "Selected", "select_central")
@@ -436,7 +435,7 @@ TO_BE_NAMED = {
         r"outputs must be finite \(got others in first\)",
     ),
     "no features": (
-        lambda: changed("parquet_blocks.parquet_blocks", features=[]),
+        lambda: changed("parquet.parquet_blocks", features=[]),
         r"features must name one column or more \(got none\)",
     ),
     "a column that is not there": (
@@ -519,7 +518,7 @@ PATHS = {
     "statistics.study.Study.save": "folder",
     "opacus.PrivacyEngine.save_checkpoint": "path",
     "opacus.PrivacyEngine.load_checkpoint": "path",
-    "parquet_blocks.parquet_blocks": "source",
+    "parquet.parquet_blocks": "source",
     "parquet.ParquetRows": "source",
     "tar.TarRows": "paths",
     "dp.Schema.read": "frame",

@@ -16,7 +16,7 @@ from tests.estimators.models import N, make, rows, targets
 from torch_dpsco.errors import ConditionError, NotCertifiedError, UnitError
 from torch_dpsco.estimators import LogisticRegression, reading
 from torch_dpsco.estimators import records as base
-from torch_dpsco.streams import parts
+from torch_dpsco.streams import blocks as parts
 
 SIZES = {"one block": [N], "single rows": [1], "odd": [7, 31], "empty ones": [0, 50, 0, 0, 9]}
 PARTED = {

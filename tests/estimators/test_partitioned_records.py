@@ -21,8 +21,8 @@ from torch_dpsco.estimators.records import PairwiseSum, Records
 from torch_dpsco.estimators.solvers import sum_terms
 from torch_dpsco.estimators.task import build_objective, make_records, make_stored_records
 from torch_dpsco.streams import partitions as module
+from torch_dpsco.streams.blocks import RawPart
 from torch_dpsco.streams.partitions import PARTITION_ROWS, PartitionedRecords, RawPartitions
-from torch_dpsco.streams.parts import RawPart
 
 
 class Listed:

@@ -22,9 +22,8 @@ from torch_dpsco.estimators.task import (
     make_stored_records,
 )
 from torch_dpsco.losses import Logistic, Squared
-from torch_dpsco.streams import parts
-from torch_dpsco.streams.blocks import RawBlocks
-from torch_dpsco.streams.parts import PartedRecords, RawPart
+from torch_dpsco.streams import blocks as parts
+from torch_dpsco.streams.blocks import PartedRecords, RawBlocks, RawPart
 
 DIM = 3
 

@@ -391,7 +391,6 @@ def test_loaders_whose_batches_would_be_exchanged_in_silence_are_refused() -> No
     "wrong",
     [
         {"loss_reduction": "none"},
-        {"delta": 1.0},
         {"private_logs": "yes"},
         {"private_checkpoints": 2},
     ],

@@ -98,6 +98,12 @@ def test_the_methods_of_opacus_are_known() -> None:
     ]
 
 
+# a model that stays as it was is what `make_private` has changed in place; what torch.save takes is given to torch.save
+LEFT_OUT = {"wrap_model", "noise_scheduler", "grad_clip_scheduler"}
+LEFT_OUT |= {f"module_{act}_dict_kwargs" for act in ("state", "load")}
+LEFT_OUT |= {f"torch_{act}_kwargs" for act in ("save", "load")}
+
+
 @pytest.mark.parametrize("name", [*METHODS, "__init__"])
 def test_each_keyword_of_opacus_is_one_here_with_its_default(name: str) -> None:
     """A keyword that a newer Opacus has shows here, and so does one of ours that it lacks."""
@@ -106,10 +112,9 @@ def test_each_keyword_of_opacus_is_one_here_with_its_default(name: str) -> None:
         keywords(getattr(PrivacyEngine, name)),
     )
     assert ours.keys() - theirs.keys() == ({"n"} if name.startswith("make_private") else set())
-    assert theirs.keys() <= ours.keys()
-    for keyword in theirs.keys() - {
-        "criterion"
-    }:  # theirs is not used but in mode "ghost", where it is the same
+    assert theirs.keys() - LEFT_OUT <= ours.keys()
+    # the criterion of theirs is not used but in mode "ghost", where it is the same
+    for keyword in theirs.keys() - LEFT_OUT - {"criterion"}:
         if theirs[keyword] is not inspect.Parameter.empty:
             assert ours[keyword] == theirs[keyword], keyword
 
@@ -133,12 +138,11 @@ WORKS = {
     "optimizer": None,
     "poisson_sampling": True,
     "rand_on_empty": False,
-    "wrap_model": False,
 }
 
 
 def test_each_keyword_of_make_private_is_tried() -> None:
-    assert sorted(keywords(opacus.PrivacyEngine.make_private)) == sorted(WORKS)
+    assert keywords(opacus.PrivacyEngine.make_private).keys() - LEFT_OUT == WORKS.keys()
 
 
 @pytest.mark.cases(1, 1)
@@ -482,15 +486,13 @@ model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 train_loader = torch.utils.data.DataLoader(dataset, batch_size=16, shuffle=True)
 privacy_engine = PrivacyEngine()
-hooks, dp_optimizer, train_loader = privacy_engine.make_private(
+model, dp_optimizer, train_loader = privacy_engine.make_private(
     module=model, optimizer=optimizer, data_loader=train_loader, noise_multiplier=1.0, max_grad_norm=1.0,
-    wrap_model=False,
 )
 for data, labels in train_loader:
     criterion(model(data), labels).backward()
     dp_optimizer.step()
     dp_optimizer.zero_grad()
-hooks.cleanup()
 epsilon = privacy_engine.get_epsilon(1e-5)
 """
 
@@ -733,8 +735,6 @@ def test_checkpoints_of_something_else_are_refused(tmp_path: Any) -> None:
     engine.save_checkpoint(path=path, module=model)
     with pytest.raises(ValueError, match="saved without one"):
         engine.load_checkpoint(path=path, module=model, optimizer=optimizer)
-    with pytest.raises(ValueError, match="noise_scheduler must be"):
-        engine.save_checkpoint(path=path, module=model, noise_scheduler=object())
     reduced = parts(n=N, loss_reduction="sum")
     engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
     other = PrivacyEngine()

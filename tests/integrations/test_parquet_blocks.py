@@ -15,8 +15,7 @@ from pyarrow import fs
 from torch_dpsco.errors import UnitError
 from torch_dpsco.estimators import LogisticRegression
 from torch_dpsco.integrations import _files
-from torch_dpsco.integrations.parquet import ParquetRows
-from torch_dpsco.integrations.parquet_blocks import parquet_blocks
+from torch_dpsco.integrations.parquet import ParquetRows, parquet_blocks
 
 N = 1000
 

@@ -15,17 +15,16 @@ from torch_dpsco.rows import (
     DenseBlock,
     FactoredBlock,
     GradBatch,
-    Points,
     batch,
-    neighbor_counts,
     neighbors,
 )
+from torch_dpsco.rows.neighbors import neighbor_counts
 
 UNIT = Fraction(1, 2**53)
 
 
-def counts(rows, *radii, center=None):
-    return neighbor_counts(Points(rows, center), radii)
+def counts(rows, radius):
+    return neighbor_counts(rows, radius)
 
 
 def exact_counts(rows, radius: Fraction):
@@ -83,7 +82,7 @@ def test_ties_at_the_radius_count_as_in_exact_arithmetic(n, dim, radius, power, 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(neighbors, "_TILE", tile)
             patch.setattr(neighbors, "_WIDTH", tile)
-            assert counts(rows, tau)[0].tolist() == exact_counts(rows, Fraction(tau))
+            assert counts(rows, tau).tolist() == exact_counts(rows, Fraction(tau))
 
 
 @pytest.mark.slow
@@ -95,7 +94,7 @@ def test_counts_are_those_of_the_radius_up_to_rounding_of_the_sum(n, dim, offset
     # all about at the radius from the first, where a Gram matrix of float64 cannot tell
     rows = offset + directions / torch.linalg.vector_norm(directions, dim=1, keepdim=True)
     rows[0] = offset
-    found = counts(rows, 1.0)[0].tolist()
+    found = counts(rows, 1.0).tolist()
     slack = (dim + 7) * UNIT
     low, high = exact_counts(rows, 1 - slack), exact_counts(rows, 1 + slack)
     assert all(a <= b <= c for a, b, c in zip(low, found, high, strict=True))
@@ -112,34 +111,34 @@ def tied(n, dim, seed=0):
 @pytest.mark.weekly
 def test_counts_do_not_depend_on_the_places_of_rows(small_tiles):
     rows = tied(40, 5)
-    expected = counts(rows, 1.0, 2.0)
+    expected = counts(rows, 1.0)
     for seed in range(20):
         order = torch.randperm(40, generator=torch.Generator().manual_seed(seed))
-        assert torch.equal(counts(rows[order], 1.0, 2.0), expected[:, order])
+        assert torch.equal(counts(rows[order], 1.0), expected[order])
 
 
 @pytest.mark.weekly
 def test_counts_do_not_depend_on_tiles():
     rows = tied(60, 7)
-    whole = counts(rows, 1.0, 2.0)
-    assert len(set(whole[0].tolist())) > 5  # rounding decides many of these ties
+    whole = counts(rows, 1.0)
+    assert len(set(whole.tolist())) > 5  # rounding decides many of these ties
     for tile, width, pairs in ((1, 1, 1), (7, 2, 3), (59, 7, 100), (64, 5, 8)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(neighbors, "_TILE", tile)
             patch.setattr(neighbors, "_PAIRS", pairs)
-            assert torch.equal(counts(rows, 1.0, 2.0), whole)
+            assert torch.equal(counts(rows, 1.0), whole)
             patch.setattr(neighbors, "_WIDTH", width)
-            again = counts(rows, 1.0, 2.0)
+            again = counts(rows, 1.0)
             patch.setattr(neighbors, "_TILE", 1024)
-            assert torch.equal(counts(rows, 1.0, 2.0), again)
+            assert torch.equal(counts(rows, 1.0), again)
 
 
 @pytest.mark.slow
 def test_ties_are_decided_by_the_two_rows_alone():
     def verdicts_agree():
         rows = tied(30, 6)
-        whole = counts(rows, 1.0)[0]
-        pairs = sum(counts(rows[[j, k]], 1.0)[0] - 1 for j in range(30) for k in range(j)).sum()
+        whole = counts(rows, 1.0)
+        pairs = sum(counts(rows[[j, k]], 1.0) - 1 for j in range(30) for k in range(j)).sum()
         return int(whole.sum()) - 30 == int(pairs)
 
     assert verdicts_agree()
@@ -155,10 +154,10 @@ def test_replacing_or_removing_a_row_moves_other_counts_by_at_most_one(value):
     rows = tied(25, 4)
     other = rows.clone()
     other[3] = value
-    before, after = counts(rows, 1.0)[0], counts(other, 1.0)[0]
+    before, after = counts(rows, 1.0), counts(other, 1.0)
     others = torch.arange(25) != 3
     assert (before - after)[others].abs().max() <= 1
-    alone = counts(rows[others], 1.0)[0]
+    alone = counts(rows[others], 1.0)
     assert set((before[others] - alone).tolist()) <= {0, 1}
 
 
@@ -174,35 +173,20 @@ def test_rows_that_are_not_finite_are_their_own_only_neighbor():
         ]
     )
     for dtype in (torch.float32, torch.float64):
-        assert counts(rows.to(dtype), 1.0).tolist() == [[2, 1, 1, 1, 2, 1]]
-    assert counts(torch.zeros(0, 3), 1.0).shape == (1, 0)
-
-
-@pytest.mark.cases(1, 1)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_the_public_center_is_taken_off_before_the_products(dtype):
-    generator = torch.Generator().manual_seed(0)
-    rows = (100.0 + torch.randn(50, 8, generator=generator)).to(dtype)
-    center = torch.full((8,), 100.0, dtype=torch.float64)
-    assert counts(rows, 3.0, center=center)[0].tolist() == exact_counts(rows, Fraction(3))
-    assert counts(rows, 4.0, center=center)[0].tolist() == exact_counts(rows, Fraction(4))
-
-
-def test_several_radii_agree_with_one_at_a_time(small_tiles):
-    rows = torch.randn(30, 4, generator=torch.Generator().manual_seed(1))
-    together = counts(rows, 0.5, 3.0, 1.5)
-    assert torch.equal(together, torch.cat([counts(rows, r) for r in (0.5, 3.0, 1.5)]))
+        assert counts(rows.to(dtype), 1.0).tolist() == [2, 1, 1, 1, 2, 1]
+    assert counts(torch.zeros(0, 3), 1.0).shape == (0,)
 
 
 def test_subnormal_and_huge_distances_are_compared_without_overflow():
     rows = torch.tensor([[0.0], [5e-324], [1e-160], [3e38], [-3e38], [1e69]], dtype=torch.float64)
-    assert counts(rows, 1e-60, 1e39).tolist() == [[3, 3, 3, 1, 1, 1], [5, 5, 5, 5, 5, 1]]
-    assert counts(torch.full((3, 5), 1e-200, dtype=torch.float64), 1e60).tolist() == [[3, 3, 3]]
+    assert counts(rows, 1e-60).tolist() == [3, 3, 3, 1, 1, 1]
+    assert counts(rows, 1e39).tolist() == [5, 5, 5, 5, 5, 1]
+    assert counts(torch.full((3, 5), 1e-200, dtype=torch.float64), 1e60).tolist() == [3, 3, 3]
 
 
 @pytest.mark.parametrize("radius", [0.0, -1.0, math.inf, math.nan, 1e-70])
 def test_radii_out_of_range_are_refused(radius):
-    with pytest.raises(ValueError, match="radii must be in"):
+    with pytest.raises(ValueError, match="radius must be in"):
         counts(torch.zeros(2, 1), radius)
 
 
@@ -228,7 +212,7 @@ def test_memory_is_that_of_tiles_and_not_of_pairs_or_rows(dim):
     rows[:50] = rows[0]
     spy = LargestTensor()
     with spy:
-        neighbor_counts(Points(rows), [1.0, 2.0])
+        neighbor_counts(rows, 1.0)
     assert spy.numel <= 2 * 1024 * 1026
 
 

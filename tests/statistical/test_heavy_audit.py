@@ -95,7 +95,6 @@ def audit(make: Callable[..., dp.PrivateOptimizer], adjacency: str) -> Audit:
 
     found = dp.audit(
         train, pair(adjacency), delta=DELTA, trials=TRIALS, confidence=1 - FALSE_ALARM, score=float, seed=1,
-        adjacency=adjacency,
     )  # fmt: skip
     assert 0.99 * EPSILON < claims[0] <= EPSILON
     return replace(found, claimed=claims[0])

@@ -139,7 +139,6 @@ def output_audit(sampling: str, adjacency: str = "replace_one", share: float = 1
         trials=TRIALS,
         confidence=1 - FALSE_ALARM,
         score=float,
-        adjacency=adjacency,
         seed=1,
     )
     claimed = runs[0].report(DELTA).epsilon

@@ -6,6 +6,8 @@ sensitivity (clipping), or nearly (filter). Both bounds hold with probability 1 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,6 @@ import torch_dpsco as dp
 from tests.algorithms import user_runs as runs
 from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.algorithms.user_filter_oracles import UserFilter
 
 # Seeds warn in every test here.
 pytestmark = pytest.mark.filterwarnings("ignore:.*repeatable:torch_dpsco.errors.UtilityWarning")
@@ -48,15 +49,12 @@ def clipped(mu: float, place: float, rows: int, seed: int) -> torch.Tensor:
 
 
 def filtered(mu: float, place: float, rows: int, seed: int) -> torch.Tensor:
-    """Three clusters of users at -1/2, 0, 1/2, and one user whom the wider filter takes for one of them."""
-    n, floor, end = 91, 89.0, 60
-    bound = UserFilter(n, floor, end, "two").coefficient
-    plan = runs.quiet(n, steps=STEPS, kind="two", floor=floor, end=end, noise_std=bound / mu)
+    """Users at 0, and one whom the filter takes for one of them."""
+    plan = runs.quiet(91, steps=STEPS, floor=90.5, end=68)
+    plan = replace(plan, noise_std=plan.sensitivity / mu)
     run = runs.filtered(plan, dim=1, lr=1e-9, generator=torch.Generator().manual_seed(seed))
-    data = np.concatenate(
-        [np.full((rows, 1), place), np.repeat([[-0.5], [0.0], [0.5]], 30, axis=0)]
-    )
-    return released(run, data, np.concatenate([np.zeros(rows, dtype=int), np.arange(1, n)]))
+    data = np.concatenate([np.full((rows, 1), place / 2), np.zeros((90, 1))])
+    return released(run, data, np.concatenate([np.zeros(rows, dtype=int), np.arange(1, 91)]))
 
 
 @pytest.mark.cases(0, 1)

@@ -341,8 +341,7 @@ def test_no_set_is_drawn_that_was_not_charged(monkeypatch: pytest.MonkeyPatch) -
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "level": ({"level": 1.0}, ValueError, "level must be in"),
     "bins": ({"bins": 1025}, ValueError, "bins must be in 1..1024"),
-    "failure": ({"failure": 0.1}, ValueError, "failure must be below 1 - level"),
-    "small failure": ({"failure": 1e-5}, ValueError, "failure must be > 3.1e-05"),
+    "level near 1": ({"level": 1 - 2**-21}, ValueError, "level must be in"),
     "bound": ({"bound": -1.0}, ValueError, "bound must be > 0"),
     "both": ({"classes": (0, 1)}, ValueError, "classes must not be given with a bound"),
     "no classes": (
@@ -365,7 +364,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
             "budget": dp.Budget(1.0, 1e-6, "replace_one"),
         },
         AdjacencyError,
-        "adjacency of the accountant",
+        "accountant must have the adjacency",
     ),
     "rows": ({"X": np.zeros(30)}, ValueError, "2D"),
     "targets": ({"y": np.zeros(29)}, ValueError, "y"),

@@ -337,7 +337,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
             "budget": dp.Budget(1.0, 1e-6, "replace_one"),
         },
         AdjacencyError,
-        "adjacency of the accountant",
+        "accountant must have the adjacency",
     ),
     "noise": ({"budget": dp.Budget(1e-9, 1e-300)}, ConditionError, "64 bits"),
 }

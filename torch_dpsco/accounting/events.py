@@ -35,7 +35,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.convert import FAILURE_KINDS
-from torch_dpsco.errors import AdjacencyError, ConditionError
+from torch_dpsco.errors import AdjacencyError
 
 Adjacency: TypeAlias = Literal["add_remove", "zero_out", "replace_one"]
 ADD_REMOVE: Adjacency = "add_remove"
@@ -590,40 +590,6 @@ _WORDS = (
     "key_public",
     "exact",
 )  # strings that are no numbers
-
-
-def scaled_noise(event: Event, factor: float) -> Event:
-    """Returns what the same releases charge with `factor` times the noise.
-
-    Raises:
-        ConditionError: an event does not say what its noise is.
-
-    Example:
-        >>> scaled_noise(Repeat(Gaussian(2.0, {"replace_one": 1.0}), 3), 1.5).event.sigma
-        3.0
-    """
-    check.positive(factor=factor)
-    if isinstance(event, Repeat):
-        return Repeat(scaled_noise(event.event, factor), event.n)
-    if isinstance(event, Sequential):
-        return Sequential(tuple(scaled_noise(inner, factor) for inner in event.events))
-    if isinstance(event, Parallel):
-        parts = {
-            part: tuple(scaled_noise(inner, factor) for inner in inside)
-            for part, inside in event.items()
-        }
-        return dataclasses.replace(event, parts=parts)
-    if isinstance(event, (PoissonGaussian, WORGaussian, RandomAllocation)):
-        return dataclasses.replace(event, noise_multiplier=event.noise_multiplier * factor)
-    if isinstance(event, Gaussian) and not event.failure:
-        return dataclasses.replace(event, sigma=event.sigma * factor)
-    if isinstance(event, Laplace):
-        return dataclasses.replace(event, scale=event.scale * factor)
-    if isinstance(event, KNorm):
-        return dataclasses.replace(event, eps=event.eps / factor)
-    raise ConditionError(
-        f"noise must be known to the event to be scaled (got {type(event).__name__})"
-    )
 
 
 def event_to_json(event: Event, *, exact: bool = True) -> dict[str, Any]:

@@ -20,14 +20,37 @@ row per user.
 | a row with NaN or inf, or sums that overflow | exactly 0 |
 | fewer than min_items rows, or none | exactly 0 |
 
-Differs from the usual federated averaging in: the mean of a user's rows, not the sum.
+The filtered mean: a private test that users agree, then a mean that ignores those who do not. With n users, a pair
+radius tau and the numbers of `algorithms.user_numbers`:
 
-Source: docs/proofs/user_level.md#clipped-means-of-users.
+    s   = (1/n) #{(j, k) : |x_j - x_k| <= tau}      tested by `AboveThreshold`; below the threshold: halt for good
+    f_j = #{k : |x_j - x_k| <= tau},    w_j = clip((f_j - a) / (b - a), 0, 1),    a = (n + 1) / 2
+    release  sum_j w_j x_j / sum_j w_j + N(0, sigma^2 I)
+
+| user | counted as |
+|---|---|
+| no rows, or fewer than min_items | isolated: own only neighbor, f_j = 1, weight 0, counted in n |
+| NaN, inf, overflow, or farther than reach tau from 0 | isolated |
+| at exactly tau from another one | neighbors (<=), decided by the two means alone |
+| halted | later steps read no rows and release nothing |
+
+A user moves s by at most 2 (n - 1)/n, since isolated users count themselves, and the mean by at most the sensitivity of
+the filter wherever one of the two scores is at least H. A pass where both are below H has probability at most beta over
+a run; that is the `transcript` failure of the event. Rounding is covered: indicators are exact functions of two users
+(`rows.neighbors`), the score is a fraction, and `sensitivity` holds the errors of the weighted mean.
+
+Differs from the usual federated averaging in: the mean of a user's rows, not the sum. Differs from the paper in: 1.
+deterministic weights; 2. scales for the true sensitivity of s, and noise for a proved one; 3. one test object for the
+run, halting for good; 4. isolated users instead of aborts; 5. tau is a pairwise radius.
+
+Source: docs/proofs/user_level.md#clipped-means-of-users, docs/proofs/user_level.md#guarantee-of-a-filtered-run; Asi and
+Liu 2023, Algorithm 2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -35,12 +58,27 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import BaseEvent, Design, Draw
-from torch_dpsco.accounting.events import Adjacency
-from torch_dpsco.errors import SequenceError
+from torch_dpsco.accounting.events import (
+    REPLACE_ONE,
+    Adjacency,
+    Failure,
+    Gaussian,
+    NonPrivate,
+    Repeat,
+    Sequential,
+)
+from torch_dpsco.algorithms.mechanisms import AboveThreshold
+from torch_dpsco.algorithms.user_numbers import UserFilter, ramp_start
+from torch_dpsco.errors import AdjacencyError, SequenceError
+from torch_dpsco.noise import add_normal_
 from torch_dpsco.rng import Source
 from torch_dpsco.rows import DenseBlock, GradBatch
+from torch_dpsco.rows.neighbors import mean_rounding, neighbor_counts, read, tiles, within
+from torch_dpsco.secret import SecretState
 from torch_dpsco.step.clipped import ClippedMean
-from torch_dpsco.step.oracle import Charge, MeanOracle, Release
+from torch_dpsco.step.oracle import Charge, MeanOracle, Release, split_like
+
+_UNIT = 2.0**-53
 
 
 class UserRows:
@@ -298,3 +336,194 @@ class UserClipped(UserMean):
     def metrics(self) -> dict[str, float]:
         """Returns clip and noise_std of the last batch."""
         return self._clipping.metrics()
+
+
+def ramp_weights(counts: Tensor, none: float, full: float) -> Tensor:
+    """Returns clip((counts - none) / (full - none), 0, 1) in float64."""
+    return ((counts.double() - none) / (full - none)).clamp_(0.0, 1.0)
+
+
+def weighted_mean(rows: Tensor, weights: Tensor) -> Tensor:
+    """Returns sum_j w_j y_j / sum_j w_j in float64, 0 if all weights are 0: (D,).
+
+    Differences from one of the rows are averaged, so that the error is relative to how far apart they are.
+
+    Args:
+        rows: (n, D).
+        weights: (n,) float64, >= 0; rows of weight 0 are not read.
+    """
+    index = weights.nonzero().squeeze(1)
+    total = torch.zeros(rows.shape[1], dtype=torch.float64, device=weights.device)
+    if not len(index):
+        return total
+    base = read(rows, index[:1])[0]
+    for part, tile in tiles(rows, index):
+        total.addmv_(tile.sub_(base).t(), weights[part])
+    return base.add_(total.div_(weights[index].sum()))
+
+
+class UserFiltered(UserMean):
+    """Tested and filtered mean of all users in each of at most `steps` steps.
+
+    Args:
+        filter: its public numbers. The noise on the released mean is enlarged by the rounding errors (see `noise_std`),
+            so that the event is that of these numbers.
+        reach: B in [1, 1e6]: users farther than B tau from 0 are isolated.
+        min_items: rows that a user must have, public.
+        ids: user ids are in [0, ids); default n_users. More than n_users for a phase on some of the users.
+
+    Guarantee:
+        Unit: user, all rows of one; replace_one, n public. Event: `phase_event`, once, before the first release; later
+        releases of the run are free, and a new oracle is charged again. Users are not sampled. Assumes that a
+        user's rows do not depend on other users.
+
+    Example:
+        >>> own = UserFilter(n_users=8, steps=5, pair_radius=1.0, threshold=7.2, threshold_scale=0.01,
+        ...                  query_scale=0.01, score_floor=7.0, ramp_end=6, noise_std=0.0)
+        >>> oracle = UserFiltered(own)
+        >>> oracle.open([torch.zeros(1)])
+        >>> oracle.observe(GradBatch([DenseBlock(torch.arange(8.0)[:, None] / 8)]), users=torch.arange(8))
+        >>> oracle.release(torch.Generator().manual_seed(0)).mean[0].item()
+        0.4375
+    """
+
+    def __init__(
+        self,
+        filter: UserFilter,
+        *,
+        reach: float = 1000.0,
+        min_items: int = 1,
+        ids: int | None = None,
+    ) -> None:
+        n = filter.n_users
+        super().__init__(
+            n, n if ids is None else check.positive_count(ids=ids), min_items, exact=True
+        )
+        self.filter = filter
+        self.reach = check.between(1.0, 1e6, reach=reach)
+        # PRIVACY: of the very numbers that the ledger is told (test_the_phase_is_charged_for_what_is_drawn)
+        self.noise_multiplier = filter.noise_std / filter.sensitivity
+        # PRIVACY: 2 (n - 1)/n, not 1 (test_one_user_moves_the_score_by_at_most_its_sensitivity)
+        self._test = AboveThreshold(
+            filter.threshold,
+            threshold_scale=filter.threshold_scale,
+            query_scale=filter.query_scale,
+            sensitivity=Fraction(2 * (n - 1), n),
+            steps=filter.steps,
+        )
+
+    # -- what it costs ------------------------------------------------------------------------------------------------
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise on the released mean: that asked for, and as much more as rounding needs."""
+        # PRIVACY: scaled to the sensitivity, rounding included (test_halved_noise_of_the_filtered_mean_is_caught)
+        return self.noise_multiplier * self.sensitivity(REPLACE_ONE)
+
+    def sensitivity(self, adjacency: Adjacency) -> float:
+        """Returns how far one user moves the mean of a step whose score is at least H, rounding included."""
+        if adjacency != REPLACE_ONE:
+            # PRIVACY: n is public, and only replacements keep it (test_the_filter_is_charged_under_replace_one_only)
+            raise AdjacencyError(
+                f"the filtered mean has no bound under {adjacency}: use replace_one (n_users"
+                " public)"
+            )
+        own = self.filter
+        tau = own.pair_radius
+        nominal = own.sensitivity * (1.0 + 8 * (self._users.dim + 16) * _UNIT)
+        return nominal + mean_rounding(own.n_users, 2 * tau * 1.01, self.reach * tau * 1.01)
+
+    @property
+    def bad_pass(self) -> float:
+        """Bound beta of the probability that a run passes a step whose score is below H."""
+        return self._test.bad_pass(self.filter.score_floor)
+
+    def event(self) -> Sequential:
+        """Returns what a whole run costs: one noisy test, the Gaussians of all planned steps, and the failure."""
+        if not self.noise_multiplier or self.bad_pass >= 1:
+            return Sequential((NonPrivate(),))
+        # PRIVACY: all planned steps, since a halt depends on the data (test_a_halt_earns_no_refund)
+        return Sequential(
+            (
+                self._test.event(REPLACE_ONE),
+                Repeat(Gaussian(self.noise_multiplier, {REPLACE_ONE: 1.0}), self._test.steps),
+                Failure(self.bad_pass, "transcript"),
+            )
+        )
+
+    def charge(self, design: Design, draw: Draw) -> Charge:
+        """Returns what all releases of a run are charged, with the first one."""
+        return super().charge(design, draw)._replace(covers=self._test.steps)
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    @property
+    def halted(self) -> bool:
+        """Whether the test has failed, so that nothing more is released: public."""
+        return self._test.halted
+
+    def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
+        """Adds the rows of one physical batch to the sums of their users."""
+        if not self.halted:
+            super().observe(rows, users)
+
+    def release(self, generator: Source) -> Release:
+        """Tests the score; returns the noisy filtered mean, or halts."""
+        means, items = self._users.take()
+        if self.halted:
+            return self._halt()
+        own = self.filter
+        # PRIVACY: one by one, from own rows and public numbers (test_isolated_users_count_themselves_and_nobody_else)
+        joined = (items >= self.min_items) & within(means, self.reach * own.pair_radius)
+        counts = neighbor_counts(means, own.pair_radius, joined)
+        absent = own.n_users - len(means)  # each its own only neighbor
+        if absent < 0:
+            # PRIVACY: n is bounded (test_more_users_than_the_filter_is_for_are_refused)
+            raise SequenceError(
+                f"users must be at most {own.n_users} in a step (got {len(means)})"
+            )
+        if not self._test.passes(Fraction(int(counts.sum()) + absent, own.n_users), generator):
+            return self._halt()
+        weights = ramp_weights(counts, ramp_start(own.n_users), own.ramp_end)
+        # PRIVACY: an isolated user has weight 0, its row is not read (test_non_finite_users_never_reach_the_mean)
+        mean = weighted_mean(means, torch.where(joined, weights, 0.0))
+        if self.noise_multiplier:
+            add_normal_(mean, self.noise_std, generator)
+        return Release(split_like(mean.to(self._users.dtype), self._users.shapes))
+
+    def _halt(self) -> Release:
+        return Release(self._users.zeros(), halted=True, still=True)
+
+    def prepare(self, generator: Source) -> None:
+        """Draws the noisy threshold."""
+        self._test.start(generator)
+
+    def lose(self, step: int, *, halted: bool) -> bool:
+        """Notes a test whose answer is lost, and whether it was a halt."""
+        return self._test.lose(halted=halted)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the fixed numbers."""
+        return self._named(
+            "noise_multiplier",
+            "reach",
+            "min_items",
+            filter=repr(self.filter),
+        )
+
+    def state(self) -> SecretState:
+        """Returns the state of the test, with the noise of its threshold."""
+        return SecretState(self._test.state())
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from a saved state; drops an open batch. Raises SequenceError for an earlier one of this run."""
+        self.discard()
+        self._test.restore(state)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns noise_std and the number of steps answered: public."""
+        if not self._users.shapes:
+            return {}
+        return {"noise_std": self.noise_std, "answered": float(self._test.asked)}

@@ -31,7 +31,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
 from torch_dpsco.accounting.report.figures import rounded_up
-from torch_dpsco.audit.repeated import rounded_down
+from torch_dpsco.audit.repeated import LowerBound, rounded_down
 from torch_dpsco.doctor import doctor
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.sampling.loader import to_device
@@ -43,61 +43,31 @@ _ROUNDING = 1e-9  # of a probability; sums of the recursion are good to 1e-12
 Family = Literal["any", "gaussian"]
 
 
-@dataclass(frozen=True)
-class OneRunResult:
-    """A lower bound on epsilon from the guesses of one run.
+@dataclass(frozen=True, kw_only=True)
+class OneRunResult(LowerBound):
+    """A lower bound on epsilon from the guesses of one run, under add_remove.
 
     Args:
-        epsilon_lower: the training is not (epsilon, delta)-DP for any smaller epsilon, with the stated confidence.
-        delta: at which epsilon is bounded.
-        confidence: probability, before the run, that the bound would be true.
         canaries: coins tossed.
         guesses: canaries that were guessed about.
         correct: guesses that were right.
-        reach: the bound that as many guesses would show if all were right.
         mu_lower: in the family "gaussian": the training is not mu-GDP for any smaller mu; epsilon_lower is that of
             Gaussian noise of this mu.
-        claimed: epsilon that the training reports for itself, if it does.
     """
 
-    epsilon_lower: float
-    delta: float
-    confidence: float
     canaries: int
     guesses: int
     correct: int
-    reach: float
     mu_lower: float | None = None
-    claimed: float | None = None
-
-    @typed
-    def contradicts(self, epsilon: float | None = None) -> bool:
-        """Returns whether the bound refutes (epsilon, delta)-DP under add_remove; by Gaussian noise if in that family.
-
-        Args:
-            epsilon: >= 0, at the result's delta; default the one claimed.
-        """
-        claim = self.claimed if epsilon is None else epsilon
-        if claim is None:
-            check.required(by=": the training made no claim", epsilon=None)
-        return self.epsilon_lower > check.nonnegative(epsilon=claim, allow_inf=True)
 
     def __str__(self) -> str:
         mu = ""
         if self.mu_lower is not None:
             mu = f"mu is at least {rounded_down(self.mu_lower)} and, for such noise, "
-        said = (
-            f"With {100 * self.confidence:.6g} % confidence {mu}epsilon is at least"
-            f" {rounded_down(self.epsilon_lower)} at delta={self.delta:g} under add_remove:"
-            f" {self.correct} of {self.guesses} guesses about {self.canaries} canaries are right"
-            f" (at most {rounded_down(self.reach)} could be shown)."
+        counts = (
+            f"{self.correct} of {self.guesses} guesses about {self.canaries} canaries are right"
         )
-        if self.claimed is None:
-            return said
-        return (
-            f"{said} The claim of epsilon {rounded_up(self.claimed)} is"
-            f" {'' if self.contradicts() else 'not '}refuted."
-        )
+        return self._said(mu, "under add_remove", counts)
 
 
 def _chance(correct: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
@@ -316,7 +286,15 @@ class OneRunAudit:
         correct = int(right_out + right_in)
         bound, mu = bounds(correct)
         return OneRunResult(
-            bound, float(delta), float(confidence), total, guesses, correct, reach, mu, claimed
+            epsilon_lower=bound,
+            delta=float(delta),
+            confidence=float(confidence),
+            reach=reach,
+            claimed=claimed,
+            canaries=total,
+            guesses=guesses,
+            correct=correct,
+            mu_lower=mu,
         )
 
 

@@ -51,64 +51,76 @@ _LEAST_TRIALS = 8  # two outputs a side to fit, two to choose, four to test
 _CHOICES = 200  # thresholds at either end that are tried, at ranks in geometric progression
 
 
-@dataclass(frozen=True)
-class Audit:
+@dataclass(frozen=True, kw_only=True)
+class LowerBound:
+    """What an audit has shown, and what it could have shown.
+
+    Args:
+        epsilon_lower: what was audited is not (epsilon, delta)-DP for any smaller epsilon, with the stated confidence.
+        delta: at which epsilon is bounded.
+        confidence: probability, before the runs, that the bound would be true.
+        reach: the bound that as many outcomes would show if all spoke for it; below a claim no audit of this size can
+            refute it.
+        claimed: epsilon that what was audited reports for itself, if it does.
+    """
+
+    epsilon_lower: float
+    delta: float
+    confidence: float
+    reach: float
+    claimed: float | None = None
+
+    def contradicts(self, epsilon: float | None = None) -> bool:
+        """Returns whether the bound refutes (epsilon, delta)-DP.
+
+        Args:
+            epsilon: >= 0, at the audit's delta and adjacency; default the one claimed.
+        """
+        claim = self.claimed if epsilon is None else epsilon
+        if claim is None:
+            check.required(by=": nothing audited here made a claim", epsilon=None)
+        return self.epsilon_lower > check.nonnegative(epsilon=claim, allow_inf=True)
+
+    def _said(self, mu: str, where: str, counts: str) -> str:
+        said = (
+            f"With {100 * self.confidence:.6g} % confidence {mu}epsilon is at least"
+            f" {rounded_down(self.epsilon_lower)} at delta={self.delta:g} {where}: {counts} (at"
+            f" most {rounded_down(self.reach)} could be shown)."
+        )
+        if self.claimed is None:
+            return said
+        verdict = "REFUTED" if self.contradicts() else "not refuted"
+        return f"{said} The claim of epsilon {rounded_up(self.claimed)} is {verdict}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit(LowerBound):
     """A lower bound on epsilon, and the test that showed it.
 
     Args:
-        epsilon_lower: the mechanism is not (epsilon, delta)-DP for any smaller epsilon, with the stated confidence.
-        delta: at which epsilon is bounded.
-        confidence: probability, before the runs, that the bound would be true.
         trials: runs a side; those that did not choose the test are `tested`.
         tested: outputs a side that were counted.
         threshold: the test says "high" if score > threshold.
         high: the side (0 or 1 of the pair) whose scores are the higher ones.
         hits: high scores among the tested outputs of that side.
         false_hits: high scores among the tested outputs of the other side.
-        reach: the largest bound that so many trials can show, with a perfect test; below a claim no audit of this
-            size can refute it.
-        adjacency: of the pair, if the caller or the optimizer named it.
-        claimed: epsilon that the audited optimizer reports for itself, if it does.
+        adjacency: of the pair, if the optimizer named it.
     """
 
-    epsilon_lower: float
-    delta: float
-    confidence: float
     trials: int
     tested: int
     threshold: float
     high: int
     hits: int
     false_hits: int
-    reach: float
     adjacency: Adjacency | None = None
-    claimed: float | None = None
-
-    def contradicts(self, epsilon: float | None = None) -> bool:
-        """Returns whether the bound refutes that the mechanism is (epsilon, delta)-DP.
-
-        Args:
-            epsilon: >= 0, at the audit's delta and for the adjacency of its pair; default the one claimed.
-        """
-        claim = self.claimed if epsilon is None else epsilon
-        if claim is None:
-            raise ValueError(
-                "epsilon must be given: nothing audited here made a claim (got None)"
-            )
-        return self.epsilon_lower > check.nonnegative(epsilon=claim, allow_inf=True)
 
     def __str__(self) -> str:
-        pair = f"this {self.adjacency} pair" if self.adjacency else "this pair"
-        said = (
-            f"With {100 * self.confidence:.6g} % confidence epsilon is at least"
-            f" {rounded_down(self.epsilon_lower)} at delta={self.delta:g} for {pair}: {self.hits}"
-            f" hits against {self.false_hits} false ones in {self.tested} tests each (at most"
-            f" {rounded_down(self.reach)} could be shown)."
+        pair = f"{self.adjacency} pair" if self.adjacency else "pair"
+        counts = (
+            f"{self.hits} hits against {self.false_hits} false ones in {self.tested} tests each"
         )
-        if self.claimed is None:
-            return said
-        verdict = "REFUTED" if self.contradicts() else "not refuted"
-        return f"{said} The claim of epsilon {rounded_up(self.claimed)} is {verdict}."
+        return self._said("", f"for this {pair}", counts)
 
 
 def rounded_down(value: float) -> str:
@@ -217,18 +229,12 @@ def fitted_scores(first: Array, second: Array, fit: int) -> list[Sides]:
         first, second = _whitened(first, second, fit)
         means = first[:fit].mean(axis=0), second[:fit].mean(axis=0)
         variances = [side[:fit].var(axis=0) + _LEAST_SPREAD**2 for side in (first, second)]
-
-        def linear(outputs: Array) -> Array:
-            return np.asarray(outputs @ (means[1] - means[0]))
-
-        def gaussian(outputs: Array) -> Array:
-            near = (outputs - means[0]) ** 2 / variances[0]
-            far = (outputs - means[1]) ** 2 / variances[1]
-            return np.asarray((near - far).sum(axis=1))
-
-        scores = [(score(first), score(second)) for score in (linear, gaussian)]
+        scores = []
+        for outputs in (first, second):
+            near, far = ((outputs - means[k]) ** 2 / variances[k] for k in (0, 1))
+            scores.append((outputs @ (means[1] - means[0]), (near - far).sum(axis=1)))
     _require_finite(*scores[0], *scores[1])
-    return scores
+    return list(zip(*scores, strict=True))
 
 
 def _require_finite(*arrays: Array) -> None:
@@ -245,17 +251,16 @@ def _whitened(first: Array, second: Array, fit: int) -> Sides:
     scale = np.maximum(spread.std(axis=0), _LEAST_SPREAD * np.abs(means[1] - means[0]))
     _require_finite(scale)
     scale[scale == 0.0] = 1.0
-    first = (first - means[0]) / scale
-    second = (second - means[0]) / scale
-    spread = spread / scale
     dim = len(scale)
-    if 4 * dim > fit:  # too few outputs for a covariance
-        return first, second
-    root = np.linalg.cholesky(spread.T @ spread / len(spread) + _LEAST_SPREAD * np.eye(dim))
-    return (
-        solve_triangular(root, first.T, lower=True).T,
-        solve_triangular(root, second.T, lower=True).T,
-    )
+    root = np.eye(dim)
+    if 4 * dim <= fit:  # else too few outputs for a covariance
+        spread = spread / scale
+        root = np.linalg.cholesky(spread.T @ spread / len(spread) + _LEAST_SPREAD * root)
+    sides = [
+        solve_triangular(root, ((side - means[0]) / scale).T, lower=True).T
+        for side in (first, second)
+    ]
+    return sides[0], sides[1]
 
 
 _Input = TypeVar("_Input")
@@ -270,7 +275,6 @@ def audit(
     trials: int,
     confidence: float = 0.95,
     score: Callable[[Any], float] | None = None,
-    adjacency: Adjacency | None = None,
     seed: int | None = None,
 ) -> Audit:
     """Bounds the epsilon of a mechanism from below by running it on two neighboring inputs.
@@ -290,7 +294,6 @@ def audit(
         score: score(output) -> float, larger for one of the sides, e.g. a log likelihood ratio (may be infinite); any
             score is valid, a better one shows more. Default: the better of two fitted to a quarter of the outputs, a
             linear discriminant and the log likelihood ratio of Gaussians with different variances.
-        adjacency: named in the result, if given.
         seed: of the order of the runs; not of the mechanism's noise.
 
     Raises:
@@ -324,10 +327,8 @@ def audit(
         output = mechanism(pair[side])
         found[side].append(_vector(output) if score is None else _number(score(output)))
     if score is None:
-        result = audit_outputs(*found, delta=delta, confidence=confidence)
-    else:
-        result = judge([(np.array(found[0]), np.array(found[1]))], 0, delta, confidence)
-    return replace(result, adjacency=adjacency)
+        return audit_outputs(*found, delta=delta, confidence=confidence)
+    return judge([(np.array(found[0]), np.array(found[1]))], 0, delta, confidence)
 
 
 @typed

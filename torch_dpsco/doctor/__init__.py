@@ -15,10 +15,9 @@ from torch.optim import Optimizer
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.doctor.loop_checks import LOOP_CHECKS, ROW_FREE_CHECKS
-from torch_dpsco.doctor.model_checks import MODEL_CHECKS, ROW_CHECKS
+from torch_dpsco.doctor.checks import CHECKS, ROW_FREE_CHECKS
 from torch_dpsco.doctor.probe import examine
-from torch_dpsco.doctor.script import NO_RECORD, Diagnosis, Finding, Script, note
+from torch_dpsco.doctor.script import NO_RECORD, Diagnosis, Finding, Script
 from torch_dpsco.estimators.solved import SolvedOptimizer
 from torch_dpsco.rows.attach import first_step_of
 
@@ -78,9 +77,9 @@ def doctor(
         return Diagnosis.of(())
     script = Script(model, loss, loader, optimizer, scaler, record)
     evidence = examine(script)
-    note(script, evidence)
+    if evidence.isolation is not None:  # reports of the loader's optimizer quote it
+        script.source.isolation.checked = str(evidence.isolation)
     if script.attached:
-        first_step_of(script.module).probed = evidence.shows_rows
-    own = ROW_CHECKS if script.row_free is None else ROW_FREE_CHECKS
-    checks = (*MODEL_CHECKS, *own, *LOOP_CHECKS)
+        first_step_of(script.module).probed = evidence.compared
+    checks = CHECKS if script.row_free is None else (*CHECKS, *ROW_FREE_CHECKS)
     return Diagnosis.of(chain.from_iterable(check(script, evidence) for check in checks))

@@ -3,10 +3,13 @@
 The passes run where the parameters are moved a little: at a start of all zeros the terms that couple records, and
 those of a regularizer, would have no gradient. All passes use the same random numbers, so that dropout masks agree.
 
-Synthetic batches have the shapes and dtypes of a data set's first record, and do not depend on data values. Inputs are
-random in (0, 1), or 0 and 1 for integers; targets of (input, target) pairs are 1, or class 0. Alternative records have
-other values, and other targets too if the loss takes them (0, or class 1). What is not a tensor after collating is the
-first record's.
+Synthetic batches (`trial`) have the shapes and dtypes of a data set's first record, and do not depend on data values.
+Targets of (input, target) pairs are 1, or class 1; 0 if the loss refuses these. What is not a tensor after collating is
+the first record's.
+
+The guarantee assumes that for batches of ONE size a row is computed from its own record alone (docs/guarantees.md).
+Here that is looked at: synthetic records, the model's own weights, threads and device as they are. It is no proof.
+Rows are compared without forming those of Linear layers. Ghost clipping makes no rows, and only its loss is looked at.
 """
 
 from __future__ import annotations
@@ -15,79 +18,183 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from torch_dpsco.compat import hooks_made, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch_dpsco.doctor.script import (
-    Evidence,
-    JointRows,
-    Line,
-    NotScalarError,
-    OfBatch,
-    Pass,
-    Script,
-    is_ghost_loss_value,
-    movement,
-    remembered,
-    rows_of,
-    rows_to_probe,
-)
+from torch_dpsco.doctor.script import Finding, OfBatch, Script, is_ghost_loss_value
 from torch_dpsco.rows import Tape, clear_rows
 from torch_dpsco.rows.attach import attach, first_step_of
+from torch_dpsco.rows.blocks import Block, FactoredBlock
 from torch_dpsco.rows.forwards import forget_uses
+from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.trial import (
+    CHECKED,
+    HALF,
+    Isolation,
+    Leaf,
     Mixed,
     Rows,
-    Variant,
+    SyntheticBatches,
+    both_fills,
+    changed,
     compare,
     isolation,
-    outliers,
-    quantile_moved,
 )
 from torch_dpsco.trial.undo import Refused, Untouched, attempt, seed_torch
 
 ROUNDING = 1e-9  # relative, of sums in double precision in any order
 _SEED = 1_000_003
 _OTHER_SEED = 2_000_003
-_Scales = Sequence[float] | None  # of the inputs, by record
 _PLACES = (-3.0, -1.0, -0.3, 0.0, 0.3, 1.0, 3.0)  # of `Line`, for records of norm 1
+_MOST = 256  # rows of a batch whose bits are compared: more would make the start of `fit` slow
+_T = TypeVar("_T")
 
 
-def in_place(error: Exception) -> bool:
-    """Returns whether torch refused to change a tensor that a hook or a backward still needs."""
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and ("inplace" in text or "in-place" in text)
+class NotScalarError(ValueError):
+    """The loss did not return one number."""
 
 
-class _Outliers:
-    """Factors of the inputs of records, in place of batches of these.
+class JointRows:
+    """The rows of records over all parameters, as one answer.
 
     Args:
+        rows: by parameter; those of another number of records do not count.
         size: number of records.
-        nan: whether a record may be NaN. Rows of ghost clipping are gradients of single losses, in which the others are
-            times 0.
     """
 
-    def __init__(self, size: int, nan: bool) -> None:
-        self._size = size
-        self._nan = nan
+    def __init__(self, rows: Mapping[str, Rows], size: int) -> None:
+        self._rows = {name: made for name, made in rows.items() if len(made) == size}
+        self.shape = (size,)
+        self.tolerance = 10 * tolerance(rows)
 
-    def batch(self, change: list[float] | None) -> list[float]:
-        """Returns the factors."""
-        return [1.0] * self._size if change is None else change
+    def norms(self) -> Tensor:
+        """Returns the joint length for each record, (size,) float64."""
+        squares = [made.norms().square() for made in self._rows.values()]
+        return sum(squares, torch.zeros(self.shape, dtype=torch.float64)).sqrt()
 
-    def variants(self) -> Iterator[Variant]:
-        """Yields outliers, then a median and a 0.9 quantile that move."""
-        for found in outliers(self._size):
-            if self._nan or not math.isnan(found[2][0]):
-                yield Variant(*found)
-        # PRIVACY: NaN need not reach others through a quantile; these move the median and the 0.9 quantile
-        # (test_records_that_share_a_statistic_only_where_one_is_an_outlier_are_found)
-        yield Variant(*quantile_moved(10, 1))
+    def gaps(self, other: JointRows) -> Tensor:
+        """Returns how far other rows are for each record, (size,) float64."""
+        gaps = torch.zeros(self.shape, dtype=torch.float64)
+        for name, made in self._rows.items():
+            others = other._rows.get(name)
+            if others is not None:
+                # PRIVACY: what was finite and is not any more has moved, however it compares
+                # (test_rows_that_are_not_finite_any_more_have_moved)
+                gap = made.gaps(others).nan_to_num(math.inf).where(made.norms().isfinite(), 0.0)
+                gaps += gap.square()
+        return gaps.sqrt()
+
+
+def rows_of(block: Block) -> Rows:
+    """Returns the rows of the first parameter of a block."""
+    if not isinstance(block, FactoredBlock):
+        return Rows(block.dense()[0].detach())
+    # PRIVACY: copies: the next batch may be written over them
+    # (test_records_that_meet_in_memory_that_is_used_again_are_found)
+    left = block.backprops.detach() * block.scale
+    return Rows(left, block.acts.detach().to(left.dtype, copy=True) if block.weight else None)
+
+
+def tolerance(rows: Mapping[str, Rows]) -> float:
+    """Returns the relative difference of rows that rounding explains."""
+    dtypes = {made.dtype for made in rows.values()}
+    if dtypes & set(HALF):
+        return 3e-2
+    return 1e-5 if torch.float32 in dtypes else 1e-9
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward and backward in training mode.
+
+    Args:
+        value: what the loss returned.
+        totals: gradient of the loss by parameter, None for parameters that it does not reach; of a parameter with
+            factored rows only what comes from outside of its layer.
+        rows: per-sample gradients by parameter, of the parameters that have some.
+        factored: parameters whose total is not that of their rows.
+    """
+
+    value: Any
+    totals: Mapping[str, Tensor | None]
+    rows: Mapping[str, Rows]
+    factored: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Line:
+    """Gradients of single synthetic records at parameters on a line through 0.
+
+    Args:
+        places: (points,), increasing, where on the line.
+        direction: (dim,), of the line, of length 1.
+        grads: (records, points, dim).
+    """
+
+    places: Tensor
+    direction: Tensor
+    grads: Tensor
+
+
+@dataclass
+class Evidence:
+    """What the passes show; None or empty where they were not made.
+
+    Args:
+        size: records of the synthetic batch.
+        base: the batch.
+        mixed: with which other record 0 the gradients of others moved.
+        compared: whether rows were compared with other records beside them.
+        remembers: whether rows moved after another batch in place of the same one.
+        buffers: names of buffers and frozen parameters that a training forward changed.
+        losses: loss of the batch, of its double and of its triple, in evaluation mode.
+        random_loss: whether other random numbers give another loss in evaluation mode.
+        mixing: how far the gradient of the batch is from the sum of those of its records, relative.
+        mean_rows: whether rows were scaled by the size of the batch.
+        randomness: how far other random numbers move the gradient of the batch, relative.
+        line: gradients of single records.
+        refused: what could not be probed.
+        isolation: what moves the bits of a row.
+    """
+
+    size: int = 0
+    base: Pass | None = None
+    mixed: Mixed | None = None
+    compared: bool = False
+    remembers: bool = False
+    buffers: list[str] = field(default_factory=list)
+    losses: tuple[float, float, float] | None = None
+    random_loss: bool = False
+    mixing: float = 0.0
+    mean_rows: bool = False
+    randomness: float = 0.0
+    line: Line | None = None
+    refused: list[Refused] = field(default_factory=list)
+    isolation: Isolation | None = None
+
+    @property
+    def rows(self) -> Mapping[str, Rows]:
+        """The per-sample gradients of the batch by parameter, if there are any."""
+        return {} if self.base is None else self.base.rows
+
+    @property
+    def moving(self) -> bool:
+        """Whether there are rows that are not all zero."""
+        return any(bool(made.norms().any()) for made in self.rows.values())
+
+    def keep(self, outcome: _T | Refused) -> _T | None:
+        """Returns an outcome; notes it and returns None if it is a refusal."""
+        if isinstance(outcome, Refused):
+            self.refused.append(outcome)
+            return None
+        return outcome
+
+
+Check = Callable[[Script, Evidence], Iterator[Finding]]
 
 
 def examine(script: Script) -> Evidence:
@@ -104,7 +211,10 @@ def examine(script: Script) -> Evidence:
     try:
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")  # what warns here warns in training too
-            synthetic = evidence.keep(_synthetic_records(script))
+            made = attempt(
+                "making up a batch from the first record", lambda: SyntheticRecords(script)
+            )
+            synthetic = evidence.keep(made)
             if synthetic is not None:
                 _examine(script, evidence, state, synthetic)
     finally:
@@ -112,24 +222,6 @@ def examine(script: Script) -> Evidence:
         if script.row_free is not None:
             script.row_free.overlook(hooks_made() - hooks)
     return evidence
-
-
-def _synthetic_records(
-    script: Script, *, other_targets: bool = True
-) -> SyntheticRecords | Refused:
-    def build() -> SyntheticRecords:
-        device = next(iter(script.trainable.values())).device
-        ignored = getattr(script.loss, "ignore_index", None)
-        ignored = ignored if isinstance(ignored, int) else None
-        return SyntheticRecords(
-            script.first_record(),
-            script.collate,
-            device,
-            other_targets=other_targets,
-            ignored=ignored,
-        )
-
-    return attempt("making up a batch from the first record", build)
 
 
 def _examine(
@@ -150,13 +242,13 @@ def _examine(
         )
         if not isinstance(attached, Refused):
             _Probe(script, evidence, Untouched(script.module), synthetic, start).look_at_rows()
-        if not evidence.rows:  # layers without rows: what remains are sums
-            kept = [refused for refused in evidence.refused if in_place(refused.error)]
-            evidence.refused = kept if script.row_free is None else []  # only hooks in the way
-            probe.look_at_sums()
+        elif script.row_free is None:
+            evidence.keep(attached)
         if script.row_free is not None:
+            if not evidence.rows:
+                evidence.refused = []  # only rows were
             probe.look_at_single_records()
-    if script.loss is not None and evidence.weight is None:
+    if script.loss is not None:
         _clear(state)
         probe.look_at_sizes()
 
@@ -178,7 +270,6 @@ class _Probe:
         self.synthetic = synthetic
         self.start = start
         self.records = list(range(synthetic.size))
-        self.others = [i + synthetic.size for i in self.records]
 
     # -- what is looked at --------------------------------------------------------------------------------------------
 
@@ -191,102 +282,77 @@ class _Probe:
         evidence.mean_rows = (
             attached.mean if attached else self.script.hooks.loss_reduction == "mean"
         )
+        self._choose_pool()
         evidence.base = evidence.keep(self._pass(self.records))
         evidence.buffers = self.state.changed()
         if not evidence.rows:
             return
         again = evidence.keep(self._pass(self.records, start=False))
-        changed = self._pass([self.others[0], *self.records[1:]])
-        if isinstance(changed, Refused):  # the loss may not take the other targets
-            self.synthetic = (
-                evidence.keep(_synthetic_records(self.script, other_targets=False))
-                or self.synthetic
-            )
-            changed = self._pass([self.others[0], *self.records[1:]])
-        base = evidence.base
+        leaves = enumerate(self.synthetic.leaves)
         size = self.synthetic.size
-        kept = evidence.keep(changed)
-        if base is not None and kept is not None:
-            evidence.moved = movement(base, kept, size)[1:]
-        other = evidence.keep(self._pass(self.others))
-        after_other = (
-            None if other is None else evidence.keep(self._pass(self.records, start=False))
-        )
-        if base is not None and again is not None and after_other is not None:
-            evidence.drift = (
-                float(movement(again, after_other, size).max()),
-                float(movement(base, again, size).max()),
-            )
-        if self.synthetic.has_numbers:
-            # only now: a model that remembers a batch may not take one of another size
-            self._look_at_outliers()
+        inputs = {
+            k: [-1.0 if leaf.is_number else 0.0] * size for k, leaf in leaves if not leaf.label
+        }
+        other = evidence.keep(self._pass(self.records, inputs))
+        after = None if other is None else evidence.keep(self._pass(self.records, start=False))
+        if again is not None and after is not None:
+            first, second = (JointRows(one.rows, size) for one in (again, after))
+            evidence.remembers = bool(changed([first], [second]))
+        # only now: a model that remembers a batch may not take one of another size
+        found = compare(self._joint, both_fills(self.synthetic.leaves, size, any_size=True))
+        evidence.mixed = found if isinstance(found, Mixed) else None
+        evidence.compared = found == CHECKED and evidence.moving
         self._look_at_bits()
+
+    def _choose_pool(self) -> None:
+        """Takes zeros where the loss refuses ones."""
+        if isinstance(self._pass(self.records), Refused):
+            synthetic = self.synthetic
+            ones = synthetic.pool
+            synthetic.pool = SyntheticBatches(synthetic.leaves, synthetic.size, 0)
+            if isinstance(self._pass(self.records), Refused):
+                synthetic.pool = ones
+
+    def _joint(self, made: list[Tensor]) -> list[JointRows]:
+        size = self.synthetic.records_in(made)
+        self._start()
+        return [JointRows(self._gradients(made).rows, size)]
 
     def _look_at_bits(self) -> None:
         """Compares the bits of one row in batches of several sizes, places and companies."""
-        rows = rows_to_probe(self.script)
-        script = self.script
-        if rows is None:
+        source = self.script.source
+        if not self.script.attached or not isinstance(source, PrivateLoader):
             return
+        most = source.physical_batch_size or source.design.batch_size
+        rows = max(2, min(_MOST, most if source.slots is None else source.slots.block))
+
+        pool = SyntheticBatches(self.synthetic.leaves, 2 * self.synthetic.size, None)
 
         def row(records: list[int], places: list[int], other: bool) -> list[JointRows]:
             self._start(_OTHER_SEED if other else _SEED)
-            found = self._gradients(records, only=torch.tensor(places)).rows
+            made = pool.batch(records=records)
+            found = self._gradients(made, only=torch.tensor(places)).rows
             each = [
                 {name: made.at(k) for name, made in found.items()} for k in range(len(places))
             ]
             return [JointRows(rows, 1) for rows in each]
 
-        device = next(iter(script.trainable.values())).device
-        known = partial(
-            remembered,
-            script.module,
-            device,
-            rows,
-            lambda: isolation(row, len(self.records), rows),
+        found = attempt(
+            "comparing bits of rows", lambda: isolation(row, 2 * len(self.records), rows)
         )
-        found = attempt("comparing bits of rows", known)
         if not isinstance(found, Refused):  # e.g. memory: then it is not known
             self.evidence.isolation = found
-
-    def _look_at_outliers(self) -> None:
-        """Makes record 0 an outlier of several sizes, and moves quantiles of the records from small to large ones."""
-
-        def joint(scales: list[float]) -> list[JointRows]:
-            records = [place % self.synthetic.size for place in range(len(scales))]
-            self._start()
-            return [JointRows(self._gradients(records, scales).rows, len(scales))]
-
-        found = compare(joint, [_Outliers(self.synthetic.size, not self.script.ghost)])
-        self.evidence.mixed = found if isinstance(found, Mixed) else None
-
-    def look_at_sums(self) -> None:
-        """Tests whether gradients of batches are sums over records: g(a,R) + g(b,S) = g(b,R) + g(a,S)."""
-        evidence = self.evidence
-        parts = [self.records[1:3], self.records[3:5]]
-        evidence.base = evidence.keep(self._pass(self.records))
-        evidence.buffers = self.state.changed()
-        if evidence.base is None:
-            return
-        batches = [
-            [first, *part] for first in (self.records[0], self.others[0]) for part in parts
-        ]
-        passes = [evidence.keep(self._pass(batch)) for batch in batches]
-        totals = [_joined(p.totals) for p in passes if p is not None]
-        if len(totals) == len(batches):
-            gap = totals[0] - totals[1] - totals[2] + totals[3]
-            evidence.mixing = float(
-                gap.norm() / sum(total.norm() for total in totals).clamp_min(1e-30)
-            )
 
     def look_at_single_records(self) -> None:
         """Compares the gradient of the batch with those of its records alone, and follows these along a line."""
         evidence = self.evidence
-        batch = evidence.keep(self._pass(self.records))
+        batch = evidence.keep(self._pass(self.records, self._wide(len(self.records))))
+        evidence.buffers = self.state.changed()
         if batch is None or not bool((total := _joined(batch.totals)).any()):
             return
         length = total.norm()
-        other = evidence.keep(self._pass(self.records, seed=_OTHER_SEED))
+        wide = self._wide(len(self.records))
+        other = evidence.keep(self._pass(self.records, wide, _OTHER_SEED))
         evidence.randomness = (
             0.0 if other is None else float((_joined(other.totals) - total).norm() / length)
         )
@@ -295,9 +361,8 @@ class _Probe:
         alone = self._alone()
         if alone is not None:
             added = alone.sum(0)
-            evidence.weight = float(total @ added / added.square().sum())
-            gap = float((total - evidence.weight * added).norm() / length)
-            evidence.mixing = max(gap, evidence.mixing or 0.0)
+            weight = float(total @ added / added.square().sum())
+            evidence.mixing = float((total - weight * added).norm() / length)
         self._follow(
             {name: None if g is None else g / length for name, g in batch.totals.items()}
         )
@@ -321,9 +386,14 @@ class _Probe:
 
     def _alone(self) -> Tensor | None:
         """Returns the gradient of each record by itself, (records, dim)."""
-        passes = [self.evidence.keep(self._pass([record])) for record in self.records]
+        passes = [self.evidence.keep(self._pass([k], self._wide(1))) for k in self.records]
         made = [_joined(one.totals) for one in passes if one is not None]
         return torch.stack(made) if len(made) == len(passes) else None
+
+    def _wide(self, records: int) -> dict[int, list[float]]:
+        """Returns factors by which records of a few numbers come to their bounds."""
+        leaves = enumerate(self.synthetic.leaves)
+        return {k: [2.0] * records for k, leaf in leaves if leaf.is_number}
 
     def look_at_sizes(self) -> None:
         """Computes the loss of the batch, of its double and of its triple, in evaluation mode."""
@@ -331,7 +401,7 @@ class _Probe:
         def value(copies: int, seed: int = _SEED) -> float:
             self._start(seed, training=False)
             with torch.no_grad():
-                result = self._loss(self.records * copies)
+                result = self._loss(self.synthetic.pool.batch(records=self.records * copies))
             return float(result.detach() if is_ghost_loss_value(result) else _scalar(result))
 
         def values() -> tuple[tuple[float, float, float], bool]:
@@ -359,9 +429,9 @@ class _Probe:
             self.script.module.train(training)
         seed_torch(seed)
 
-    def _loss(self, records: Sequence[int], scales: _Scales = None) -> Any:
+    def _loss(self, made: list[Tensor]) -> Any:
         script = self.script
-        batch = script.bounded(self.synthetic.batch(records, scales))
+        batch = script.bounded(self.synthetic.batch(made))
         if script.loss is None:
             return _of_outputs(script.module(batch[0] if self.synthetic.is_pair else batch))
         if self.synthetic.is_pair and not isinstance(script.loss, OfBatch):
@@ -371,7 +441,7 @@ class _Probe:
     def _pass(
         self,
         records: Sequence[int],
-        scales: _Scales = None,
+        change: Mapping[int, Sequence[float]] | None = None,
         seed: int = _SEED,
         *,
         start: bool = True,
@@ -382,23 +452,14 @@ class _Probe:
             if start:
                 self._start(seed)
             seed_torch(seed)
-            return self._gradients(records, scales)
+            return self._gradients(self.synthetic.pool.batch(change, records))
 
         return attempt("a training pass over a made-up batch", run)
 
-    def _forget_rows(self) -> None:
-        for p in self.script.trainable.values():
-            if getattr(p, "grad_sample", None) is not None:
-                p.grad_sample = None  # type: ignore[attr-defined]
-            if isinstance(tape := getattr(p, "grad_factors", None), Tape):
-                tape.clear()
-
-    def _gradients(
-        self, records: Sequence[int], scales: _Scales = None, only: Tensor | None = None
-    ) -> Pass:
-        value = self._loss(records, scales)
+    def _gradients(self, made: list[Tensor], only: Tensor | None = None) -> Pass:
+        value = self._loss(made)
         if is_ghost_loss_value(value):
-            return self._ghost_gradients(value)
+            return Pass(value, {}, {})
         params = self.script.trainable
         # not backward(): it would call hooks on the parameters, and nothing may stay in p.grad
         grads = torch.autograd.grad(_scalar(value), list(params.values()), allow_unused=True)
@@ -410,30 +471,10 @@ class _Probe:
                 block = tape.blocks(weight=p is tape.weight, bias=p is tape.bias)[0]
                 rows[name] = rows_of(block if only is None else block.select(only))
                 factored.add(name)
-            elif isinstance(made := getattr(p, "grad_sample", None), Tensor):
-                rows[name] = Rows(made.detach() if only is None else made.detach()[only])
-        self._forget_rows()
+            elif isinstance(dense := getattr(p, "grad_sample", None), Tensor):
+                rows[name] = Rows(dense.detach() if only is None else dense.detach()[only])
+        clear_rows(list(params.values()))
         return Pass(value, dict(zip(params, grads, strict=True)), rows, frozenset(factored))
-
-    def _ghost_gradients(self, value: Any) -> Pass:
-        """Takes the norms from the hooks, and the gradient of each record's loss, which is what gets released."""
-        params = self.script.trainable
-        hooks = self.script.hooks
-        losses = value.loss_per_sample
-        every = list(params.values())
-        reduced = losses.mean(0) if value.loss_reduction == "mean" else losses.sum(0)
-        totals = torch.autograd.grad(reduced.sum(), every, retain_graph=True, allow_unused=True)
-        found = dict(zip(params, totals, strict=True))
-        normed = [name for name, p in params.items() if hasattr(p, "_norm_sample")]
-        if hooks is None or losses.dim() != 1:
-            return Pass(value, found, {})
-        norms = hooks.get_norm_sample().detach() if len(normed) == len(params) else None
-        hooks.disable_hooks()
-        options: Any = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-        grads = [torch.autograd.grad(loss, every, **options) for loss in losses]
-        hooks.enable_hooks()
-        stacked = dict(zip(params, map(torch.stack, zip(*grads, strict=True)), strict=True))
-        return Pass(value, found, {name: Rows(stacked[name]) for name in normed}, norms=norms)
 
 
 def _clear(state: Untouched, moved: Mapping[int, Tensor] | None = None) -> None:
@@ -478,72 +519,56 @@ def _joined(totals: Any) -> Tensor:
     )
 
 
-_VALUES = 20_240_229
 _SIZES = (5, 7, 11, 13, 17, 19)
 
 
 class SyntheticRecords:
-    """A pool of synthetic records, from which batches are collated.
-
-    Record i < size and record i + size are two versions of the same position.
+    """What a batch of synthetic records looks like, and how tensors become one.
 
     Args:
-        record: gives number of tensors, shapes and dtypes.
-        collate: makes a batch of a list of records.
-        device: where the batches go.
-        other_targets: whether the second versions have other targets too.
-        ignored: class number that the loss ignores; the second versions of records with several targets have it.
+        script: whose first record gives number of tensors, shapes and dtypes.
 
     Raises:
         ValueError: the collated batch has no tensor with a dimension for the records.
     """
 
-    def __init__(
-        self,
-        record: Any,
-        collate: Callable[[list[Any]], Any],
-        device: torch.device,
-        *,
-        other_targets: bool = True,
-        ignored: int | None = None,
-    ) -> None:
+    def __init__(self, script: Script) -> None:
         # a record of a TensorDataset is a view, whose deepcopy copies ALL records: cut the views off once
         self._record = tree_map(
-            lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, record
+            lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf,
+            script.first_record(),
         )
-        self._collate = collate
-        self._device = device
-        leaves, structure = self._template(2)
+        self._collate = script.collate
+        device = next(iter(script.trainable.values())).device
+        found, structure = self._template(2)
         more = self._template(3)[0]
         # where all is made up, and for any number of records alike, the collate function is not asked again
-        alike = len(more) == len(leaves) and all(isinstance(leaf, Tensor) for leaf in leaves)
+        alike = len(more) == len(found) and all(isinstance(leaf, Tensor) for leaf in found)
         self._structure = structure if alike else None
-        self._dims = list(map(_batch_dim, leaves, more))
-        if all(dim is None for dim in self._dims):
+        dims = list(map(_batch_dim, found, more))
+        if all(dim is None for dim in dims):
             raise ValueError("a batch must hold a tensor with one entry per record (got none)")
-        lengths = {n for leaf in leaves if isinstance(leaf, Tensor) for n in leaf.shape}
+        lengths = {n for leaf in found if isinstance(leaf, Tensor) for n in leaf.shape}
         self.size = next((size for size in _SIZES if size not in lengths), _SIZES[0])
-        batch = tree_unflatten(leaves, structure)
+        batch = tree_unflatten(found, structure)
         self.is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
-        n_inputs = len(tree_leaves(batch[0])) if self.is_pair else len(leaves)
-        generator = torch.Generator().manual_seed(_VALUES)
-        self._pools: list[Tensor | None] = []
-        self._scaled = set()  # the places of inputs that are numbers, which can be large or small
-        for place, (leaf, dim) in enumerate(zip(leaves, self._dims, strict=True)):
-            if not isinstance(leaf, Tensor):
-                self._pools.append(None)
-                continue
-            shape = [2 * self.size if d == dim else n for d, n in enumerate(leaf.shape)]
-            if place < n_inputs:
-                self._pools.append(_values(shape, leaf.dtype, generator))
-                if dim is not None and leaf.is_floating_point():
-                    self._scaled.add(place)
-            else:
-                self._pools.append(
-                    _targets(
-                        shape, leaf.dtype, dim if other_targets else None, self.size, ignored
-                    )
-                )
+        inputs = len(tree_leaves(batch[0])) if self.is_pair else len(found)
+        ignored = getattr(script.loss, "ignore_index", None)
+        self._places = [k for k, leaf in enumerate(found) if isinstance(leaf, Tensor)]
+        self.leaves = []
+        for k in self._places:
+            whole = not found[k].is_floating_point() and k >= inputs and isinstance(ignored, int)
+            own = ignored if whole else None
+            leaf = Leaf(
+                tuple(found[k].shape),
+                found[k].dtype,
+                device,
+                dims[k],
+                label=k >= inputs,
+                ignored=own,
+            )
+            self.leaves.append(leaf)
+        self.pool = SyntheticBatches(self.leaves, self.size, 1)
 
     def _template(self, size: int) -> tuple[list[Any], Any]:
         batch = self._collate([copy.deepcopy(self._record) for _ in range(size)])
@@ -552,24 +577,18 @@ class SyntheticRecords:
         flat: tuple[list[Any], Any] = tree_flatten(batch)
         return flat
 
-    @property
-    def has_numbers(self) -> bool:
-        """Whether inputs are numbers that can be large or small."""
-        return bool(self._scaled)
+    def records_in(self, made: Sequence[Tensor]) -> int:
+        """Returns the number of records of tensors."""
+        pairs = zip(made, self.leaves, strict=True)
+        return next(t.shape[leaf.dim] for t, leaf in pairs if leaf.dim is not None)
 
-    def batch(self, records: Sequence[int], scales: Sequence[float] | None = None) -> Any:
-        """Returns the batch of some records of the pool; `scales`: times a number for the inputs of each."""
-        index = torch.tensor(list(records))
-        made_up = list(self._pools), self._structure
-        out, structure = self._template(len(records)) if self._structure is None else made_up
-        for place, (pool, dim) in enumerate(zip(self._pools, self._dims, strict=True)):
-            if pool is not None:
-                values = pool if dim is None else pool.index_select(dim, index)
-                if scales is not None and dim is not None and place in self._scaled:
-                    shape = [1] * values.dim()
-                    shape[dim] = len(records)
-                    values = values * torch.tensor(scales, dtype=values.dtype).view(shape)
-                out[place] = values.to(self._device)
+    def batch(self, made: Sequence[Tensor]) -> Any:
+        """Returns the batch of tensors."""
+        if self._structure is not None:
+            return tree_unflatten(list(made), self._structure)
+        out, structure = self._template(self.records_in(made))
+        for place, t in zip(self._places, made, strict=True):
+            out[place] = t
         return tree_unflatten(out, structure)
 
 
@@ -581,25 +600,3 @@ def _batch_dim(leaf: Any, other: Any) -> int | None:
         d for d, (a, b) in enumerate(zip(leaf.shape, other.shape, strict=False)) if a != b
     ]
     return differing[0] if len(differing) == 1 else None
-
-
-def _values(shape: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.rand(shape, generator=generator, dtype=torch.float64).to(dtype)
-    return torch.randint(0, 2, shape, generator=generator).to(dtype)
-
-
-def _targets(
-    shape: list[int], dtype: torch.dtype, dim: int | None, size: int, ignored: int | None
-) -> Tensor:
-    # 1 is a legal target of every loss that knows labels +-1, labels 0 and 1, or real numbers
-    first = 1 if dtype.is_floating_point else 0
-    targets = torch.full(shape, first).to(dtype)
-    if dim is not None:
-        others = targets.narrow(dim, size, size).fill_(1 - first)
-        # a mean over the targets that are not ignored couples the records; where a record has one target only, `fit`
-        # looks at the batches themselves, for the loss's default would be refused everywhere
-        several = [d for d, n in enumerate(others.shape) if d != dim and n > 1]
-        if ignored is not None and several and not dtype.is_floating_point:
-            others.select(several[0], 0).fill_(ignored)
-    return targets

@@ -70,11 +70,11 @@ class Columns:
                     )
         kinds = [schema.field(name).type for name in names]
         for name, kind in zip(names, kinds, strict=True):
-            if not _is_number(kind):
+            if not is_number(kind):
                 raise TypeError(
                     f"column {name!r} must be of numbers (got {kind}): encode it by public rules"
                 )
-        numbers = tuple(_is_number(schema.field(name).type) for name in others)
+        numbers = tuple(is_number(schema.field(name).type) for name in others)
         return cls(
             tuple(names), tuple(others), numbers, all(kind == pa.float32() for kind in kinds)
         )
@@ -133,7 +133,8 @@ def pandas_is_number(dtype: Any) -> bool:
     return getattr(dtype, "kind", "O") in "biuf"
 
 
-def _is_number(kind: Any) -> bool:
+def is_number(kind: Any) -> bool:
+    """Whether a type of Arrow is one of numbers."""
     return bool(
         pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
     )
@@ -141,7 +142,7 @@ def _is_number(kind: Any) -> bool:
 
 def _numbers(name: str, column: Any) -> NDArray[Any]:
     """Returns numbers, NaN for missing ones."""
-    if not (_is_number(column.type) or pa.types.is_null(column.type)):
+    if not (is_number(column.type) or pa.types.is_null(column.type)):
         raise TypeError(f"column {name!r} must be of numbers in each block (got {column.type})")
     kind = column.type if pa.types.is_floating(column.type) else pa.float64()
     return np.asarray(column.cast(kind, safe=False).to_numpy(zero_copy_only=False))

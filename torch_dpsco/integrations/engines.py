@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +19,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.integrations._columns import Block, Columns, pandas_is_number
 
-_Result = TypeVar("_Result")
+_Function = Callable[[Iterator[Block]], Any]
 
 
 @typed
@@ -30,7 +29,7 @@ def dask_partitions(
     features: Sequence[str] | None = None,
     *,
     sample_weight: str | None = None,
-) -> _Dask:
+) -> _Table:
     """Returns the partitions of a dask data frame, for `fit`; each is one pandas frame in the memory of a worker.
 
     Args:
@@ -45,9 +44,16 @@ def dask_partitions(
     """
     _require_table("to_delayed", "a dask.dataframe.DataFrame", frame=frame)
     kinds = [(name, _arrow_kind(dtype)) for name, dtype in frame.dtypes.items()]
-    return _Dask(
-        frame.to_delayed(), Columns.of(pa.schema(kinds), target, features, sample_weight)
-    )
+    columns = Columns.of(pa.schema(kinds), target, features, sample_weight)
+    frames = frame.to_delayed()
+
+    def run(function: _Function) -> list[Any]:
+        import dask
+
+        task = dask.delayed(_of_pandas, pure=False)
+        return list(dask.compute(*(task(function, columns, part) for part in frames)))
+
+    return _Table(run)
 
 
 @typed
@@ -57,7 +63,7 @@ def ray_partitions(
     features: Sequence[str] | None = None,
     *,
     sample_weight: str | None = None,
-) -> _Ray:
+) -> _Table:
     """Returns the blocks of a Ray data set, for `fit`; it is materialized, once, in the object store.
 
     Args:
@@ -76,7 +82,14 @@ def ray_partitions(
     tables = dataset.materialize().to_arrow_refs()
     schemas = ray.get([ray.remote(_schema).remote(table) for table in tables])
     first = next((schema for schema in schemas if schema.names), pa.schema([]))
-    return _Ray(tables, Columns.of(first, target, features, sample_weight))
+    columns = Columns.of(first, target, features, sample_weight)
+
+    def run(function: _Function) -> list[Any]:
+        task = ray.remote(_of_table)
+        shared = ray.put(function)
+        return list(ray.get([task.remote(shared, columns, table) for table in tables]))
+
+    return _Table(run)
 
 
 @typed
@@ -86,7 +99,7 @@ def spark_partitions(
     features: Sequence[str] | None = None,
     *,
     sample_weight: str | None = None,
-) -> _Spark:
+) -> _Table:
     """Returns the partitions of a Spark data frame, for `fit`; they are read in Arrow batches, a few in memory each.
 
     Args:
@@ -102,9 +115,22 @@ def spark_partitions(
     """
     _require_table("mapInArrow", "a pyspark.sql.DataFrame", frame=frame)
     columns = Columns.of(frame.limit(0).toArrow().schema, target, features, sample_weight)
-    return _Spark(
-        frame.select(*(f"`{name}`" for name in (*columns.names, *columns.others))), columns
-    )
+    chosen = frame.select(*(f"`{name}`" for name in (*columns.names, *columns.others)))
+
+    def run(function: _Function) -> list[Any]:
+        def partition(batches: Iterator[Any]) -> Iterator[Any]:  # a data frame does not travel
+            from pyspark import TaskContext
+
+            place = TaskContext.get().partitionId()
+            result = pickle.dumps(function(_arrow_blocks(columns, batches)))
+            yield pa.RecordBatch.from_pydict(
+                {"place": pa.array([place], pa.int32()), "result": [result]}
+            )
+
+        rows = chosen.mapInArrow(partition, "place int, result binary").collect()
+        return [pickle.loads(row.result) for row in sorted(rows, key=lambda row: row.place)]
+
+    return _Table(run)
 
 
 def _require_table(method: str, kind: str, **table: Any) -> None:
@@ -114,71 +140,22 @@ def _require_table(method: str, kind: str, **table: Any) -> None:
         raise ValueError(f"{name} must be {kind} (got {check.shown(value)})")
 
 
-@dataclass(frozen=True)
-class _Dask:
-    """`streams.partitions.Partitions` of delayed pandas frames."""
+class _Table:
+    """`streams.partitions.Partitions` on an engine.
 
-    frames: list[Any]
-    columns: Columns
+    Args:
+        run: as in `Partitions`.
+    """
 
-    def run(self, function: Callable[[Iterator[Block]], _Result]) -> list[_Result]:
-        """As in `Partitions`."""
-        import dask
-
-        task = dask.delayed(_of_pandas, pure=False)
-        return list(dask.compute(*(task(function, self.columns, frame) for frame in self.frames)))
+    def __init__(self, run: Callable[[_Function], list[Any]]) -> None:
+        self.run = run
 
 
-@dataclass(frozen=True)
-class _Ray:
-    """`streams.partitions.Partitions` of Arrow tables in the object store."""
-
-    tables: list[Any]
-    columns: Columns
-
-    def run(self, function: Callable[[Iterator[Block]], _Result]) -> list[_Result]:
-        """As in `Partitions`."""
-        import ray
-
-        task = ray.remote(_of_table)
-        shared = ray.put(function)
-        return list(ray.get([task.remote(shared, self.columns, table) for table in self.tables]))
-
-
-@dataclass(frozen=True)
-class _Spark:
-    """`streams.partitions.Partitions` of a data frame."""
-
-    frame: Any
-    columns: Columns
-
-    def run(self, function: Callable[[Iterator[Block]], _Result]) -> list[_Result]:
-        """As in `Partitions`."""
-        columns = self.columns  # not self: a data frame does not travel
-
-        def partition(batches: Iterator[Any]) -> Iterator[Any]:
-            from pyspark import TaskContext
-
-            context = TaskContext.get()
-            assert context is not None
-            result = pickle.dumps(function(_arrow_blocks(columns, batches)))
-            yield pa.RecordBatch.from_pydict(
-                {"place": pa.array([context.partitionId()], pa.int32()), "result": [result]}
-            )
-
-        rows = self.frame.mapInArrow(partition, "place int, result binary").collect()
-        return [pickle.loads(row.result) for row in sorted(rows, key=lambda row: row.place)]
-
-
-def _of_pandas(
-    function: Callable[[Iterator[Block]], _Result], columns: Columns, frame: Any
-) -> _Result:
+def _of_pandas(function: _Function, columns: Columns, frame: Any) -> Any:
     return function(iter([columns.pandas_block(frame)]))
 
 
-def _of_table(
-    function: Callable[[Iterator[Block]], _Result], columns: Columns, table: Any
-) -> _Result:
+def _of_table(function: _Function, columns: Columns, table: Any) -> Any:
     return function(_arrow_blocks(columns, [table] if len(table) else []))
 
 

@@ -22,24 +22,74 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    DeviceStatsMonitor,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    WeightAveraging,
+)
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.report.figures import rounded_up
+from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.doctor.script import OfBatch
 from torch_dpsco.errors import PrivacyError, SequenceError, warn
-from torch_dpsco.integrations import lightning_checks as checks
 from torch_dpsco.make_private import attach_sound, note_probed, require_sound
 from torch_dpsco.rows.attach import detach, is_attached
 from torch_dpsco.sampling import PrivateLoader
+from torch_dpsco.sampling.replaced import require_replaceable
 from torch_dpsco.secret import SecretState
 from torch_dpsco.show.loggers import Logger, in_single, public_numbers
 from torch_dpsco.step.checks import require_same_parameters
 from torch_dpsco.step.step import PrivateOptimizer
 from torch_dpsco.train import steps_to_make
 
+_PRECISIONS = ("32-true", "64-true", "bf16-mixed")
+_CLIP = "the plan has the clip, of each record's gradient, and this one would do nothing: leave it away"
+_RUNS = (
+    "it spends the budget, or leaves draws out: leave it away, and try the script by dp.doctor"
+)
+_USUAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "gradient_clip_val": ((None, 0), _CLIP),
+    "gradient_clip_algorithm": ((None,), _CLIP),
+    "fast_dev_run": ((False, 0), _RUNS),
+    "overfit_batches": ((0,), _RUNS),
+    "limit_train_batches": ((1.0,), f"{_RUNS}; max_steps is the plan's"),
+    "reload_dataloaders_every_n_epochs": ((0,), _RUNS),
+    "precision": (_PRECISIONS, f"take one of {', '.join(_PRECISIONS)}"),
+    "automatic_optimization": ((True,), "return the loss from training_step"),
+}
+_CALLBACKS = {
+    GradientAccumulationScheduler: "give one accumulate_grad_batches to the Trainer",
+    StochasticWeightAveraging: "give average= to the plan",
+    WeightAveraging: "give average= to the plan",
+    BatchSizeFinder: (
+        "its trials are steps; the plan has the batch size, and accumulate_grad_batches the memory"
+    ),
+    LearningRateFinder: (
+        "its trials are steps, decided by training losses; the plan has the step size"
+    ),
+    ModelPruning: "it changes parameters between steps; prune the released model",
+}
+_TELLING = {
+    DeviceStatsMonitor: (
+        "memory follows the sizes of draws; PrivateTraining(private_logs=True) if logs stay private"
+    ),
+    ThroughputMonitor: (
+        "it logs the sizes of draws; PrivateTraining(private_logs=True) if logs stay private"
+    ),
+}
 _QUERY = "torch_dpsco_query"  # in checkpoints, beside the answer: the point of the next step
 
 
@@ -54,8 +104,6 @@ class PrivateTraining(Callback):
     Args:
         loss_reduction: "mean" or "sum", how the loss of `training_step` reduces over the batch.
         users: for optimizers that protect users: the id of the user of each record.
-        padding: see `PrivateOptimizer.loader`.
-        delta: at which epsilon is shown; default the budget's.
         private_logs: YOU keep bars and loggers as confidential as the records: `self.log` in training hooks then works.
             Else such values are left out, with a warning. Callbacks never see them.
         private_checkpoints: YOU keep checkpoints as confidential as the records, which is asked for where they hold
@@ -77,8 +125,6 @@ class PrivateTraining(Callback):
         *,
         loss_reduction: str = "mean",
         users: Any = None,
-        padding: bool | None = None,
-        delta: float | None = None,
         private_logs: bool = False,
         private_checkpoints: bool = False,
     ) -> None:
@@ -86,8 +132,6 @@ class PrivateTraining(Callback):
         self.private_logs = private_logs
         self.private_checkpoints = private_checkpoints
         self._users = users
-        self._padding = padding
-        self._delta = None if delta is None else check.open_interval(0.0, 1.0, delta=delta)
         self._undo: list[Callable[[], None]] = []
         self._saved: dict[str, Any] | None = (
             None  # optimizer's state in the checkpoint that fit goes on with
@@ -107,7 +151,7 @@ class PrivateTraining(Callback):
         self._close()
         if stage != "fit":
             return
-        checks.require_settings(trainer, pl_module, self.private_logs)
+        _require_settings(trainer, pl_module, self.private_logs)
         self._told = False
         self._drawn = False
         self.optimizer = None
@@ -157,7 +201,7 @@ class PrivateTraining(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes the optimizer up where the checkpoint is, and compares the Trainer's limits with the plan."""
-        self.optimizer = optimizer = checks.private_optimizer(trainer)
+        self.optimizer = optimizer = _private_optimizer(trainer)
         require_same_parameters(pl_module, optimizer)
         lost = (
             self._saved is not None and not self._saved["dpsco"]["finalized"]
@@ -172,8 +216,8 @@ class PrivateTraining(Callback):
             else:
                 optimizer.resume(self._saved)
             self._saved = None
-        self._goal = checks.last_step(trainer, optimizer)
-        self._logger = Logger(self._write, every=self._every, delta=self._delta)
+        self._goal = _last_step(trainer, optimizer)
+        self._logger = Logger(self._write, every=self._every)
         if (
             not self._is_over(trainer, optimizer, lost)
             and (plan := getattr(optimizer, "_plan", None)) is not None
@@ -224,7 +268,7 @@ class PrivateTraining(Callback):
                 "Trainer.fit must be given one training loader: join the data sets of several"
             )
         self._drawn = True
-        checks.require_train_loader(loader, optimizer)
+        _require_train_loader(loader, optimizer)
         optimizer.discard()  # what a run before left in progress comes again
         parts = self._accumulate
         private = optimizer.loader(
@@ -238,7 +282,6 @@ class PrivateTraining(Callback):
             collate_fn=loader.collate_fn,
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
-            padding=self._padding,
         )
         self._probe(private, optimizer)
         self._require_secrets_kept(optimizer)
@@ -246,7 +289,7 @@ class PrivateTraining(Callback):
 
     def _probe(self, loader: PrivateLoader, optimizer: PrivateOptimizer) -> None:
         """Attaches the model, and tries it and the training step on made-up records."""
-        model = checks.model_of(self._module)
+        model = _model_of(self._module)
         loss = OfBatch(lambda model, batch: _loss_of(self._training_step(batch, 0)))
         self._probing = True
         try:
@@ -262,7 +305,7 @@ class PrivateTraining(Callback):
 
     def _training_step(self, batch: Any, index: int) -> Any:
         return self._trainer.strategy.training_step(
-            *checks.arguments_of_step(self._module, batch, index)
+            *_arguments_of_step(self._module, batch, index)
         )
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -308,10 +351,10 @@ class PrivateTraining(Callback):
         optimizer = self.optimizer
         assert optimizer is not None
         self._logger(optimizer)
-        if (done := optimizer.steps >= self._goal) or optimizer.steps % self._every == 0:
-            spent = public_numbers(optimizer, self._delta).epsilon
-            if spent is not None:
-                self._log("epsilon", _shown(spent), prog_bar=True, logger=False, batch_size=1)
+        done = optimizer.steps >= self._goal
+        due = done or optimizer.steps % self._every == 0
+        if due and (spent := public_numbers(optimizer).get("epsilon")) is not None:
+            self._log("epsilon", _shown(spent), prog_bar=True, logger=False, batch_size=1)
         if done:
             trainer.should_stop = True
 
@@ -328,7 +371,7 @@ class PrivateTraining(Callback):
             return
         if any(
             name == watched.removesuffix("_step").removesuffix("_epoch")
-            for watched in checks.watched(self._trainer)
+            for watched in _watched(self._trainer)
         ):
             # PRIVACY: when a run stops, or which iterate is kept, would tell of the records
             # (test_nobody_decides_by_a_training_loss)
@@ -451,3 +494,146 @@ def _shown(epsilon: float) -> float:
         rounded_up(math.ceil(epsilon * 1000.0) / 1000.0 if math.isfinite(epsilon) else epsilon, 3)
     )
     return in_single({"privacy/epsilon": short})["privacy/epsilon"]
+
+
+# -- what goes with private steps ------------------------------------------------------------------------------------
+
+
+def _require_settings(trainer: Any, module: LightningModule, private_logs: bool) -> None:
+    """Raises SequenceError for a setting that would void the guarantee, or would do nothing in silence."""
+    for name, (fine, way_out) in _USUAL.items():
+        value = getattr(module if name == "automatic_optimization" else trainer, name)
+        if value not in fine or (name == "limit_train_batches" and not isinstance(value, float)):
+            # PRIVACY: (test_settings_that_do_not_go_with_private_steps_are_refused_by_name)
+            raise SequenceError(
+                f"{name} must be {fine[0]!r} for private training (got {value!r}): {way_out}"
+            )
+    if type(trainer.strategy) is not SingleDeviceStrategy:
+        # PRIVACY: gradients of all processes would be joined before they are clipped
+        # (test_settings_that_do_not_go_with_private_steps_are_refused_by_name)
+        raise SequenceError(
+            "strategy must be that of one device for private training (got"
+            f" {type(trainer.strategy).__name__}): give devices=1; for several processes write the"
+            " loop with dp.fit, a plain model in each, under torchrun (docs/distributed.md)"
+        )
+    _require_own_calls(trainer, module, private_logs)
+
+
+def _require_own_calls(trainer: Any, module: LightningModule, private_logs: bool) -> None:
+    """Raises SequenceError for callbacks and overridden methods that touch or show gradients."""
+    for callback in trainer.callbacks:
+        for kind, way_out in (_CALLBACKS if private_logs else _CALLBACKS | _TELLING).items():
+            if isinstance(callback, kind):
+                raise SequenceError(
+                    f"callbacks must not hold a {kind.__name__} for private training: {way_out}"
+                )
+    if is_overridden("configure_gradient_clipping", module, parent=LightningModule):
+        raise SequenceError(
+            f"configure_gradient_clipping must not be overridden for private training: {_CLIP}"
+        )
+
+
+def _private_optimizer(trainer: Any) -> PrivateOptimizer:
+    """Returns the module's optimizer, the only one and private."""
+    optimizers = trainer.optimizers
+    found = optimizers[0] if len(optimizers) == 1 else None
+    if isinstance(found, PrivateOptimizer):
+        return found
+    got = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
+    if isinstance(found, RowFreeOptimizer):
+        # PRIVACY: Lightning shows iterates to validation, checkpoints and callbacks
+        # (test_optimizers_of_secret_iterates_are_refused)
+        raise SequenceError(
+            f"configure_optimizers must not return {got}, whose iterates are secret until"
+            " finalize(): use dp.fit"
+        )
+    raise SequenceError(
+        "configure_optimizers must return one private optimizer, as"
+        f" dp.HolderSGD(self.parameters(), plan) (got {got})"
+    )
+
+
+def _last_step(trainer: Any, optimizer: PrivateOptimizer) -> int:
+    """Returns after how many steps training ends; raises ValueError if the Trainer's limits are not the plan's."""
+    planned = optimizer.schedule.steps
+    epoch = optimizer.design.batches
+    steps = trainer.max_steps
+    epochs = trainer.fit_loop.max_epochs
+    if planned is None:
+        limits = [steps] * (steps != -1) + [epochs * epoch] * (epochs not in (None, -1))
+        if not limits:
+            raise ValueError(
+                "max_steps or max_epochs must be given: the plan has no last step (got -1)"
+            )
+        planned = min(limits)
+    needed = math.ceil(planned / epoch)
+    if steps not in (-1, planned) and optimizer.schedule.steps is not None:
+        raise ValueError(
+            f"max_steps must be {planned}, the steps of the plan (got {steps}):"
+            f" Trainer(max_steps={planned})"
+        )
+    if epochs not in (None, -1, needed) and optimizer.schedule.steps is not None:
+        raise ValueError(
+            f"max_epochs must be {needed}, in which the plan's {planned} steps are made (got"
+            f" {epochs}): Trainer(max_steps={planned}), or max_epochs={needed}"
+        )
+    if (trainer.min_steps or 0) > planned or (trainer.min_epochs or 0) > needed:
+        raise ValueError(
+            f"min_steps must be <= {planned} and min_epochs <= {needed}, the plan's (got"
+            f" {trainer.min_steps} and {trainer.min_epochs})"
+        )
+    return planned
+
+
+def _require_train_loader(loader: Any, optimizer: PrivateOptimizer) -> None:
+    """Raises SequenceError unless the training loader is one whose batches may be replaced by private ones."""
+    way_out = (
+        f"DataLoader(dataset, batch_size={optimizer.design.batch_size}, shuffle=True), whose"
+        " batches are drawn anew"
+    )
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        raise SequenceError(
+            "the training loader must be a torch DataLoader of a map-style data set (got"
+            f" {check.shown(loader)}): give {way_out}"
+        )
+    require_replaceable(loader, "the training loader")
+    if loader.batch_size != optimizer.design.batch_size:
+        raise SequenceError(
+            f"batch_size of the training loader must be {optimizer.design.batch_size}, the plan's"
+            f" (got {loader.batch_size}): give {way_out}"
+        )
+
+
+def _model_of(module: LightningModule) -> nn.Module:
+    """Returns what training steps call: the module itself, or its only child if it has no forward."""
+    if is_overridden("forward", module, parent=LightningModule):
+        return module
+    children = [
+        child for child in module.children() if any(p.requires_grad for p in child.parameters())
+    ]
+    own = any(p.requires_grad for p in module.parameters(recurse=False))
+    if len(children) != 1 or own:
+        raise SequenceError(
+            "the module must have a forward that training_step calls as self(inputs), so that rows"
+            " of different forwards can be told apart; or hold all its parameters in one model,"
+            " which it calls"
+        )
+    return children[0]
+
+
+def _arguments_of_step(module: LightningModule, batch: Any, index: int) -> tuple[Any, ...]:
+    """Returns what Lightning would call `training_step` with."""
+    return (
+        (batch, index)
+        if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        else (batch,)
+    )
+
+
+def _watched(trainer: Any) -> set[str]:
+    """Returns the names of the metrics by which callbacks and schedulers decide."""
+    found = {getattr(callback, "monitor", None) for callback in trainer.callbacks}
+    found |= {
+        config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau
+    }
+    return {name for name in found if isinstance(name, str)}

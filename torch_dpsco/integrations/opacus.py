@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
+from opacus.grad_sample import AbstractGradSampleModule
+from opacus.optimizers import DPOptimizer as _OpacusOptimizer
 from opacus.validators import ModuleValidator
 from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
@@ -30,19 +31,25 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.accountant import Accountant, know_opacus
 from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.designs import Poisson
 from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT
 from torch_dpsco.algorithms.heavy_plan import ClippedPlan
 from torch_dpsco.algorithms.heavy_tailed import ClippedSGD
-from torch_dpsco.errors import PrivacyError, SequenceError, warn
-from torch_dpsco.integrations._opacus import ROWS, Form, design_of, require_plain
+from torch_dpsco.doctor.script import grad_sample_hooks
+from torch_dpsco.errors import PrivacyError, SequenceError, UnknownSamplerError, warn
 from torch_dpsco.make_private import attach_sound
-from torch_dpsco.rows.attach import detach
 from torch_dpsco.rows.supported import require_supported
 from torch_dpsco.rules import Groups, State, TorchRule, trained
 from torch_dpsco.sampling import PhysicalBatches, PrivateLoader
+from torch_dpsco.sampling.replaced import require_replaceable
 from torch_dpsco.schedule import Phase
+from torch_dpsco.step.checks import number_of_records, require_same_parameters
+from torch_dpsco.step.common import CommonOptimizer
 
 know_opacus()
+
+# ghost clipping saves memory, and so do the two factors of rows that "auto" keeps of common layers, in one backward
+_ROWS = {"hooks": "auto", "ew": "auto", "ghost": "auto", "functorch": "dense"}
 
 
 class DPOptimizer(ClippedSGD):
@@ -80,17 +87,6 @@ class DPOptimizer(ClippedSGD):
         self.original_optimizer = optimizer
 
 
-@dataclass
-class Attached:
-    """What `wrap_model=False` returns: the model is yours as before, and `cleanup` detaches it."""
-
-    module: nn.Module
-
-    def cleanup(self) -> None:
-        """Removes everything that makes per-sample gradients."""
-        detach(self.module)
-
-
 class PrivacyEngine:
     """Makes a model, a torch optimizer and a loader private, by Opacus' keywords; see the module's docstring.
 
@@ -119,15 +115,15 @@ class PrivacyEngine:
     def __init__(
         self, *, accountant: str | Accountant = "prv", secure_mode: bool = False
     ) -> None:
-        self.accountant = (
-            accountant if isinstance(accountant, Accountant) else None
-        )  # else made by the first run
-        if accountant == "gdp":
+        self.accountant: Accountant | None = None  # made by the first run
+        if isinstance(accountant, Accountant):
+            self.accountant = accountant
+        elif accountant == "gdp":
             raise PrivacyError(
                 "accountant must be 'prv' or 'rdp' (got 'gdp', whose central limit may lie below"
                 " the truth)"
             )
-        if isinstance(accountant, str):
+        else:
             check.choice(("prv", "rdp", Accountant.mechanism()), accountant=accountant)
         self.secure_mode = secure_mode
         self.plan: ClippedPlan | None = None  # of the newest run; it prints
@@ -170,7 +166,6 @@ class PrivacyEngine:
         clipping: str = "flat",
         noise_generator: Any = None,
         grad_sample_mode: str = "hooks",
-        wrap_model: bool = True,
         rand_on_empty: bool = False,
         n: int | None = None,
     ) -> Any:
@@ -189,20 +184,32 @@ class PrivacyEngine:
             clipping: must be "flat".
             noise_generator: must be None.
             grad_sample_mode: "hooks", "ew", "functorch", or "ghost", which here makes norms of factors in one backward.
-            wrap_model: False for an object with `cleanup` in place of the module.
             rand_on_empty: must be False; empty batches are steps of noise.
             n: PUBLIC number of records, near the true one; see the module's docstring. Opacus has no such keyword.
 
         Raises:
             PrivacyError: a choice would be unsound; says what to write instead.
         """
-        form = Form(grad_sample_mode, batch_first, loss_reduction, wrap_model)
-        form.require_sound(
-            poisson_sampling, clipping, max_grad_norm, noise_generator, rand_on_empty
+        _require_sound(
+            grad_sample_mode,
+            poisson_sampling,
+            clipping,
+            max_grad_norm,
+            noise_generator,
+            rand_on_empty,
         )
+        form = {"batch_first": batch_first, "loss_reduction": loss_reduction}
         noise = {"noise_multiplier": noise_multiplier}
         return self._make(
-            module, optimizer, criterion, data_loader, n, max_grad_norm, noise, form
+            module,
+            optimizer,
+            criterion,
+            data_loader,
+            n,
+            max_grad_norm,
+            noise,
+            grad_sample_mode,
+            form,
         )
 
     @typed
@@ -223,7 +230,6 @@ class PrivacyEngine:
         clipping: str = "flat",
         noise_generator: Any = None,
         grad_sample_mode: str = "hooks",
-        wrap_model: bool = True,
         n: int | None = None,
     ) -> Any:
         """Returns what `make_private` does, with the least noise for so many epochs; a step past them raises.
@@ -243,21 +249,30 @@ class PrivacyEngine:
             clipping: must be "flat".
             noise_generator: must be None.
             grad_sample_mode: as in `make_private`.
-            wrap_model: as in `make_private`.
             n: PUBLIC number of records.
 
         Raises:
             PrivacyError: a choice would be unsound, or this engine has runs without this target.
         """
-        form = Form(grad_sample_mode, batch_first, loss_reduction, wrap_model)
-        form.require_sound(poisson_sampling, clipping, max_grad_norm, noise_generator)
+        _require_sound(
+            grad_sample_mode, poisson_sampling, clipping, max_grad_norm, noise_generator
+        )
+        form = {"batch_first": batch_first, "loss_reduction": loss_reduction}
         adjacency = ZERO_OUT if n is None else ADD_REMOVE
-        steps = math.ceil(check.positive(epochs=epochs) * design_of(data_loader, n)[1])
+        steps = math.ceil(check.positive(epochs=epochs) * _design_of(data_loader, n)[1])
         epsilon = check.positive(target_epsilon=target_epsilon)
         delta = check.open_interval(0.0, 1.0, target_delta=target_delta)
         target = {"budget": Budget(epsilon, delta, adjacency=adjacency), "steps": steps}
         return self._make(
-            module, optimizer, criterion, data_loader, n, max_grad_norm, target, form
+            module,
+            optimizer,
+            criterion,
+            data_loader,
+            n,
+            max_grad_norm,
+            target,
+            grad_sample_mode,
+            form,
         )
 
     def _make(
@@ -269,10 +284,11 @@ class PrivacyEngine:
         n: int | None,
         clip: Any,
         noise: dict[str, Any],
-        form: Form,
+        mode: str,
+        form: dict[str, Any],
     ) -> Any:
-        require_plain(module, optimizer, loader)
-        design, draws = design_of(loader, n)
+        _require_plain(module, optimizer, loader)
+        design, draws = _design_of(loader, n)
         self.plan = DPOptimizer.plan(
             **noise,
             sampling=design,
@@ -285,7 +301,7 @@ class PrivacyEngine:
         private = DPOptimizer(
             optimizer,
             self.plan,
-            loss_reduction=form.loss_reduction,
+            loss_reduction=form["loss_reduction"],
             accountant=self._ledger(self.plan),
         )
         batches = private.loader(
@@ -295,22 +311,19 @@ class PrivacyEngine:
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
         )
-        if form.grad_sample_mode == "ghost":
+        if mode == "ghost":
             criterion = criterion or nn.CrossEntropyLoss()
-        attach_sound(
-            module,
-            criterion,
-            batches,
-            loss_reduction=form.loss_reduction,
-            rows=ROWS[form.grad_sample_mode],
-            batch_first=form.batch_first,
-        )
+        attach_sound(module, criterion, batches, rows=_ROWS[mode], **form)
         if n is None:
-            _warn_that_n_is_read()
-        model = module if form.wrap_model else Attached(module)
-        if form.grad_sample_mode != "ghost":
-            return model, private, batches
-        return model, private, criterion, batches
+            warn(
+                "n is not given: the number of records was read off the data set and counts as"
+                " public, so that epsilon is about a record replaced by an empty one; give n=, a"
+                " public number, for one added or removed",
+                stacklevel=4,
+            )
+        if mode != "ghost":
+            return module, private, batches
+        return module, private, criterion, batches
 
     @typed
     def is_compatible(
@@ -349,54 +362,38 @@ class PrivacyEngine:
         path: Any,
         module: nn.Module,
         optimizer: DPOptimizer | None = None,
-        noise_scheduler: None = None,
-        grad_clip_scheduler: None = None,
         checkpoint_dict: Mapping[str, Any] | None = None,
-        module_state_dict_kwargs: Mapping[str, Any] | None = None,
-        torch_save_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """Saves module, ledger and optimizer, whose state holds mechanism and ledger, too; all is public."""
-        _require_file(path, "write")
+        _require_file(path)
         state = {
             **(checkpoint_dict or {}),
-            "module_state_dict": module.state_dict(**(module_state_dict_kwargs or {})),
+            "module_state_dict": module.state_dict(),
             "privacy_accountant_state_dict": self._charged().state_dict(),
         }
         if optimizer is not None:
             state["optimizer_state_dict"] = optimizer.state_dict()
-        torch.save(state, path, **(torch_save_kwargs or {}))
+        torch.save(state, path)
 
     @typed
     def load_checkpoint(
-        self,
-        *,
-        path: Any,
-        module: nn.Module,
-        optimizer: DPOptimizer | None = None,
-        noise_scheduler: None = None,
-        grad_clip_scheduler: None = None,
-        module_load_dict_kwargs: Mapping[str, Any] | None = None,
-        torch_load_kwargs: Mapping[str, Any] | None = None,
+        self, *, path: Any, module: nn.Module, optimizer: DPOptimizer | None = None
     ) -> dict[str, Any]:
         """Restores what `save_checkpoint` saved, and returns it; of two states of a ledger the later one stays."""
-        _require_file(path, "read")
-        state: dict[str, Any] = torch.load(
-            path, **{"weights_only": True, **(torch_load_kwargs or {})}
-        )
+        _require_file(path)
+        state: dict[str, Any] = torch.load(path, weights_only=True)
         if optimizer is not None and "optimizer_state_dict" not in state:
             raise ValueError("optimizer must be None for a checkpoint that was saved without one")
         self._charged().load_state_dict(state["privacy_accountant_state_dict"])
         if optimizer is not None:
             optimizer.load_state_dict(state["optimizer_state_dict"])
-        module.load_state_dict(state["module_state_dict"], **(module_load_dict_kwargs or {}))
+        module.load_state_dict(state["module_state_dict"])
         return state
 
 
-def _require_file(path: Any, act: str) -> None:
-    if not (check.is_path(path) or hasattr(path, act)):
-        raise ValueError(
-            f"path must be a path, or a binary file to {act} (got {check.shown(path)})"
-        )
+def _require_file(path: Any) -> None:
+    if not (check.is_path(path) or hasattr(path, "seek")):
+        raise ValueError(f"path must be a path, or a binary file (got {check.shown(path)})")
 
 
 class BatchMemoryManager:
@@ -448,10 +445,73 @@ class _Scaled(TorchRule):
         return {**super().settings(), "factor": self.factor}
 
 
-def _warn_that_n_is_read() -> None:
-    warn(
-        "n is not given: the number of records was read off the data set and counts as public, so that"
-        " epsilon is about a record replaced by an empty one; give n=, a public number, for one added or"
-        " removed",
-        stacklevel=5,
+def _require_sound(
+    mode: str,
+    poisson_sampling: bool,
+    clipping: str,
+    norm: Any,
+    generator: Any,
+    rand_on_empty: bool = False,
+) -> None:
+    """Raises for choices that would be unsound, or that have no counterpart; says what to write."""
+    check.choice(_ROWS, grad_sample_mode=mode)
+    check.choice(("flat", "per_layer", "adaptive"), clipping=clipping)
+    if clipping == "adaptive":
+        raise PrivacyError(
+            "clipping must be 'flat' (got 'adaptive', which counts clipped rows):"
+            " dp.ClippedSGD.plan(clip=dp.Pilot()) chooses a clip privately, and dp.HolderSGD"
+            " takes that of the loss"
+        )
+    if clipping == "per_layer" or not isinstance(norm, (int, float)):
+        raise ValueError(
+            f"max_grad_norm must be one number, for clipping='flat' (got {check.shown(norm)}"
+            f" for {clipping!r}): math.hypot(*norms) takes the noise, and the epsilon, of clips"
+            " for each layer"
+        )
+    check.open_interval(0.0, 1e100, max_grad_norm=norm)
+    if not poisson_sampling:
+        # PRIVACY: (test_a_loader_that_is_not_poisson_is_refused)
+        raise UnknownSamplerError(
+            "poisson_sampling must be True: Opacus charges any other loader as if it were"
+            " Poisson, which may lie many times below the truth; dp.make_private(...,"
+            " sampling='assigned') makes passes"
+        )
+    if generator is not None:
+        # PRIVACY: (test_noise_that_can_be_repeated_is_refused)
+        raise PrivacyError(
+            f"noise_generator must be None (got {check.shown(generator)}): who knows its seed"
+            " can subtract the noise; for tests, dp.ClippedSGD(..., generator=)"
+        )
+    if rand_on_empty:
+        # PRIVACY: the sum moves by two clips (test_made_up_records_are_refused)
+        raise PrivacyError(
+            "rand_on_empty must be False: a record takes the place of a made-up one, where"
+            " Opacus charges for its own gradient only; here a step on an empty batch is noise"
+            " only"
+        )
+
+
+def _require_plain(module: nn.Module, optimizer: Optimizer, loader: DataLoader[Any]) -> None:
+    """Raises for what is private already, and for batches whose sampler would be replaced."""
+    wrapped = (
+        isinstance(module, AbstractGradSampleModule) or grad_sample_hooks(module) is not None
     )
+    if wrapped or isinstance(optimizer, (CommonOptimizer, _OpacusOptimizer)):
+        raise SequenceError(
+            "module and optimizer must be plain (got private ones): make them anew, or take"
+            " dp.detach(module) and optimizer.original_optimizer"
+        )
+    require_same_parameters(module, optimizer)
+    require_replaceable(loader)
+
+
+def _design_of(loader: DataLoader[Any], n: int | None) -> tuple[Poisson, int]:
+    """Returns Poisson batches of Opacus' expected size, and the number of batches of an epoch."""
+    records = number_of_records(loader.dataset) if n is None else check.positive_count(n=n)
+    size = loader.batch_size or 1
+    draws = records // size if loader.drop_last else math.ceil(records / size)
+    if draws < 1:
+        raise ValueError(
+            f"batch_size must be at most the number of records, for drop_last (got {size})"
+        )
+    return Poisson(records // draws, records), draws

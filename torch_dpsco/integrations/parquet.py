@@ -1,4 +1,6 @@
-"""Parquet files, Arrow tables and streams of these as a data set for `optimizer.loader` and `fit`, in bounded memory.
+"""Parquet files, Arrow tables and streams of these, in bounded memory.
+
+`ParquetRows` is a data set for `optimizer.loader` and `fit`; `parquet_blocks` is what estimators are fitted to.
 
 Draws want records at random places, and Parquet has them in compressed groups. So the columns that are used are read
 once, from start to end, into an unnamed private file of rows (`sampling.datasets`), from which batches are gathered.
@@ -21,7 +23,7 @@ does not, `BCELoss` does.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,10 +35,12 @@ import torch
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
+from torch_dpsco.integrations._columns import Block, Columns, is_number
 from torch_dpsco.integrations._files import require_sound
 from torch_dpsco.sampling.datasets import RowFile, row_dtype
 
 _ROWS = 1 << 16  # that are in memory at a time
+_BUFFERED = pads.ParquetFragmentScanOptions(pre_buffer=False, use_buffered_stream=True)
 
 
 class ParquetRows(RowFile):
@@ -90,17 +94,7 @@ def _tables(source: Any, names: Sequence[str]) -> Iterator[Any]:
     """Returns an iterator of the tables or record batches of a source, which are read when it comes to them."""
     if isinstance(source, (pa.Table, pa.RecordBatch)):
         return iter([source])
-    paths = source if isinstance(source, (list, tuple)) else [source]
-    if not isinstance(source, pads.Dataset) and all(
-        isinstance(path, (str, os.PathLike)) for path in paths
-    ):
-        try:
-            source = pads.dataset(source, format="parquet")
-        except (pa.ArrowInvalid, FileNotFoundError):
-            raise ValueError(
-                f"source must be Parquet files where it has paths (got {check.shown(source)})"
-            ) from None
-    if not isinstance(source, pads.Dataset):
+    if not _is_stored(source):
         try:
             return iter(source)
         except TypeError:
@@ -109,15 +103,13 @@ def _tables(source: Any, names: Sequence[str]) -> Iterator[Any]:
                 " iterable of tables, as ray_dataset.iter_batches(batch_format='pyarrow') (got a"
                 f" {type(source).__name__})"
             ) from None
-    require_sound(source)
+    source = _dataset(source)
     _require_numbers(source.schema, names)
     options: dict[str, Any] = {"batch_size": _ROWS, "batch_readahead": 2, "fragment_readahead": 1}
     if isinstance(
         getattr(source, "format", None), pads.ParquetFileFormat
     ):  # else whole files are buffered
-        options["fragment_scan_options"] = pads.ParquetFragmentScanOptions(
-            pre_buffer=False, use_buffered_stream=True
-        )
+        options["fragment_scan_options"] = _BUFFERED
     batches: Iterator[Any] = source.to_batches(columns=list(names), **options)
     return batches
 
@@ -129,11 +121,8 @@ def _require_numbers(schema: pa.Schema, names: Sequence[str]) -> None:
                 f"inputs and target must be columns of the source, each once (got {name!r})"
             )
         kind = schema.field(name).type
-        number = (
-            pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
-        )
         # a part without values has no type where types are found out from values, as by Ray and pandas
-        if not number and not pa.types.is_boolean(kind) and not pa.types.is_null(kind):
+        if not (is_number(kind) or pa.types.is_decimal(kind) or pa.types.is_null(kind)):
             raise ValueError(
                 f"column {name!r} must hold numbers (got {kind}): leave it out of inputs, or write"
                 " a column of 0 and 1 for each category that is publicly known"
@@ -199,3 +188,88 @@ def _block(columns: Sequence[npt.NDArray[Any]], row: np.dtype[Any]) -> npt.NDArr
     null = ~(known & np.isfinite(of_target) & np.isfinite(block["inputs"]).all(axis=1))
     block["inputs"][null], of_target[null] = np.nan, 0
     return block
+
+
+def _is_stored(source: Any) -> bool:
+    """Returns whether a source is a path, a list of paths, or a data set of pyarrow."""
+    paths = source if isinstance(source, (list, tuple)) else [source]
+    return isinstance(source, pads.Dataset) or all(check.is_path(path) for path in paths)
+
+
+def _dataset(source: Any) -> Any:
+    """Returns the data set of a stored source; raises where there is none, or a file is there twice."""
+    if not isinstance(source, pads.Dataset):
+        try:
+            source = pads.dataset(source, format="parquet")
+        except (pa.ArrowInvalid, FileNotFoundError):
+            raise ValueError(
+                f"source must be Parquet files where it has paths (got {check.shown(source)})"
+            ) from None
+    require_sound(source)
+    return source
+
+
+@typed
+def parquet_blocks(
+    source: Any,
+    target: str,
+    features: Sequence[str] | None = None,
+    *,
+    sample_weight: str | None = None,
+    rows: int = 2**17,
+) -> Callable[[], Iterator[Block]]:
+    """Returns a callable for `fit`, which reads the table anew, in the same order, at each call.
+
+    Args:
+        source: path of a Parquet file or of a folder of them, a list of paths, or a pyarrow dataset.
+        target: name of the column of targets.
+        features: names of the columns of features; None for all others.
+        sample_weight: name of the column of weights; None for none.
+        rows: of a block, at most.
+
+    Raises:
+        TypeError: a column of features is not of numbers.
+        UnitError: a file is there twice, under one name or two, or by a link.
+        ValueError: a column is not there.
+
+    Example:
+        >>> import pyarrow.dataset as ds
+        >>> table = pa.table({"a": [1.0, None], "b": [3, 4], "label": ["x", "y"]})
+        >>> _, (X, y) = parquet_blocks(ds.dataset(table), target="label")()  # the first block has no rows
+        >>> X.tolist(), y.tolist()
+        ([[1.0, 3.0], [nan, 4.0]], ['x', 'y'])
+    """
+    if not _is_stored(source):
+        raise ValueError(
+            "source must be a path, a list of paths, or a pyarrow.dataset.Dataset (got"
+            f" {check.shown(source)})"
+        )
+    table = _dataset(source)
+    chosen = Columns.of(table.schema, target, features, sample_weight)
+    size = check.positive_count(rows=rows)
+
+    def read() -> Iterator[Block]:
+        yield chosen.empty()
+        for batch in _batches(table, [*chosen.names, *chosen.others], size):
+            yield chosen.arrow_block(batch)
+
+    return read
+
+
+def _batches(table: Any, columns: list[str], size: int) -> Iterator[Any]:
+    """Yields batches in the order of the table, one row group after the other: a scan of all would read far ahead."""
+    for fragment in table.get_fragments():
+        options = None
+        pieces = [fragment]
+        if hasattr(fragment, "split_by_row_group"):
+            options = _BUFFERED
+            pieces = fragment.split_by_row_group()
+        for piece in pieces:
+            yield from piece.scanner(
+                schema=table.schema,
+                columns=columns,
+                batch_size=size,
+                batch_readahead=1,
+                fragment_scan_options=options,
+                use_threads=False,
+            ).to_batches()

@@ -343,10 +343,12 @@ class PrivateTrainer(Trainer):
             logs.pop(name, None)
         if isinstance(self.optimizer, ClippedSGD):
             numbers = public_numbers(self.optimizer)
-            if numbers.epsilon is not None and numbers.delta is not None:
-                # PRIVACY: bars show four digits, rounded to nearest (test_no_logged_epsilon_is_less_than_was_spent)
-                logs["epsilon"] = float(rounded_up(numbers.epsilon))
-                logs["delta"] = float(rounded_up(numbers.delta))
+            # PRIVACY: bars show four digits, rounded to nearest (test_no_logged_epsilon_is_less_than_was_spent)
+            logs |= {
+                name: float(rounded_up(numbers[name]))
+                for name in ("epsilon", "delta")
+                if name in numbers
+            }
         super().log(logs, start_time)
 
     def _released(self) -> AbstractContextManager[None]:

@@ -19,7 +19,6 @@ from torch_dpsco.rows.blocks import (
 from torch_dpsco.rows.forwards import PassCounter
 from torch_dpsco.rows.layers.embedding import ItemBlock
 from torch_dpsco.rows.layers.recorded import Tape
-from torch_dpsco.rows.neighbors import Points, mean_rounding, neighbor_counts
 from torch_dpsco.rows.supported import forget_wrappers, require_unwrapped
 
 __all__ = [
@@ -31,7 +30,6 @@ __all__ = [
     "ItemBlock",
     "LinearBlock",
     "PassCounter",
-    "Points",
     "SequenceBlock",
     "Summation",
     "Tape",
@@ -40,8 +38,6 @@ __all__ = [
     "has_rows",
     "input_factors",
     "linear_factors",
-    "mean_rounding",
-    "neighbor_counts",
     "plan_summation",
     "require_unwrapped",
     "retire_forwards",

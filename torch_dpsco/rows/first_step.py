@@ -227,7 +227,7 @@ class _Calls:
         self.leaves = []
         for t in made:
             device = _CPU if self._on_cpu else t.device
-            self.leaves.append(Leaf(self._shape(t.shape, self.rows), t.dtype, device, dim))
+            self.leaves.append(Leaf(tuple(t.shape), t.dtype, device, dim))
         self._watched: list[_Watched] | None = None
 
     def compared(self) -> str | PrivacyError:
@@ -241,17 +241,13 @@ class _Calls:
             kept = ", ".join(self._before.attributes.new_tensors()) or "what a forward writes to"
             return PrivacyError(_REMEMBERS.format(kept=kept))
 
-    def _shape(self, shape: Sequence[int], rows: int) -> tuple[int, ...]:
-        return (*shape[: self._dim], rows, *shape[self._dim + 1 :])
-
     def _remembers(self) -> bool:
         """Returns whether outputs depend on the records of the batch before."""
         for rows in (
             self.rows,
             self._batch,
         ):  # what a module keeps may have the size of the batch
-            leaves = [leaf._replace(shape=self._shape(leaf.shape, rows)) for leaf in self.leaves]
-            for pool in both_fills(leaves, rows):
+            for pool in both_fills(self.leaves, rows):
                 first, again, other = (self._second(pool, scale) for scale in (1.0, 1.0, 0.0))
                 if first and again and other:  # else it takes no such batches
                     return not changed(first, again) and bool(changed(first, other))

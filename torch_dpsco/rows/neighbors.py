@@ -20,9 +20,7 @@ Source: docs/proofs/rounding.md#neighbor-counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -37,73 +35,48 @@ _REACH = 1e70  # longer rows count as not finite: fourth powers must not overflo
 _RADII = (1e-60, 1e60)  # fourth powers neither overflow nor underflow
 
 
-@dataclass(frozen=True)
-class Points:
-    """Rows minus a public vector, in float64, read one tile at a time.
+def read(rows: Tensor, index: Tensor | slice, columns: slice = slice(None)) -> Tensor:
+    """Returns a fresh float64 tile of some rows and columns."""
+    return rows[index, columns].to(torch.float64, copy=True)
 
-    Args:
-        rows: (n, D) floating.
-        center: (D,) float64, public; None for 0.
-    """
 
-    rows: Tensor
-    center: Tensor | None = None
+def tiles(rows: Tensor, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields (index, whole rows) for parts of an index."""
+    for part in index.split(max(1, min(_TILE, _ROW_ELEMENTS // max(rows.shape[1], 1)))):
+        yield part, read(rows, part)
 
-    def __len__(self) -> int:
-        return self.rows.shape[0]
 
-    @property
-    def dim(self) -> int:
-        """Number of columns."""
-        return self.rows.shape[1]
+def _columns(rows: Tensor) -> list[slice]:
+    """Returns the ranges of columns that are read at once."""
+    dim = rows.shape[1]
+    return [slice(start, min(start + _WIDTH, dim)) for start in range(0, dim, _WIDTH)]
 
-    def read_into(self, tile: Tensor, index: Tensor | slice, columns: slice) -> Tensor:
-        """Writes some rows and columns into a float64 tile, and returns it."""
-        tile.copy_(self.rows[index, columns])
-        return tile if self.center is None else tile.sub_(self.center[columns])
 
-    def read(self, index: Tensor | slice, columns: slice = slice(None)) -> Tensor:
-        """Returns a fresh float64 tile of some rows and columns."""
-        part = self.rows[index, columns]
-        return self.read_into(part.new_empty(part.shape, dtype=torch.float64), index, columns)
+def square_norms(rows: Tensor) -> Tensor:
+    """Returns squared norms: (n,) float64, each a function of its own row to the last bit."""
+    out = rows.new_zeros(len(rows), dtype=torch.float64)
+    for start in range(0, len(rows), _PAIRS):
+        span = slice(start, min(start + _PAIRS, len(rows)))
+        for columns in _columns(rows):
+            out[span] += _fold(read(rows, span, columns).square_())
+    return out
 
-    def columns(self) -> list[slice]:
-        """Returns the ranges of columns that are read at once."""
-        return [
-            slice(start, min(start + _WIDTH, self.dim)) for start in range(0, self.dim, _WIDTH)
-        ]
 
-    def tiles(self, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields (index, whole rows) for parts of an index."""
-        for part in index.split(max(1, min(_TILE, _ROW_ELEMENTS // max(self.dim, 1)))):
-            yield part, self.read(part)
+def squares(rows: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Returns squared distances of pairs of rows: (P,) float64, each a function of its two rows to the last bit."""
+    out = rows.new_zeros(len(first), dtype=torch.float64)
+    for start in range(0, len(first), _PAIRS):
+        span = slice(start, start + _PAIRS)
+        for columns in _columns(rows):
+            differences = read(rows, first[span], columns).sub_(read(rows, second[span], columns))
+            out[span] += _fold(differences.square_())
+    return out
 
-    @cached_property
-    def norms(self) -> Tensor:
-        """Squared norms of the rows: (n,) float64, each a function of its own row to the last bit."""
-        out = self.rows.new_zeros(len(self), dtype=torch.float64)
-        for start in range(0, len(self), _PAIRS):
-            span = slice(start, min(start + _PAIRS, len(self)))
-            for columns in self.columns():
-                out[span] += _fold(self.read(span, columns).square_())
-        return out
 
-    def squares(self, first: Tensor, second: Tensor) -> Tensor:
-        """Returns squared distances of pairs of rows: (P,) float64, each a function of its two rows to the last bit."""
-        out = self.rows.new_zeros(len(first), dtype=torch.float64)
-        for start in range(0, len(first), _PAIRS):
-            span = slice(start, start + _PAIRS)
-            for columns in self.columns():
-                differences = self.read(first[span], columns).sub_(
-                    self.read(second[span], columns)
-                )
-                out[span] += _fold(differences.square_())
-        return out
-
-    def within(self, reach: float) -> Tensor:
-        """Returns which rows are finite and at most about `reach` from the center: (n,) bool, each by its own row."""
-        # PRIVACY: NaN compares as False (test_rows_that_are_not_finite_are_their_own_only_neighbor)
-        return self.norms <= reach * reach
+def within(rows: Tensor, reach: float) -> Tensor:
+    """Returns which rows are finite and at most about `reach` long: (n,) bool, each by its own row."""
+    # PRIVACY: NaN compares as False (test_rows_that_are_not_finite_are_their_own_only_neighbor)
+    return square_norms(rows) <= reach * reach
 
 
 def _fold(tile: Tensor) -> Tensor:
@@ -118,15 +91,13 @@ def _fold(tile: Tensor) -> Tensor:
     return tile[:, 0] if tile.shape[1] else tile.new_zeros(len(tile))
 
 
-def neighbor_counts(
-    points: Points, radii: Sequence[float], among: Tensor | None = None
-) -> Tensor:
-    """Returns how many points, itself included, lie within each radius of each point: (len(radii), n) int64.
+def neighbor_counts(rows: Tensor, radius: float, among: Tensor | None = None) -> Tensor:
+    """Returns how many rows, itself included, lie within the radius of each row: (n,) int64.
 
     Args:
-        points: n rows in D columns.
-        radii: each in [1e-60, 1e60].
-        among: (n,) bool, points that can have neighbors; others count themselves only. Default: the finite ones.
+        rows: (n, D) floating.
+        radius: in [1e-60, 1e60].
+        among: (n,) bool, rows that can have neighbors; others count themselves only. Default: the finite ones.
 
     Guarantee:
         Exact in the sense of the module: the indicator of a pair is a function of its two rows. Memory: tiles of 1024 x
@@ -135,38 +106,38 @@ def neighbor_counts(
     Source: docs/proofs/rounding.md#neighbor-counts.
 
     Example:
-        >>> neighbor_counts(Points(torch.tensor([[0.0], [1.0], [2.0], [float("nan")]])), [1.0]).tolist()
-        [[2, 3, 2, 1]]
+        >>> neighbor_counts(torch.tensor([[0.0], [1.0], [2.0], [float("nan")]]), 1.0).tolist()
+        [2, 3, 2, 1]
     """
-    checked = [check.between(*_RADII, radii=radius) for radius in radii]
-    counts = torch.ones(len(checked), len(points), dtype=torch.int64, device=points.rows.device)
+    radius = check.between(*_RADII, radius=radius)
+    counts = torch.ones(len(rows), dtype=torch.int64, device=rows.device)
     # PRIVACY: those left out count themselves, not 0 (test_one_user_moves_the_score_by_at_most_its_sensitivity)
-    finite = points.within(_REACH)
+    finite = within(rows, _REACH)
     index = (finite if among is None else among & finite).nonzero().squeeze(1)
     if len(index):
-        counts[:, index] = _Counter(points, index, checked).run()
+        counts[index] = _Counter(rows, index, radius).run()
     return counts
 
 
 class _Counter:
-    """Loops over pairs of tiles of the points of an index, each pair once."""
+    """Loops over pairs of tiles of the rows of an index, each pair once."""
 
-    def __init__(self, points: Points, index: Tensor, radii: Sequence[float]) -> None:
-        self._points = points
+    def __init__(self, rows: Tensor, index: Tensor, radius: float) -> None:
+        self._rows = rows
         self._index = index
-        self._squares = [radius * radius for radius in radii]
-        self._half = points.norms[index] / 2
-        self._whole = bool(len(index) == len(points))
-        self._columns = points.columns() or [slice(0, 0)]
-        rows = min(_TILE, len(index))
-        self._ones = self._half.new_ones(rows)
+        self._square = radius * radius
+        self._half = square_norms(rows)[index] / 2
+        self._whole = bool(len(index) == len(rows))
+        self._columns = _columns(rows) or [slice(0, 0)]
+        most = min(_TILE, len(index))
+        self._ones = self._half.new_ones(most)
         # for all tiles: fresh memory costs as much as the arithmetic on a small one
-        self._buffers = self._half.new_empty(2 if len(radii) > 1 else 1, rows * rows)
-        self._tiles = self._half.new_empty(2, rows * (self._columns[0].stop + 2))
-        self.counts = torch.zeros(len(radii), len(index), dtype=torch.int64, device=index.device)
+        self._entries = self._half.new_empty(most * most)
+        self._tiles = self._half.new_empty(2, most * (self._columns[0].stop + 2))
+        self.counts = torch.zeros(len(index), dtype=torch.int64, device=index.device)
 
     def run(self) -> Tensor:
-        """Returns the counts of the points of the index."""
+        """Returns the counts of the rows of the index."""
         starts = range(0, len(self._index), _TILE)
         spans = [slice(start, min(start + _TILE, len(self._index))) for start in starts]
         for i, rows in enumerate(spans):
@@ -179,11 +150,11 @@ class _Counter:
         """Returns rows of the index in the k-th range of columns; the first one has the two columns more."""
         columns = self._columns[k]
         rows = span.stop - span.start
-        index = span if self._whole else self._index[span]  # no gather where all points are in it
+        index = span if self._whole else self._index[span]  # no gather where all rows are in it
         width = columns.stop - columns.start
         room = 2 if k == 0 else 0
         tile = self._tiles[which, : rows * (width + room)].view(rows, width + room)
-        self._points.read_into(tile[:, :width], index, columns)
+        tile[:, :width].copy_(self._rows[index, columns])
         if k == 0:
             tile[:, -2], tile[:, -1] = more
         return tile
@@ -192,38 +163,26 @@ class _Counter:
         return self._tile(0, span, k, -self._half[span], -1.0).neg_()
 
     def _right(self, span: slice, k: int) -> Tensor:
-        return self._tile(1, span, k, 1.0, self._half[span] - self._squares[-1] / 2)
+        return self._tile(1, span, k, 1.0, self._half[span] - self._square / 2)
 
     def _pair(self, rows: slice, others: slice, kept: Tensor | None) -> None:
         m = rows.stop - rows.start
         n = others.stop - others.start
-        entries, *spare = (buffer[: m * n].view(m, n) for buffer in self._buffers)
+        entries = self._entries[: m * n].view(m, n)
         for k in range(len(self._columns)):
             left = self._left(rows, k) if kept is None else kept
             entries.addmm_(left, self._right(others, k).t(), beta=1 if k else 0)
-        largest = float(self._half[rows].max() + self._half[others].max()) + max(self._squares)
+        largest = float(self._half[rows].max() + self._half[others].max()) + self._square
         # a power of 2: sums of entries +-unit are exact
-        unit = 2.0 ** math.ceil(math.log2(8 * (self._points.dim + 8) * _UNIT * largest))
-        for which, square in enumerate(self._squares[:-1]):
-            torch.add(entries, (self._squares[-1] - square) / 2, out=spare[0])
-            self._add(which, rows, others, spare[0], unit)
-        self._add(-1, rows, others, entries, unit)
-
-    def _add(self, which: int, rows: slice, others: slice, entries: Tensor, unit: float) -> None:
-        """Counts the negative ones of entries, which are overwritten."""
+        unit = 2.0 ** math.ceil(math.log2(8 * (self._rows.shape[1] + 8) * _UNIT * largest))
         flat = entries.clamp_(-unit, unit).view(-1)
         if float(torch.dot(flat, flat)) != flat.numel() * unit * unit:
-            self._decide(entries, rows, others, self._squares[which], unit)
-        counts, (m, n) = self.counts[which], entries.shape
-        counts[rows] += ((n - torch.mv(entries, self._ones[:n]) / unit) / 2).round_().long()
+            self._decide(entries, rows, others, unit)
+        self.counts[rows] += _negative(entries, self._ones[:n], unit)
         if rows != others:
-            counts[others] += (
-                ((m - torch.mv(entries.t(), self._ones[:m]) / unit) / 2).round_().long()
-            )
+            self.counts[others] += _negative(entries.t(), self._ones[:m], unit)
 
-    def _decide(
-        self, entries: Tensor, rows: slice, others: slice, square: float, unit: float
-    ) -> None:
+    def _decide(self, entries: Tensor, rows: slice, others: slice, unit: float) -> None:
         """Replaces entries that are not certain by the verdict of the sum of squares."""
         first = self._index[rows]
         second = self._index[others]
@@ -232,8 +191,13 @@ class _Counter:
             part = entries[start : start + step]
             j, k = (part.abs() < unit).nonzero(as_tuple=True)
             # PRIVACY: by the two rows alone (test_ties_are_decided_by_the_two_rows_alone)
-            near = self._points.squares(first[start + j], second[k]) <= square
+            near = squares(self._rows, first[start + j], second[k]) <= self._square
             part[j, k] = (1.0 - 2.0 * near.double()).mul_(unit)
+
+
+def _negative(entries: Tensor, ones: Tensor, unit: float) -> Tensor:
+    """Returns how many entries of each row are -unit; all are +-unit."""
+    return ((len(ones) - torch.mv(entries, ones) / unit) / 2).round_().long()
 
 
 def mean_rounding(users: int, diameter: float, reach: float) -> float:
@@ -241,7 +205,7 @@ def mean_rounding(users: int, diameter: float, reach: float) -> float:
 
     A chain of at most all users (BLAS may add row by row), and a few roundings of weights, products and the quotient,
     in each of sum and divisor: relative errors of means of differences of at most `diameter`; then one rounding of a
-    point that is at most `reach` from the center; twice.
+    point that is at most `reach` long; twice.
 
     Args:
         users: most rows.

@@ -9,18 +9,16 @@ import base64
 import json
 import math
 import os
-import platform
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from datetime import UTC, datetime
 from html import escape
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from torch_dpsco.accounting.analysis.risk import Risk, percent
-from torch_dpsco.accounting.events import Event
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.report.figures import PrivacyReport, rounded_up, trade_off
 from torch_dpsco.accounting.report.wording import table
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".html", ".pdf", ".md", ".json")
 _POINTS = 12
-_SHOWN = 8
 _ALARMS = (0.01, 0.001)  # false positive rates that are marked
 _STYLE = (
     "body{max-width:52em;margin:2em auto;padding:0 1em;font:16px/1.5 sans-serif;"
@@ -50,7 +47,7 @@ _STYLE = (
 
 
 def draw(report: PrivacyReport) -> Figure:
-    """Returns the pictures of a report: what a test can find out, what was spent when, and on what."""
+    """Returns the pictures of a report: what a test can find out, and what was spent when."""
     title = (
         f"({rounded_up(report.epsilon)}, {rounded_up(report.delta)})-differential privacy for one"
         f" {report.unit_name}"
@@ -89,9 +86,8 @@ def panels(report: PrivacyReport) -> Iterator[plots.Panel]:
     risk = report.risk()
     yield _found_out(report, risk)
     yield _proved(report, risk)
-    if sum(count for _, count in report.spent) < 2:
-        return  # no more to see than in the headline
-    yield from _spent(report)
+    if sum(count for _, count in report.spent) > 1:  # else no more to see than in the headline
+        yield _spent(report)
 
 
 _SHARES = [k / 100 for k in range(101)]
@@ -133,82 +129,44 @@ def _proved(report: PrivacyReport, risk: Risk) -> plots.Panel:
     )
 
 
-def _spent(report: PrivacyReport) -> Iterator[plots.Panel]:
-    names, alone = _kinds(report)
+def _spent(report: PrivacyReport) -> plots.Panel:
     level = f"epsilon at delta {rounded_up(report.delta)}"
     target = None if report.budget is None or report.budget.risk else report.budget.epsilon
     budget = None if target is None else (f"budget: {target:g}", target)
-    x_label = "charges" if len(names) == 1 else "charges, one kind after the other"
-    yield plots.lines(
-        "What was spent", x_label, level, [plots.Line("so far", *_spending(report))], limit=budget
-    )
-    if len(names) > 1:
-        whole = (f"all together: {rounded_up(report.epsilon)}", report.epsilon)
-        yield plots.bars("What each kind of charge costs by itself", level, names, alone, whole)
+    so_far = plots.Line("so far", *_spending(report))
+    return plots.lines("What was spent", "charges", level, [so_far], limit=budget)
 
 
 def _spending(report: PrivacyReport) -> tuple[list[float], list[float]]:
-    total = sum(count for _, count in report.spent)
-    marks = iter(sorted({1, *(math.ceil(total * k / _POINTS) for k in range(1, _POINTS + 1))}))
+    ends = np.cumsum([count for _, count in report.spent])
+    marks = sorted({1, *(math.ceil(ends[-1] * k / _POINTS) for k in range(1, _POINTS + 1))})
     ledger = Ledger()
     made = 0
-    mark = next(marks)
-    x = [0.0]
     y = [0.0]
-    for event, count in report.spent:
-        left = count
-        while left:
-            now = min(left, mark - made)
-            ledger.add(event, now)
-            left = left - now
-            made = made + now
-            if made == mark:
-                x.append(float(made))
-                y.append(ledger.epsilon(report.delta, report.adjacency))
-                mark = next(marks, total)
-    return x, y
-
-
-def _kinds(report: PrivacyReport) -> tuple[list[str], list[float]]:
-    ledgers: dict[str, Ledger] = {}
-    for event, count in report.spent:
-        name = _kind(event, len(report.charges) <= _SHOWN)
-        ledgers.setdefault(name, Ledger()).add(event, count)
-    costs = [ledger.epsilon(report.delta, report.adjacency) for ledger in ledgers.values()]
-    return [f"{len(ledger)} x {name}" for name, ledger in ledgers.items()], costs
-
-
-def _kind(event: Event, in_full: bool) -> str:
-    ((_, _, simple, _),) = Ledger([event]).entries()
-    name = type(simple).__name__
-    numbers = [(own.name, getattr(simple, own.name)) for own in fields(simple)] if in_full else []
-    return "".join(
-        [
-            name,
-            *(f"\n{own}={value:.4g}" for own, value in numbers[:1] if isinstance(value, float)),
-        ]
-    )
+    for mark in marks:
+        for (event, count), end in zip(report.spent, ends, strict=True):
+            if (now := min(mark, end) - max(made, end - count)) > 0:
+                ledger.add(event, int(now))
+        made = mark
+        y.append(ledger.epsilon(report.delta, report.adjacency))
+    return [0.0, *map(float, marks)], y
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def _facts(date: datetime) -> dict[str, str]:
-    versions = {name: version(name) for name in ("torch", "numpy", "scipy")}
-    return {
-        "date": date.isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        **versions,
-    }
-
-
 def _made(statement: Statement, date: datetime) -> str:
-    facts = ", ".join(f"{name} {value}" for name, value in _facts(date).items())
-    return f"Card made with torch_dpsco {statement.version}; {facts}."
+    return f"Card made with torch_dpsco {statement.version}, {_written(date)}."
+
+
+def _written(date: datetime) -> str:
+    return date.isoformat(timespec="seconds")
 
 
 def _json(statement: Statement, date: datetime) -> bytes:
-    return json.dumps({**json.loads(statement.json()), "card": _facts(date)}, indent=2).encode()
+    return json.dumps(
+        {**json.loads(statement.json()), "card": {"date": _written(date)}}, indent=2
+    ).encode()
 
 
 def _markdown(statement: Statement, date: datetime) -> bytes:

@@ -13,9 +13,9 @@ import json
 import os
 import re
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from torch_dpsco.errors import AdjacencyError, PrivacyError, UnitError, UtilityWarning
 
 Result = tuple[str, int]  # what is printed, and the exit code
-_AUDIT = ("delta", "trials", "confidence", "adjacency", "seed")
+_AUDIT = ("delta", "trials", "confidence", "seed")
 _PLACES = {"frame": "TABLE"}  # what a word without an option is called in the help
 _PICTURE = "write the picture too: .svg, .png or .pdf (needs matplotlib)"
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: _say(sys.stderr, f"warning: {message}")
             result: Result = args.run(args)
-    except (ValueError, OSError, ImportError, AdjacencyError, UnitError) as error:
+    except (ValueError, TypeError, OSError, ImportError, AdjacencyError, UnitError) as error:
         _say(sys.stderr, f"dpsco: {_by_option(str(error))}")
         return 2
     except PrivacyError as error:
@@ -180,12 +180,9 @@ def _add_scripts(commands: Any) -> None:
         )
     for name in _AUDIT:
         needed = name in ("delta", "trials")
+        default = argparse.SUPPRESS
         audit.add_argument(
-            _option(name),
-            type=_value,
-            default=argparse.SUPPRESS,
-            required=needed,
-            help="of dp.audit",
+            _option(name), type=_value, default=default, required=needed, help="of dp.audit"
         )
     audit.add_argument(
         "--claim",
@@ -193,8 +190,7 @@ def _add_scripts(commands: Any) -> None:
         metavar="EPSILON",
         help="exit with 1 if the bound refutes this epsilon",
     )
-    for command in (doctor, audit):
-        command.add_argument("--json", action="store_true", help="print JSON")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _command(
@@ -213,55 +209,6 @@ def _command(
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
-def _options_of_plan(
-    algorithm: str, sources: list[Any], own: set[str], losses: dict[str, Any]
-) -> argparse.ArgumentParser:
-    """Returns the options of a plan: the arguments of its sources, described by their docstrings."""
-    parser = _Parser(
-        prog=f"dpsco plan {algorithm}", allow_abbrev=False, argument_default=argparse.SUPPRESS
-    )
-    texts = {
-        name: text for source in reversed(sources) for name, text in _described(source).items()
-    }
-    for name in sorted(own):
-        parser.add_argument(_option(name), type=_value, metavar="VALUE", help=texts.get(name))
-    if losses:
-        parser.add_argument(
-            "--loss", choices=losses, metavar="LOSS", help=f"one of {', '.join(losses)}"
-        )
-    parser.add_argument("--json", action="store_true", help="print what --save writes")
-    parser.add_argument(
-        "--save", metavar="FILE", help="write the plan as JSON, for Plan.from_dict"
-    )
-    parser.add_argument("--plot", metavar="FILE", help=_PICTURE)
-    return parser
-
-
-def _made_plan(kind: Any, given: dict[str, Any], own: set[str], losses: dict[str, Any]) -> Any:
-    """Returns the plan of these options, with the budget and the promises that are among them."""
-    import torch_dpsco as dp
-
-    def budget(epsilon: float, delta: float, adjacency: Any = None) -> dp.Budget:
-        return dp.Budget(epsilon, delta, adjacency, unit=kind.plans.unit)
-
-    if given.keys() & {"epsilon", "delta"}:
-        given["budget"] = _made(budget, given)
-    promises = {
-        name: given.pop(name)
-        for name in own & given.keys() - {*_names(kind.plan), *_names(budget)}
-    }
-    if "loss" in given:
-        problem = _made(_made(losses[given.pop("loss")], promises).problem, promises)
-        given["problem"] = replace(problem, **_taken(dp.Problem, promises))
-    elif promises:
-        given["problem"] = _made(dp.Problem, promises)
-    plan = _made(kind.plan, given)
-    if given := given | promises:
-        name, value = given.popitem()
-        raise ValueError(f"{name} must be left out: nothing here takes it (got {value!r})")
-    return plan
-
-
 def _plan(args: argparse.Namespace) -> Result:
     """Prints the plan of a run: noise, steps, epsilon under each adjacency, assumptions."""
     import torch_dpsco as dp
@@ -271,30 +218,73 @@ def _plan(args: argparse.Namespace) -> Result:
     if args.algorithm not in kinds:
         raise ValueError(f"ALGORITHM must be one of {', '.join(kinds)} (got {args.algorithm!r})")
     kind = kinds[args.algorithm]
-    tables = {
-        name.lower(): loss for name, loss in vars(dp.losses).items() if hasattr(loss, "problem")
+    losses = {
+        name.lower(): loss
+        for name, loss in vars(dp.losses).items()
+        if hasattr(loss, "problem") and not inspect.isabstract(loss)
     }
-    losses = {name: loss for name, loss in tables.items() if not inspect.isabstract(loss)}
-
-    sources = [kind.plan, dp.Budget]
-    own = {*_names(kind.plan), "epsilon", "delta", "adjacency"} - {"budget", "problem"}
-    promised = "problem" in _names(kind.plan)
-    if promised:
-        sources += [dp.Problem, *losses.values()]
-        own |= {name for made in sources[2:] for name in _names(made)} - {"exact_grad_bound"}
-    parser = _options_of_plan(args.algorithm, sources, own, losses if promised else {})
+    own = {*_names(kind.plan), "epsilon", "delta", "adjacency"} - {"budget"}
+    promises: set[str] = set()
+    if "problem" in own:
+        promises = {
+            name for made in (dp.Problem, *losses.values()) for name in _names(made)
+        } - own
+        own = own | promises - {"exact_grad_bound", "problem"}
+    parser = _options_of_plan(kind, own, losses if promises else {})
     given = vars(parser.parse_args(args.options))
-    as_json = given.pop("json", False)
-    file = given.pop("save", None)
-    picture = given.pop("plot", None)
+    as_json, file, picture = (given.pop(name) for name in ("json", "save", "plot"))
     _require_new(save=file, plot=picture)
 
-    plan = _made_plan(kind, given, own, losses)
+    plan = _made_plan(kind, given, promises, losses)
     text = json.dumps(plan.to_dict(), indent=2)
     if file:
         _write(file, f"{text}\n".encode())
     _draw(plan.plot, picture)
     return text if as_json else str(plan), 0
+
+
+def _options_of_plan(kind: Any, own: set[str], losses: dict[str, Any]) -> argparse.ArgumentParser:
+    """Returns the options of a plan: the arguments of a class, and what promises are made of."""
+    parser = _Parser(
+        prog=f"dpsco plan {kind.__name__}",
+        allow_abbrev=False,
+        description=inspect.getdoc(kind.plan),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name in sorted(own):
+        parser.add_argument(
+            _option(name), type=_value, metavar="VALUE", default=argparse.SUPPRESS
+        )
+    if losses:
+        parser.add_argument("--loss", choices=losses, default=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true", help="print what --save writes")
+    parser.add_argument(
+        "--save", metavar="FILE", help="write the plan as JSON, for Plan.from_dict"
+    )
+    parser.add_argument("--plot", metavar="FILE", help=_PICTURE)
+    return parser
+
+
+def _made_plan(
+    kind: Any, given: dict[str, Any], promises: set[str], losses: dict[str, Any]
+) -> Any:
+    """Returns the plan of these options, with the budget and the promises that are among them."""
+    import torch_dpsco as dp
+
+    def budget(epsilon: float, delta: float, adjacency: Any = None) -> dp.Budget:
+        return dp.Budget(epsilon, delta, adjacency, unit=kind.plans.unit)
+
+    if given.keys() & {"epsilon", "delta"}:
+        given["budget"] = _made(budget, given)
+    if "loss" in given:
+        given["problem"] = _made(_made(losses[given.pop("loss")], given).problem, given)
+    elif promises & given.keys():
+        given["problem"] = _made(dp.Problem, given)
+    plan = _made(kind.plan, given)
+    if given:
+        name, value = given.popitem()
+        raise ValueError(f"{name} must be left out: nothing here takes it (got {value!r})")
+    return plan
 
 
 def _fit(args: argparse.Namespace) -> Result:
@@ -321,11 +311,14 @@ def _fit(args: argparse.Namespace) -> Result:
     folder = Path(args.out)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"out must be a new or empty folder (got {args.out!r})")
-    _require_writable(folder)
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"out must be a folder that can be written to (got {args.out!r})")
     show = partial(_say, sys.stdout)
     table = _there("TABLE", args.table)
     given |= {"n": args.n, "show": show, "ledger_path": args.ledger, "check": not args.unchecked}
-    study = _called(dp.study, table, schema, budget, **given)
+    study = dp.study(table, schema, budget, **given)
     try:
         study.save(folder)
     except OSError:
@@ -390,26 +383,6 @@ def _loaded(name: str, load: Callable[[str], Any], path: str) -> Any:
         raise ValueError(f"{path!r}: {error}") from error
 
 
-def _require_writable(folder: Path) -> None:
-    """Makes a folder, and raises ValueError, before anything is spent, unless files can be written to it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"out must be a folder that can be written to: {error} (got {str(folder)!r})"
-        ) from error
-
-
-def _called(function: Callable[..., Any], *values: Any, **named: Any) -> Any:
-    """Calls a function with values of the command line, of which some may be of another type."""
-    try:
-        return function(*values, **named)
-    except TypeError as error:
-        raise ValueError(str(error)) from error
-
-
 def _report(args: argparse.Namespace) -> Result:
     """Says what was spent, from a ledger file, which is left as it is."""
     from torch_dpsco.accounting.accountant import Accountant
@@ -420,7 +393,7 @@ def _report(args: argparse.Namespace) -> Result:
     from torch_dpsco.show import card
 
     _require_new(plot=args.plot)
-    book = LedgerCopy(_file(args.ledger)).book
+    book = LedgerCopy(_there("LEDGER", args.ledger)).book
     if args.adjacency:
         book.config["adjacency"] = check_adjacency(args.adjacency)
     accountant = Accountant(
@@ -448,7 +421,7 @@ def _check(args: argparse.Namespace) -> Result:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UtilityWarning)  # no mark
         try:
-            book = LedgerCopy(_file(args.ledger)).book
+            book = LedgerCopy(_there("LEDGER", args.ledger)).book
         except UtilityWarning as doubt:
             return str(doubt), 1
     return (
@@ -473,34 +446,16 @@ def _doctor(args: argparse.Namespace) -> Result:
 
 def _audit(args: argparse.Namespace) -> Result:
     """Bounds epsilon from below by experiment; the function returns a mechanism and a pair of inputs for dp.audit."""
-    from tqdm import tqdm
-
-    from torch_dpsco.accounting.report.statement import finite
     from torch_dpsco.audit import audit
 
     call = _call(audit, args.target, {name: vars(args)[name] for name in _AUDIT if name in args})
     mechanism = call.arguments["mechanism"]
-    trials = call.arguments["trials"]
-    with tqdm(total=2 * trials, unit="run", disable=None) as bar:  # none where no terminal is
-
-        def counted(given: Any) -> Any:
-            bar.update()
-            return _tried("the mechanism", partial(mechanism, given))
-
-        call.arguments["mechanism"] = counted
-        found = audit(*call.args, **call.kwargs)
-    found = replace(found, claimed=args.claim)
-    text = json.dumps(finite(asdict(found)), indent=2) if args.json else str(found)
-    return text, int(args.claim is not None and found.contradicts())
+    call.arguments["mechanism"] = lambda given: _tried("the mechanism", partial(mechanism, given))
+    found = replace(audit(*call.args, **call.kwargs), claimed=args.claim)
+    return str(found), int(args.claim is not None and found.contradicts())
 
 
 # -- words and values --------------------------------------------------------------------------------------------------
-
-
-def _file(path: str) -> str:
-    if not Path(path).is_file():
-        raise ValueError(f"LEDGER must be a file that ledger_path= has named (got {path!r})")
-    return path
 
 
 def _draw(make: Callable[[], Any], path: str | None) -> None:
@@ -564,15 +519,6 @@ def _made(function: Callable[..., Any], given: dict[str, Any]) -> Any:
 
 def _taken(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
     return {name: given.pop(name) for name in _names(function) if name in given}
-
-
-def _described(function: Callable[..., Any]) -> dict[str, str]:
-    """Returns what a docstring says about each argument."""
-    block = re.search(
-        r"^Args:\n((?:    .*\n|\n)*)", f"{inspect.getdoc(function)}\n", re.MULTILINE
-    )
-    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", block[1] if block else "", re.MULTILINE)
-    return {name: " ".join(text.split()).replace("%", "%%") for name, text in found}
 
 
 def _call(

@@ -4,13 +4,13 @@
     dp.fit(model, optimizer, dataset, loss, log=log)         # in a loop of yours: log(optimizer) after each step
     log(optimizer, public={"accuracy": accuracy})            # measured on public data, for which you vouch
 
-What is written of a run follows from its plan and ledger (`Numbers`); what training records gave cannot be passed.
+What is written of a run follows from its plan and ledger (`public_numbers`); what training records gave cannot be
+passed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -24,27 +24,6 @@ from torch_dpsco.step.common import CommonOptimizer
 from torch_dpsco.step.step import PrivateOptimizer
 
 _UP = ("privacy/epsilon", "privacy/delta")  # rounded up where digits are lost, all others down
-
-
-@dataclass(frozen=True, kw_only=True)
-class Numbers:
-    """All that a logger writes of a run: functions of plan and ledger. None is left out.
-
-    Args:
-        epsilon: spent so far at delta, under the accountant's adjacency; None without a delta.
-        epsilon_left: what `Accountant.remaining` shows; None where delta is not the budget's.
-        delta: of both.
-        noise_multiplier: of each step, where one number holds for all.
-        lr: step size of the first group of parameters.
-        batch_size: the planned one, by which each step divides; the number of rows drawn is private.
-    """
-
-    epsilon: float | None = None
-    epsilon_left: float | None = None
-    delta: float | None = None
-    noise_multiplier: float | None = None
-    lr: float | None = None
-    batch_size: float | None = None
 
 
 class Logger:
@@ -142,25 +121,24 @@ class Logger:
             and (optimizer.finalized or step % self._every == 0)
             and self._last != (optimizer.run, step)
         )
-        line = self._numbers(optimizer) if due else {}
+        numbers = public_numbers(optimizer, self._delta) if due else {}
+        line = {f"privacy/{name}": value for name, value in numbers.items()}
         if line or vouched:
             self._write(line | vouched, step)
         if due:
             self._last = optimizer.run, step
 
-    def _numbers(self, optimizer: CommonOptimizer) -> dict[str, float]:
-        numbers = public_numbers(optimizer, self._delta)
-        found = {
-            f"privacy/{field.name}": getattr(numbers, field.name) for field in fields(Numbers)
-        }
-        return {name: float(value) for name, value in found.items() if value is not None}
-
 
 @typed
-def public_numbers(optimizer: CommonOptimizer, delta: float | None = None) -> Numbers:
-    """Returns what plan and ledger say about a run; delta defaults to the budget's."""
+def public_numbers(optimizer: CommonOptimizer, delta: float | None = None) -> dict[str, float]:
+    """Returns what plan and ledger say about a run, all that a logger writes of it.
+
+    epsilon is what was spent at delta (default the budget's), under the accountant's adjacency, and epsilon_left what
+    `Accountant.remaining` shows; noise_multiplier is that of each step, where one number holds for all; lr the step
+    size of the first group of parameters; batch_size the planned one: the number of rows drawn is private.
+    """
     accountant = optimizer.accountant
-    budget = optimizer.accountant.budget
+    budget = accountant.budget
     run: dict[str, Any] = {}
     if delta is None and budget is not None:
         delta = budget.quoted_delta
@@ -170,11 +148,9 @@ def public_numbers(optimizer: CommonOptimizer, delta: float | None = None) -> Nu
         run["epsilon_left"] = accountant.remaining
     if isinstance(optimizer, PrivateOptimizer):
         run["noise_multiplier"] = getattr(optimizer.oracle, "noise_multiplier", None)
-        run |= {
-            "lr": float(optimizer.param_groups[0]["lr"]),
-            "batch_size": optimizer.design.batch_size,
-        }
-    return Numbers(**run)
+        run["lr"] = optimizer.param_groups[0]["lr"]
+        run["batch_size"] = optimizer.design.batch_size
+    return {name: float(value) for name, value in run.items() if value is not None}
 
 
 def _vouched(public: Any) -> dict[str, float]:
@@ -199,11 +175,11 @@ def _vouched(public: Any) -> dict[str, float]:
 @typed
 def tensorboard(writer: Any, *, every: int = 50, delta: float | None = None) -> Logger:
     """Returns a logger to your `torch.utils.tensorboard.SummaryWriter`; see `Logger`."""
-    add = _method(writer, "add_scalar", "writer must be a torch.utils.tensorboard.SummaryWriter")
+    _require("add_scalar", "a torch.utils.tensorboard.SummaryWriter", writer=writer)
 
     def write(numbers: dict[str, float], step: int) -> None:
         for name, value in in_single(numbers).items():
-            add(name, value, step)
+            writer.add_scalar(name, value, step)
 
     return Logger(write, every=every, delta=delta)
 
@@ -233,22 +209,22 @@ def wandb(run: Any, *, every: int = 50, delta: float | None = None) -> Logger:
 
     The step is logged as "privacy/step": W&B counts its own.
     """
-    log = _method(run, "log", "run must be what wandb.init(...) returns")
+    _require("log", "what wandb.init(...) returns", run=run)
     return Logger(
-        lambda numbers, step: log({"privacy/step": step, **numbers}), every=every, delta=delta
+        lambda numbers, step: run.log({"privacy/step": step, **numbers}), every=every, delta=delta
     )
 
 
 @typed
 def mlflow(module: Any, *, every: int = 50, delta: float | None = None) -> Logger:
     """Returns a logger to the active run of `mlflow`, the module, which you have set up; see `Logger`."""
-    log_metrics = _method(module, "log_metrics", "module must be mlflow itself")
-    return Logger(lambda numbers, step: log_metrics(numbers, step=step), every=every, delta=delta)
+    _require("log_metrics", "mlflow itself", module=module)
+    return Logger(
+        lambda numbers, step: module.log_metrics(numbers, step=step), every=every, delta=delta
+    )
 
 
-def _method(thing: Any, name: str, words: str) -> Callable[..., Any]:
-    method = getattr(thing, name, None)
-    if not callable(method):
-        raise ValueError(f"{words} (got {check.shown(thing)})")
-    found: Callable[..., Any] = method
-    return found
+def _require(method: str, kind: str, **tracker: Any) -> None:
+    ((name, thing),) = tracker.items()
+    if not callable(getattr(thing, method, None)):
+        raise ValueError(f"{name} must be {kind} (got {check.shown(thing)})")

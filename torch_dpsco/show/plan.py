@@ -1,13 +1,12 @@
-"""The picture of a plan: noise beside signal, and epsilon over steps, also with less and more noise."""
+"""The picture of a plan: noise beside signal, and epsilon over steps."""
 
 from __future__ import annotations
 
 import math
 import textwrap
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from torch_dpsco.accounting.events import Event, in_words, scaled_noise
+from torch_dpsco.accounting.events import in_words
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.errors import ConditionError
@@ -17,9 +16,7 @@ from torch_dpsco.step.plan import Plan
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_NEIGHBORS = (0.8, 1.25)  # noise of the plans that are drawn beside one
 _SHOWN = 16
-_POINTS = 12
 
 
 def draw(plan: Plan) -> Figure:
@@ -50,45 +47,13 @@ def _epsilon_panel(plan: Plan) -> plots.Panel:
     try:
         stages = list(plan.stages())
         if not stages:
-            return _release_panel(plan, level, limit)
-        drawn = [plots.Line("this plan", *_costs(plan, stages, 1.0))]
+            return plots.words(
+                "What is spent", f"one release:\n{level}: {rounded_up(plan.epsilon())}"
+            )
+        costs = [Ledger([made]).epsilon(plan.shown_delta, plan.adjacency) for _, made in stages]
+        drawn = plots.Line("this plan", [0.0, *(steps for steps, _ in stages)], [0.0, *costs])
     except ConditionError as error:
         return plots.words(
             "What is spent", "not known beforehand:\n" + textwrap.fill(str(error), 40)
         )
-    for factor in _NEIGHBORS:
-        with suppress(ConditionError):
-            drawn.append(plots.Line(f"with noise x {factor:g}", *_costs(plan, stages, factor)))
-    return plots.lines("What is spent", "steps made", level, drawn, limit=limit)
-
-
-def _release_panel(plan: Plan, level: str, limit: tuple[str, float] | None) -> plots.Panel:
-    factors = [0.5 * 4 ** (k / (_POINTS - 1)) for k in range(_POINTS)]
-    own = _cost(plan, plan.event(), 1.0)
-    try:
-        line = plots.Line(
-            "one release", factors, [_cost(plan, plan.event(), factor) for factor in factors]
-        )
-    except ConditionError:
-        return plots.words(
-            "What is spent",
-            f"one release:\nepsilon {rounded_up(own)} at delta {rounded_up(plan.shown_delta)}",
-        )
-    x_label = "noise, as a multiple of this plan's"
-    return plots.lines(
-        "What is spent", x_label, level, [line], limit=limit, mark=("this plan", 1.0, own)
-    )
-
-
-def _costs(
-    plan: Plan, stages: list[tuple[int, Event]], factor: float
-) -> tuple[list[float], list[float]]:
-    return [0.0, *(float(steps) for steps, _ in stages)], [
-        0.0,
-        *(_cost(plan, made, factor) for _, made in stages),
-    ]
-
-
-def _cost(plan: Plan, event: Event, factor: float) -> float:
-    scaled = event if factor == 1 else scaled_noise(event, factor)
-    return Ledger([scaled]).epsilon(plan.shown_delta, plan.adjacency)
+    return plots.lines("What is spent", "steps made", level, [drawn], limit=limit)

@@ -1,4 +1,4 @@
-"""Small pictures of public numbers: panels of lines, dots and bars in one matplotlib Figure.
+"""Small pictures of public numbers: panels of lines and dots in one matplotlib Figure.
 
 Numbers and names in, a Figure out: nothing here knows a plan or a report. Names are shown as they are: matplotlib does
 not read "$" as mathematics. Lines differ in style and marker, so that they can be told apart in print and without
@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,6 +41,7 @@ _FIXED = {
     "legend.framealpha": 0.9,
     "svg.hashsalt": "torch_dpsco",  # the same picture is the same file
 }
+_LEVEL: dict[str, Any] = {"color": "black", "linewidth": 1.2, "linestyle": (0, (1, 1))}
 _A4 = (8.27, 11.69)
 _LINES = 66
 _LONG = 24
@@ -85,9 +89,7 @@ def lines(
                 label=line.label,
             )
         if limit is not None:
-            axes.axhline(
-                limit[1], color="black", linewidth=1.2, linestyle=(0, (1, 1)), label=limit[0]
-            )
+            axes.axhline(limit[1], **_LEVEL, label=limit[0])
         if mark is not None:
             axes.plot(*mark[1:], "*", color="black", markersize=11, label=mark[0])
         _name_axes(axes, title, x_label, y_label)
@@ -121,20 +123,15 @@ def dots(
         for (label, values), (color, _, marker) in zip(drawn.items(), LOOKS, strict=False):
             axes.plot(values, range(len(rows)), marker, color=color, markersize=8, label=label)
             for row, value in enumerate(values):
-                text = f"{value:.2g}"
-                plain = {"pad": 0.5, "fc": "white", "ec": "none"}
                 axes.annotate(
-                    text,
+                    f"{value:.2g}",
                     (value, row),
                     (7, 0),
                     textcoords="offset points",
                     va="center",
                     size=7,
-                    bbox=plain,
                 )
-        axes.axvline(
-            whole[1], color="black", linewidth=1.2, linestyle=(0, (1, 1)), label=whole[0]
-        )
+        axes.axvline(whole[1], **_LEVEL, label=whole[0])
         _name_rows(axes, rows)
         axes.set_xscale("log")
         _name_axes(axes, title, x_label)
@@ -148,8 +145,8 @@ def ranges(
     title: str,
     x_label: str,
     rows: Sequence[str],
-    values: Sequence[float],
-    ends: Sequence[Sequence[float]],
+    values: NDArray[np.float64],
+    ends: NDArray[np.float64],
     label: str,
 ) -> Panel:
     """Returns a panel of one row per name, with a point and a bar from end to end, and a line at 0.
@@ -159,13 +156,13 @@ def ranges(
         x_label: with the unit.
         rows: from the top down.
         values: points, one per row.
-        ends: (low, high) of the bar of each row.
+        ends: (k, 2), low and high of the bar of each row.
         label: of the bars, for the legend.
     """
 
     def panel(axes: Axes) -> None:
-        arms = [[value - low for value, (low, _) in zip(values, ends, strict=True)]]
-        arms.append([high - value for value, (_, high) in zip(values, ends, strict=True)])
+        low, high = np.transpose(ends)
+        arms = [values - low, high - values]
         axes.errorbar(
             values,
             range(len(rows)),
@@ -175,66 +172,10 @@ def ranges(
             capsize=4,
             label=label,
         )
-        axes.axvline(0.0, color="black", linewidth=1.2, linestyle=(0, (1, 1)), label="0")
+        axes.axvline(0.0, **_LEVEL, label="0")
         _name_rows(axes, rows)
         _name_axes(axes, title, x_label)
         _name_series(axes)
-
-    return panel
-
-
-def bars(
-    title: str,
-    x_label: str,
-    rows: Sequence[str],
-    values: Sequence[float],
-    whole: tuple[str, float],
-) -> Panel:
-    """Returns a panel of one bar per name, with a line where the whole is.
-
-    Args:
-        title: in plain words.
-        x_label: with the unit.
-        rows: from the top down.
-        values: one per row.
-        whole: its name and value.
-    """
-
-    def panel(axes: Axes) -> None:
-        axes.barh(
-            range(len(rows)), values, height=0.5, color="#9fc5e8", edgecolor="#0b5394", hatch="//"
-        )
-        axes.axvline(
-            whole[1], color="black", linewidth=1.2, linestyle=(0, (1, 1)), label=whole[0]
-        )
-        _name_rows(axes, rows)
-        _name_axes(axes, title, x_label)
-        axes.set_xlim(left=0)
-        _name_series(axes)
-
-    return panel
-
-
-def marks(
-    title: str, rows: Sequence[str], columns: Sequence[str], places: Sequence[int]
-) -> Panel:
-    """Returns a panel like a table with one mark in each row.
-
-    Args:
-        title: in plain words.
-        rows: from the top down.
-        columns: from left to right.
-        places: of the mark of each row among the columns.
-    """
-
-    def panel(axes: Axes) -> None:
-        for place, (color, _, marker) in zip(range(len(columns)), LOOKS, strict=False):
-            marked = [row for row, own in enumerate(places) if own == place]
-            axes.plot([place] * len(marked), marked, marker, color=color, markersize=10)
-        _name_rows(axes, rows)
-        axes.set_xticks(range(len(columns)), columns, parse_math=False)
-        axes.set_xlim(-0.5, len(columns) - 0.5)
-        _name_axes(axes, title)
 
     return panel
 

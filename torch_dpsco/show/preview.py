@@ -16,10 +16,9 @@ Differs from the paper in: it is not there.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.estimators.choose import LinearFit, fit_linear
-from torch_dpsco.estimators.preparation import Preparation, Units
+from torch_dpsco.estimators.preparation import Units
 from torch_dpsco.estimators.reading import as_features, require_finite
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.solvers import lbfgs, newton
@@ -41,11 +40,9 @@ from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective
 from torch_dpsco.losses import Hinge, Pinball, SmoothedHinge, SmoothedPinball
 from torch_dpsco.losses.base import ScalarLoss, TableLoss
 from torch_dpsco.sampling.loader import user_ids
-from torch_dpsco.show import plots
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    pass
 
 LEAST_ROWS = 50
 _AROUND = (0.25, 0.5, 1.0, 2.0, 4.0)  # of a model's epsilon
@@ -109,10 +106,6 @@ class Preview:
             epsilon for epsilon, noise in zip(self.epsilons, self.noise, strict=True) if noise > 1
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns it as what JSON holds."""
-        return dict(json.loads(json.dumps(asdict(self))))
-
     def __str__(self) -> str:
         table = [
             [
@@ -147,39 +140,6 @@ class Preview:
             )
         return "\n".join(out)
 
-    def plot(self) -> Figure:
-        """Returns a picture: each score over epsilon with its band, and the noise beside the signal.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        noise = plots.Line("noise (norm)", self.epsilons, self.noise)
-        shown = plots.lines(
-            "Noise beside signal", "epsilon", "share of the largest signal", [noise]
-        )
-        return plots.figure(
-            f"{self.model}, n={self.n} {self.unit}s", *map(self._panel, self.scores), shown
-        )
-
-    def _panel(self, name: str) -> plots.Panel:
-        bands = self.scores[name]
-        flat = [self.not_private[name]] * len(self.epsilons)
-        drawn = [
-            plots.Line("median of private fits", self.epsilons, [band.median for band in bands]),
-            plots.Line("1 in 20 is lower", self.epsilons, [band.low for band in bands]),
-            plots.Line("1 in 20 is higher", self.epsilons, [band.high for band in bands]),
-            plots.Line("not private", self.epsilons, flat),
-        ]
-        panel = plots.lines(
-            name, "epsilon", name, drawn, limit=("a constant", self.constant[name])
-        )
-
-        def zoomed(axes: Axes) -> None:
-            panel(axes)
-            axes.autoscale(axis="y")
-
-        return zoomed
-
 
 def preview(
     model: Any,
@@ -193,8 +153,18 @@ def preview(
     runs: int,
 ) -> Preview:
     """Returns what fits of a model will lose; see `LinearModel.preview`."""
-    chosen = epsilons_of(model.epsilon, epsilons, runs)
-    require_one(X_like, y_like, groups, dim)
+    if not 3 <= check.count(runs=runs) <= _MOST_RUNS:
+        raise ValueError(f"runs must be in [3, {_MOST_RUNS}] (got {check.shown(runs)})")
+    chosen = _epsilons(model.epsilon, epsilons)
+    if (X_like is None) == (dim is None):
+        raise ValueError(
+            "X_like, a public sample, or dim, the number of features, must be given, one of them"
+            f" (got {'neither' if dim is None else 'both'})"
+        )
+    if (X_like is None) != (y_like is None) or (groups is not None and X_like is None):
+        raise ValueError(
+            "X_like and y_like must be given together, and with groups (got None for one)"
+        )
     unit = check.choice(("example", "user"), unit=unit) if groups is None else "user"
     features = None if X_like is None else as_features(X_like)
     width = check.positive_count(dim=dim) if features is None else features.shape[1]
@@ -204,13 +174,11 @@ def preview(
     require_finite(features)
     targets, factors = model._read(y_like, len(features), features.device)
     ids = None if groups is None else user_ids(groups, len(features))
-    return simulated(type(model).__name__, plans, Sample(features, targets, factors, ids), runs)
+    return simulated(model._unspent(), plans, Sample(features, targets, factors, ids), runs)
 
 
-def epsilons_of(own: float, given: Sequence[float] | None, runs: int) -> list[float]:
-    """Returns the epsilons to look at, increasing; raises ValueError for those that are none, and for runs."""
-    if not 3 <= check.count(runs=runs) <= _MOST_RUNS:
-        raise ValueError(f"runs must be in [3, {_MOST_RUNS}] (got {check.shown(runs)})")
+def _epsilons(own: float, given: Sequence[float] | None) -> list[float]:
+    """Returns the epsilons to look at, increasing; raises ValueError for those that are none."""
     if given is None:
         return [check.positive(epsilon=own) * factor for factor in _AROUND]
     if isinstance(given, (str, bytes, Mapping)) or not hasattr(given, "__iter__"):
@@ -219,18 +187,6 @@ def epsilons_of(own: float, given: Sequence[float] | None, runs: int) -> list[fl
     if not chosen:
         raise ValueError("epsilons must hold at least one (got none)")
     return chosen
-
-
-def require_one(X_like: Any, y_like: Any, groups: Any, dim: int | None) -> None:
-    """Raises ValueError unless there is a sample with targets, or a number of features alone."""
-    if X_like is None and dim is None:
-        check.required(": a public sample, or the number of features", X_like=X_like, dim=dim)
-    if dim is not None and check.positive_count(dim=dim) and X_like is not None:
-        raise ValueError(f"dim must be given without X_like only (got {dim})")
-    if (X_like is None) != (y_like is None) or (groups is not None and X_like is None):
-        raise ValueError(
-            "X_like and y_like must be given together, and with groups (got None for one)"
-        )
 
 
 def of_plans(name: str, plans: Sequence[LinearPlan]) -> Preview:
@@ -273,11 +229,11 @@ class Sample:
     ids: Tensor | None
 
 
-def simulated(name: str, plans: Sequence[LinearPlan], sample: Sample, runs: int) -> Preview:
+def simulated(model: Any, plans: Sequence[LinearPlan], sample: Sample, runs: int) -> Preview:
     """Fits by each plan to resampled halves of a public sample, on throw-away ledgers, and scores on the rest.
 
     Args:
-        name: of the model.
+        model: unfitted, which takes the fits.
         plans: that differ in epsilon, increasing; the last one's objective is minimized without noise, too.
         sample: public.
         runs: fits of each model.
@@ -291,15 +247,17 @@ def simulated(name: str, plans: Sequence[LinearPlan], sample: Sample, runs: int)
     rows = halves.rows
     out = halves.out
     plain = _not_private(plans[-1], sample, halves)
-    answer = _answer(task, plain, sample.features[out])
+    answer = _answer(model, plans[-1], plain, sample.features[out])
     reached = _scores(task, answer, halves.truth[out])
-    seen = _scores(task, _answer(task, plain, sample.features[rows]), halves.truth[rows])
+    own = _answer(model, plans[-1], plain, sample.features[rows])
+    seen = _scores(task, own, halves.truth[rows])
     best = np.broadcast_to(_best(task, halves.truth[rows]), answer.shape)
     bands: dict[str, list[Band]] = {score: [] for score in reached}
     for plan in plans:
         found = []
         for _ in range(runs):
-            answer = _answer(task, halves.fitted(plan, sample, rng), sample.features[out])
+            fitted = halves.fitted(plan, sample, rng)
+            answer = _answer(model, plan, fitted, sample.features[out])
             found.append(_scores(task, answer, halves.truth[out]))
         errors = halves.standard_errors(task, answer, rng)
         for score, row in bands.items():
@@ -313,7 +271,7 @@ def simulated(name: str, plans: Sequence[LinearPlan], sample: Sample, runs: int)
                 )
             )
     return replace(
-        of_plans(name, plans),
+        of_plans(type(model).__name__, plans),
         sampled=halves.count,
         runs=runs,
         scores={score: tuple(row) for score, row in bands.items()},
@@ -451,8 +409,8 @@ def _scores(task: LinearTask, answer: _Array, truth: _Array) -> dict[str, float]
     positive = int((signs > 0).sum())
     area = math.nan
     if 0 < positive < len(signs):
-        ranks = float(scipy.stats.rankdata(answer)[signs > 0].sum())
-        area = (ranks - positive * (positive + 1) / 2) / (positive * (len(signs) - positive))
+        wins = scipy.stats.mannwhitneyu(answer[signs > 0], answer[signs < 0], method="asymptotic")
+        area = float(wins.statistic) / (positive * (len(signs) - positive))
     if isinstance(loss, (Hinge, SmoothedHinge)):
         return {"accuracy": float(np.mean((answer > 0) == (signs > 0))), "AUC": area}
     return {"log-loss": float(np.mean(np.logaddexp(0.0, -signs * answer))), "AUC": area}
@@ -466,18 +424,17 @@ def _mean_loss(loss: TableLoss, answer: _Array, truth: _Array) -> float:
 def _best(task: LinearTask, truth: _Array) -> Any:
     """Returns the best constant answer for targets."""
     loss = task.loss
-    if loss.num_scores == 1 and not isinstance(loss, ScalarLoss):
-        at = minimize_scalar(lambda s: _mean_loss(loss, np.full_like(truth, s), truth))
-        return float(at.x)
-    if loss.squared:
-        return truth.mean()
-    if loss.target_kind == "real":
-        return np.quantile(truth, getattr(loss, "quantile", 0.5))
-    classes = max(loss.num_scores, 2)
-    places = truth if loss.num_scores > 1 else truth > 0
-    counts = np.log(np.bincount(places.astype(np.int64), minlength=classes) + 0.5)
-    scores = counts - logsumexp(counts)
-    return scores if classes > 2 else scores[1] - scores[0]
+    if loss.num_scores > 1 or (isinstance(loss, ScalarLoss) and loss.target_kind != "real"):
+        places = truth if loss.num_scores > 1 else truth > 0
+        shares = np.bincount(places.astype(np.int64), minlength=max(loss.num_scores, 2)) + 0.5
+        scores = np.log(shares / shares.sum())
+        return scores if len(scores) > 2 else scores[1] - scores[0]
+
+    def score(answer: float) -> float:
+        (found,) = _scores(task, np.full_like(truth, answer), truth).values()
+        return found
+
+    return float(minimize_scalar(score).x)
 
 
 def _not_private(plan: LinearPlan, sample: Sample, halves: _Halves) -> LinearFit:
@@ -499,7 +456,7 @@ def _not_private(plan: LinearPlan, sample: Sample, halves: _Halves) -> LinearFit
         loss = SmoothedPinball(
             quantile=loss.quantile, width=_KINK * float(targets.double().std()) + 1e-9
         )
-    given = _given(task)
+    given = task.preparation if prepare is None else prepare.given
     given = replace(given, intercept=given.bound_x if task.preparation.intercept else 0.0)
     weights = torch.from_numpy(1.0 / np.bincount(users)[users]).to(targets.device)
     if sample.weights is not None:
@@ -524,24 +481,11 @@ def _not_private(plan: LinearPlan, sample: Sample, halves: _Halves) -> LinearFit
     return LinearFit(found.reshape(task.num_scores, -1), Units(given, center, spread))
 
 
-def _given(task: LinearTask) -> Preparation:
-    """Returns what public numbers do to rows, without an intercept."""
-    return (
-        replace(task.preparation, intercept=0.0) if task.prepare is None else task.prepare.given
-    )
-
-
-def _answer(task: LinearTask, fitted: LinearFit, features: Tensor) -> _Array:
+def _answer(model: Any, plan: LinearPlan, fitted: LinearFit, features: Tensor) -> _Array:
     """Returns the answers of a fit for raw rows: (n,), or (n, K) for K > 2 classes, as models give them."""
-    given = _given(task)
-    units = fitted.units
-    (center, scale), (shift, unit) = given.shift_and_scale, units.rows.shift_and_scale
-    rows = (
-        given(features).cpu() * scale + center - shift
-    ) / unit  # clipped by public numbers only
-    weights = fitted.weights.cpu()
-    constant = units.rows.intercept
-    scores = rows @ weights[:, : task.dim].T + constant * weights[:, task.dim :].sum(1)
+    model.plan_ = plan
+    model._install(fitted)
+    scores: _Array = model._scores(features)
     if scores.shape[1] == 1:
-        return np.asarray(scores[:, 0] * units.spread + units.location)
-    return np.asarray(scores if scores.shape[1] > 2 else scores[:, 1] - scores[:, 0])
+        return scores[:, 0]
+    return scores if scores.shape[1] > 2 else scores[:, 1] - scores[:, 0]

@@ -62,7 +62,8 @@ from torch_dpsco.statistics.held_out import (
 )
 
 _UNIT = 2**20  # of a share, in integers
-_MOST = 2**51  # of the error in ranks, in units: sums with it are exact
+_LARGEST = 2**51  # of the error in ranks, in units: sums with it are exact
+MOST = 0.999  # of the level
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,6 @@ def conformal(
     bound: float | None = None,
     classes: Any = None,
     bins: int = 512,
-    failure: float | None = None,
     groups: Any = None,
     accountant: Accountant | None = None,
     generator: torch.Generator | None = None,
@@ -150,13 +150,11 @@ def conformal(
             there is a bound. What it says of a row must depend on that row alone, which is tried on made-up rows.
         X: private rows (n, d), as for `fit`; one with a non-finite value is a null record, which counts for nothing.
         y: their labels or targets (n,); a label that is none of the classes, or no number, makes a null record.
-        level: in (0, 1): probability of covering the truth.
+        level: in (0, 0.999): probability of covering the truth.
         budget: of this release, of which epsilon is spent; delta is not.
         bound: public bound > 0 of the half width of intervals (above it they are infinite); None for sets of labels.
         classes: public labels; None for the model's `classes_`. Not with a bound.
         bins: 1 to 1024 equal steps of the threshold.
-        failure: in (2^-15, 1 - level): probability, folded into the level, that the private quantile is too small.
-            None for a twentieth of 1 - level.
         groups: (n,) ids of users, with a budget of unit "user"; coverage is then that of a random row of a new user.
         accountant: ledger that is charged; None for a new one with this budget.
         generator: for tests only (warns).
@@ -191,33 +189,23 @@ def conformal(
         >>> bool(0.95 < found.threshold < 1.02), found.intervals([[0.5]]).shape
         (True, (1, 2))
     """
-    level = check.open_interval(0.0, 1.0, level=level)
+    level = check.open_interval(0.0, MOST, level=level)
     if check.positive_count(bins=bins) > 1024:
         raise ValueError(f"bins must be in 1..1024 (got {bins})")
-    failure = (
-        (1.0 - level) / 20.0
-        if failure is None
-        else check.open_interval(0.0, 1.0, failure=failure)
-    )
+    failure = (1.0 - level) / 20.0
     rank = math.ceil(Fraction(level) / (1 - Fraction(failure)) * _UNIT)
-    if rank >= _UNIT:
-        raise ValueError(
-            f"failure must be below 1 - level = {1.0 - level:g}, the more the better (got"
-            f" {failure:g})"
-        )
     if bound is not None and classes is not None:
         raise ValueError(
             f"classes must not be given with a bound, of a regressor (got {check.shown(classes)})"
         )
     labels = public_labels(model, classes) if bound is None else []
-    edges = (
-        np.arange(1, bins + 1) / bins * (1.0 if bound is None else check.positive(bound=bound))
-    )
+    widest = 1.0 if bound is None else check.positive(bound=bound)
+    edges = np.arange(1, bins + 1) / bins * widest
     budget = agreed_budget(budget, accountant)
     # PRIVACY: how far one unit moves a score (test_no_neighbor_moves_a_score_by_more)
     sensitivity = _sensitivities(rank)[budget.adjacency]
     error = math.ceil(score_slack(bins + 1, sensitivity, budget.epsilon, failure))
-    if error >= _MOST:
+    if error >= _LARGEST:
         raise ValueError(
             "budget must have a larger epsilon: no number of records is enough (got"
             f" {budget.epsilon:g})"

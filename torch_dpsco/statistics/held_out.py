@@ -64,7 +64,7 @@ def agreed_budget(budget: Budget, accountant: Accountant | None) -> Budget:
 
 
 def ledger_of(
-    budget: Budget, accountant: Accountant | None, groups: Any
+    budget: Budget, accountant: Accountant | None, groups: Any = None
 ) -> tuple[Accountant, float | None]:
     """Returns the ledger that a release is charged to, and the delta of its report.
 
@@ -80,14 +80,13 @@ def ledger_of(
     ledger = Accountant(budget) if accountant is None else accountant
     ledger.require_unit(budget.unit, budget.adjacency)
     if ledger.adjacency != budget.adjacency:
+        # PRIVACY: the noise is for one adjacency (test_a_ledger_of_another_adjacency_is_refused_by_a_transformer)
         raise AdjacencyError(
-            f"budget must have the adjacency of the accountant, {ledger.adjacency} (got"
-            f" {budget.adjacency})"
+            f"accountant must have the adjacency {budget.adjacency!r} (got {ledger.adjacency!r})"
         )
     delta = budget.delta if ledger.budget is None else None
-    ledger.report(
-        delta
-    )  # raises, before anything is charged, if the ledger has no answer at this delta
+    # raises, before anything is charged, if the ledger has no answer at this delta
+    ledger.report(delta)
     return ledger, delta
 
 

@@ -16,15 +16,16 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import check_fields, typed
+from torch_dpsco._doors import check_fields
 from torch_dpsco._words import require_ours
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
@@ -38,7 +39,6 @@ from torch_dpsco.accounting.events import (
     Gaussian,
     check_adjacency,
 )
-from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.estimators.reading import (
     BaseEstimator,
     NotFittedError,
@@ -48,7 +48,17 @@ from torch_dpsco.estimators.reading import (
     read_columns,
 )
 from torch_dpsco.rng import noise_generator
+from torch_dpsco.statistics.held_out import ledger_of
 from torch_dpsco.step.exact_noise import exact_release
+
+
+class _Names:
+    """Has names of columns, with scikit-learn only."""
+
+
+if not TYPE_CHECKING:
+    with suppress(ImportError):
+        from sklearn.base import OneToOneFeatureMixin as _Names
 
 Array = NDArray[np.float64]
 _Self = TypeVar("_Self", bound="PrivateTransformer")
@@ -60,7 +70,7 @@ _ROWS = 65_536
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class PrivateTransformer(TransformerMixin, BaseEstimator):
+class PrivateTransformer(_Names, TransformerMixin, BaseEstimator):
     """Base: public ranges of columns, one release.
 
     Args:
@@ -141,16 +151,8 @@ class PrivateTransformer(TransformerMixin, BaseEstimator):
         low, high = self._range(rows.shape[1])
         event = self.event(rows.shape[1])
         columns = read_columns(X, rows.shape[1])
-        ledger = self.accountant
         target = Budget(self.epsilon, self.delta, adjacency=self.adjacency)
-        if ledger is None:
-            ledger = Accountant(target)
-        ledger.require_unit("example", self.adjacency)
-        if ledger.adjacency != self.adjacency:
-            # PRIVACY: the noise is for one adjacency (test_a_ledger_of_another_adjacency_is_refused_by_a_transformer)
-            raise AdjacencyError(
-                f"accountant must have the adjacency {self.adjacency!r} (got {ledger.adjacency!r})"
-            )
+        ledger, delta = ledger_of(target, self.accountant)
         # PRIVACY: else their number is private (test_the_number_of_scored_records_is_not_told_under_add_remove)
         if self.adjacency != ADD_REMOVE:
             warn_of_delta(target, len(rows))
@@ -163,11 +165,7 @@ class PrivateTransformer(TransformerMixin, BaseEstimator):
                 high - low
             )
             total += self._numbers(np.clip(scaled, -1.0, 1.0), present)
-        delta = self.delta if ledger.budget is None else None
         source = noise_generator("cpu", None)
-        ledger.report(
-            delta
-        )  # raises, before anything is charged, if the ledger has no answer at this delta
         # PRIVACY: charged before anything is drawn (test_nothing_is_drawn_that_was_not_charged_by_a_transformer)
         ledger.authorize(event)
         released = exact_release(torch.from_numpy(total / _UNIT), event, source).numpy()
@@ -192,53 +190,26 @@ class PrivateTransformer(TransformerMixin, BaseEstimator):
     @abstractmethod
     def _transformed(self, rows: Array) -> Array: ...
 
-    @typed
-    def get_feature_names_out(self, input_features: Sequence[str] | None = None) -> NDArray[Any]:
-        """Returns the names of the columns: those of the input."""
-        if not hasattr(self, "privacy_"):
-            raise NotFittedError(
-                f"This {type(self).__name__} instance is not fitted yet: call fit before"
-            )
-        given = (
-            getattr(self, "feature_names_in_", None) if input_features is None else input_features
-        )
-        names = (
-            [f"x{place}" for place in range(self.n_features_in_)]
-            if given is None
-            else list(given)
-        )
-        if len(names) != self.n_features_in_:
-            raise ValueError(
-                f"input_features must be {self.n_features_in_} names (got {len(names)})"
-            )
-        return np.asarray(names, dtype=object)
-
     def _size(self, dim: int) -> int:
         """Length of the release."""
         return 3 * dim
 
     def _range(self, dim: int) -> tuple[Array, Array]:
-        missing = [name for name in ("lower", "upper") if getattr(self, name) is None]
-        if missing:
-            raise ValueError(
-                f"{' and '.join(missing)} must be given: public ends of the ranges of columns, one"
-                " number or d; by what columns mean, never the least and largest in the data (got"
-                " None)"
-            )
-        low = _public(lower=self.lower)
-        high = _public(upper=self.upper)
-        if any(end.shape not in ((), (dim,)) for end in (low, high)):
+        if self.lower is None or self.upper is None:
+            what = "public ends of the ranges of columns, by what they mean, never by the data"
+            check.required(f": {what}", lower=self.lower, upper=self.upper)
+        ends = _public(lower=self.lower), _public(upper=self.upper)
+        if any(end.shape not in ((), (dim,)) for end in ends):
             raise ValueError(
                 f"lower and upper must be numbers, or {dim} of them (got {self.lower} and"
                 f" {self.upper})"
             )
-        if not ((low < high).all() and np.abs([low, high][low.ndim == 0]).max() < 1e100):
+        low, high = (np.broadcast_to(end, dim).astype(np.float64) for end in ends)
+        if not ((low < high).all() and np.abs([low, high]).max() < 1e100):
             raise ValueError(
                 f"lower must be below upper, both below 1e100 (got {self.lower} and {self.upper})"
             )
-        return np.broadcast_to(low, dim).astype(np.float64), np.broadcast_to(high, dim).astype(
-            np.float64
-        )
+        return low, high
 
     def _moments(self, released: Array, std: float) -> tuple[Array, Array]:
         """Returns mean and spread of columns in [-1, 1], of sums of z, z^2 - 1/2 and 1/2; spreads above their noise."""
@@ -264,18 +235,14 @@ def _in_units(values: Array) -> NDArray[np.int64]:
     return np.rint(values * _UNIT).astype(np.int64)
 
 
-def _first_moments(values: Array, present: NDArray[np.bool_]) -> NDArray[np.int64]:
-    squares = np.where(present, _in_units(values**2) - _UNIT // 2, 0)
-    return np.concatenate(
-        [_in_units(values).sum(0), squares.sum(0), present.sum(0) * (_UNIT // 2)]
-    )
-
-
 class _OfMoments(PrivateTransformer):
     """Base: sums of z, z^2 - 1/2 and 1/2 of each column."""
 
     def _numbers(self, values: Array, present: NDArray[np.bool_]) -> NDArray[np.int64]:
-        return _first_moments(values, present)
+        squares = np.where(present, _in_units(values**2) - _UNIT // 2, 0)
+        return np.concatenate(
+            [_in_units(values).sum(0), squares.sum(0), present.sum(0) * (_UNIT // 2)]
+        )
 
     def _squares(self) -> tuple[float, float]:
         return 1.5, 4.0  # z^2 + (z^2 - 1/2)^2 + 1/4; (z - z')^2 (1 + (z + z')^2)
@@ -366,16 +333,29 @@ class PrivateQuantiles(PrivateTransformer):
     def _size(self, dim: int) -> int:
         for level in self.levels:
             check.between(0.0, 1.0, levels=level)
-        return _of_bins(self.bins) * dim
+        if not 2 <= check.positive_count(bins=self.bins) <= 1024:
+            raise ValueError(f"bins must be 2 to 1024 (got {self.bins})")
+        return self.bins * dim
 
     def _numbers(self, values: Array, present: NDArray[np.bool_]) -> NDArray[np.int64]:
-        return _histogram(values, present, self.bins)
+        places = np.minimum(((values + 1) / 2 * self.bins).astype(np.int64), self.bins - 1)
+        counts = [
+            np.bincount(places[known, j], minlength=self.bins)
+            for j, known in enumerate(present.T)
+        ]
+        return np.stack(counts, axis=1).reshape(-1).astype(np.int64) * _UNIT
 
     def _squares(self) -> tuple[float, float]:
         return 1.0, 2.0
 
     def _install(self, released: Array, std: float) -> None:
-        self._places = _places(released)
+        # shares below each edge of the bins, (bins + 1, d): from 0 to 1, increasing a little everywhere
+        sums = np.vstack([np.zeros(released.shape[1]), np.cumsum(released, axis=0)])
+        shares = np.clip(sums / np.maximum(sums[-1], 1.0), 0.0, 1.0)
+        rising = np.maximum.accumulate(shares, axis=0)
+        rising[-1] = 1.0
+        even = np.linspace(0.0, 1.0, len(sums))[:, None]
+        self._places = (1 - 2.0**-20) * rising + 2.0**-20 * even
         edges = np.linspace(0.0, 1.0, self.bins + 1)
         found = [np.interp(self.levels, places, edges) for places in self._places.T]
         self.quantiles_ = self._low + (self._high - self._low) * np.stack(found, axis=1)
@@ -389,38 +369,9 @@ class PrivateQuantiles(PrivateTransformer):
         return np.where(np.isfinite(rows), 2 * np.stack(found, axis=1) - 1, math.nan)
 
 
-def _of_bins(bins: int) -> int:
-    if not 2 <= check.positive_count(bins=bins) <= 1024:
-        raise ValueError(f"bins must be 2 to 1024 (got {bins})")
-    return bins
-
-
-def _histogram(values: Array, present: NDArray[np.bool_], bins: int) -> NDArray[np.int64]:
-    """Counts of values in [-1, 1] by bin and column, in units."""
-    places = np.minimum(((values + 1) / 2 * bins).astype(np.int64), bins - 1)
-    counts = [
-        np.bincount(places[present[:, j], j], minlength=bins) for j in range(values.shape[1])
-    ]
-    return np.stack(counts, axis=1).reshape(-1).astype(np.int64) * _UNIT
-
-
-def _places(counts: Array) -> Array:
-    """Share of values below each edge of the bins, (bins + 1, d): from 0 to 1, increasing a little everywhere."""
-    sums = np.vstack([np.zeros(counts.shape[1]), np.cumsum(counts, axis=0)])
-    total = np.maximum(sums[-1], 1.0)
-    rising = np.maximum.accumulate(np.clip(sums / total, 0.0, 1.0), axis=0)
-    rising[-1] = 1.0
-    even = np.linspace(0.0, 1.0, len(sums))[:, None]
-    return (1 - 2.0**-20) * rising + 2.0**-20 * even
-
-
 @dataclass(eq=False, repr=False, kw_only=True)
-class PrivateImputer(PrivateTransformer):
-    """Fills missing values in with private means or medians of columns.
-
-    Args:
-        strategy: "mean" or "median".
-        bins: into which the range of a column is cut for medians; 2 to 1024.
+class PrivateImputer(_OfMoments):
+    """Fills missing values in with private means of columns.
 
     Attributes:
         statistics_: (d,), in the units of the columns.
@@ -435,30 +386,8 @@ class PrivateImputer(PrivateTransformer):
         True
     """
 
-    strategy: str = "mean"
-    bins: int = 64
-
-    def _size(self, dim: int) -> int:
-        if check.choice(("mean", "median"), strategy=self.strategy) == "median":
-            return _of_bins(self.bins) * dim
-        return 3 * dim
-
-    def _numbers(self, values: Array, present: NDArray[np.bool_]) -> NDArray[np.int64]:
-        if self.strategy == "median":
-            return _histogram(values, present, self.bins)
-        return _first_moments(values, present)
-
-    def _squares(self) -> tuple[float, float]:
-        return (1.0, 2.0) if self.strategy == "median" else (1.5, 4.0)
-
     def _install(self, released: Array, std: float) -> None:
-        if self.strategy == "median":
-            edges = np.linspace(0.0, 1.0, self.bins + 1)
-            share = np.asarray(
-                [float(np.interp(0.5, places, edges)) for places in _places(released).T]
-            )
-        else:
-            share = (1 + self._moments(released, std)[0]) / 2
+        share = (1 + self._moments(released, std)[0]) / 2
         self.statistics_ = self._low + (self._high - self._low) * share
 
     def _transformed(self, rows: Array) -> Array:

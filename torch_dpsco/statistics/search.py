@@ -18,14 +18,13 @@ from decimal import Context, Decimal
 from typing import Any, cast
 
 import numpy as np
-import scipy
 import torch
 from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.analysis.rdp import expected_trials, negative_binomial_selection
+from torch_dpsco.accounting.analysis.rdp import negative_binomial_selection
 from torch_dpsco.accounting.budgets import Budget, warn_of_delta
 from torch_dpsco.accounting.curves import orders_at
 from torch_dpsco.accounting.events import (
@@ -39,7 +38,6 @@ from torch_dpsco.accounting.events import (
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.report.figures import PrivacyReport
 from torch_dpsco.errors import (
-    AdjacencyError,
     CalibrationError,
     ConditionError,
     InfeasibleError,
@@ -56,10 +54,9 @@ from torch_dpsco.estimators.reading import (
 )
 from torch_dpsco.estimators.task import LinearPlan, Search, make_records
 from torch_dpsco.rng import Keystream, Stream
-from torch_dpsco.statistics.held_out import CPU, split
+from torch_dpsco.statistics.held_out import CPU, ledger_of, split
 from torch_dpsco.statistics.scores import (
     LOSSES,
-    METRICS,
     PrivateScore,
     default_bins,
     score,
@@ -67,15 +64,12 @@ from torch_dpsco.statistics.scores import (
 )
 from torch_dpsco.trial.undo import Refused, attempt
 
-LAWS = {
-    "geometric": 1.0,
-    "logarithmic": 0.0,
-}  # name to eta of the truncated negative binomial law
+_ETA = 1.0  # of the truncated negative binomial law that is geometric
 _LEVEL = 1  # orders up to 2^14
 _BITS = 256  # of the draw of K
 _EXACT = Context(prec=100)
 _MOST_TRIALS = 1e6
-_CLOSE = 2e-3  # relative, below the target
+_CLOSE = 5e-4  # relative, below the target
 
 
 @dataclass(frozen=True)
@@ -115,7 +109,6 @@ class PrivateSearch(BaseEstimator):
         bound: public bound of a loss, for metrics that are losses.
         trials: expected number of trials, > 1. Each candidate is drawn with the same probability, so that there should
             be several trials for each.
-        law: of the number of trials: "geometric", or "logarithmic", which costs less and has a longer tail.
         holdout: share of records that trials are scored on, in (0, 1).
         accountant: ledger that is charged; None for a new one with this budget.
 
@@ -141,7 +134,6 @@ class PrivateSearch(BaseEstimator):
     metric: str = "accuracy"
     bound: float | None = None
     trials: float = 10.0
-    law: str = "geometric"
     holdout: float = 0.2
     accountant: Accountant | None = None
 
@@ -166,24 +158,15 @@ class PrivateSearch(BaseEstimator):
         def excess(log_epsilon: float) -> float:
             return math.log(_epsilon(event(math.exp(log_epsilon)), budget) / budget.epsilon)
 
-        root = math.log(budget.epsilon)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of budgets that are tried
-            if excess(root) > 0:
-                low = self._least(excess, root)
-                root = scipy.optimize.brentq(
-                    lambda x: excess(x) + _CLOSE, low, root, xtol=_CLOSE / 4
-                )
-            # PRIVACY: a root is found from either side
-            # (test_a_root_that_is_found_from_above_is_moved_into_the_budget)
-            while excess(root) > 0:
-                root -= _CLOSE / 4
-        trial = self._trial(budget, math.exp(root))
-        found = event(trial.epsilon)
+            found = self._largest(excess, math.log(budget.epsilon))
+        trial = self._trial(budget, math.exp(found))
+        charged = event(trial.epsilon)
         words = [
             f"PrivateSearch: {budget.target} ({in_words(budget.adjacency)}), charged once, beforehand",
             (
-                f"  {self.law} number of trials, {self.trials:g} on average, among"
+                f"  geometric number of trials, {self.trials:g} on average, among"
                 f" {len(self.candidates)} candidates"
             ),
             (
@@ -191,7 +174,7 @@ class PrivateSearch(BaseEstimator):
                 f" ({self.metric}), with epsilon {trial.epsilon:.4g} at delta {trial.delta:g}"
             ),
         ]
-        return SearchPlan(trial, gamma, found, _epsilon(found, budget), "\n".join(words))
+        return SearchPlan(trial, gamma, charged, _epsilon(charged, budget), "\n".join(words))
 
     def fit(self, X: Any, y: Any) -> PrivateSearch:
         """Searches; charged to the ledger before anything is drawn.
@@ -214,17 +197,8 @@ class PrivateSearch(BaseEstimator):
                 f"n must be the number of records under {budget.adjacency} (got {self.n})"
             )
         plan = self.plan(features.shape[1])
-        ledger = Accountant(budget) if self.accountant is None else self.accountant
-        ledger.require_unit("example", budget.adjacency)
-        if ledger.adjacency != budget.adjacency:
-            raise AdjacencyError(
-                f"accountant must have the adjacency {budget.adjacency!r} (got"
-                f" {ledger.adjacency!r})"
-            )
-        delta = budget.delta if ledger.budget is None else None
-        privacy = ledger.report(
-            delta
-        )  # raises, before anything is charged, if the ledger has no answer at this delta
+        ledger, delta = ledger_of(budget, self.accountant)
+        privacy = ledger.report(delta)
         rows = features.cpu().numpy()
         targets = _targets(y, len(rows))
         held = split(len(rows), self.holdout, budget.adjacency)
@@ -245,21 +219,15 @@ class PrivateSearch(BaseEstimator):
             raise PrivacyError(
                 "the search failed: nothing is released, and what was charged stays"
             ) from None
-        best, model = found
+        best, model = found  # which says what its search promised and charged
         model.plan_ = replace(model.plan_, search=Search(budget, plan.event, cast(int, self.n)))
-        self._install(best, model, ledger, delta)
-        return self
-
-    def _install(
-        self, best: PrivateScore, model: LinearModel, ledger: Accountant, delta: float | None
-    ) -> None:
-        """Keeps the winner, which says what its search promised and charged."""
         self.best_score_ = best.value
         self.best_error_ = best.error
         self.privacy_ = model.privacy_ = ledger.report(delta)
         model.accountant = ledger
         model.epsilon = self.epsilon
         self.best_estimator_ = model
+        return self
 
     def predict(self, X: Any) -> NDArray[Any]:
         """Returns what the winner says of public rows."""
@@ -295,47 +263,44 @@ class PrivateSearch(BaseEstimator):
             raise ValueError("n must be given, as for the models (got None)")
         check.positive_count(n=self.n)
         check.open_interval(0.0, 1.0, holdout=self.holdout)
-        check.choice(METRICS, metric=self.metric)
-        check.choice(tuple(LAWS), law=self.law)
         if not 1 < check.finite(trials=self.trials) <= _MOST_TRIALS:
             raise ValueError(
                 f"trials must be in (1, {_MOST_TRIALS:g}], their expected number (got"
                 f" {self.trials})"
             )
-        if (self.bound is None) == (self.metric in LOSSES):
-            raise ValueError(
-                f"bound must be given for losses, and only for them (got {self.bound} for"
-                f" {self.metric})"
-            )
-        eta = LAWS[self.law]
-        gamma = scipy.optimize.brentq(
-            lambda g: math.log(expected_trials(eta, g) / self.trials), 1e-9, 1 - 1e-9, xtol=1e-15
-        )
-        return Budget(self.epsilon, self.delta, adjacency=check_adjacency(self.adjacency)), float(
-            gamma
-        )
+        budget = Budget(self.epsilon, self.delta, adjacency=check_adjacency(self.adjacency))
+        return budget, 1.0 / self.trials
 
-    def _least(self, excess: Callable[[float], float], high: float) -> float:
-        """Returns the logarithm of a trial's epsilon that keeps the budget; raises InfeasibleError if there is none.
+    def _largest(self, excess: Callable[[float], float], high: float) -> float:
+        """Returns the logarithm of the largest epsilon of a trial that keeps the budget.
+
+        Raises InfeasibleError for none.
 
         What is too small for a setting of a candidate, as for a reg of its own, is passed by.
         """
+        if excess(high) <= 0:
+            return high
         low = high - math.log(64)
+        found = None
         why = ""
-        tried = low
         while high - low > _CLOSE:
+            tried = (low + high) / 2
             try:
-                if excess(tried) <= -_CLOSE:
-                    return tried
-                high = tried
+                # PRIVACY: what is returned keeps the budget (test_the_budget_of_a_trial_is_found_from_below)
+                if excess(tried) > 0:
+                    high = tried
+                else:
+                    low = tried
+                    found = tried
             except CalibrationError as error:
                 low = tried
                 why = f". A smaller budget of each trial leaves nothing: {error}"
-            tried = (low + high) / 2
-        raise InfeasibleError(
-            f"epsilon must be larger, or trials fewer than {self.trials:g} (got epsilon"
-            f" {self.epsilon:g}){why}"
-        )
+        if found is None:
+            raise InfeasibleError(
+                f"epsilon must be larger, or trials fewer than {self.trials:g} (got epsilon"
+                f" {self.epsilon:g}){why}"
+            )
+        return found
 
     def _try(
         self,
@@ -408,15 +373,14 @@ class PrivateSearch(BaseEstimator):
         for name in self.candidates:
             plan = self._plan_of(name, trial, dim)
             try:
-                curved = (
-                    replace(plan, charge="curve") if isinstance(plan, ObjectivePlan) else plan
-                )
+                if isinstance(plan, ObjectivePlan):
+                    plan = replace(plan, charge="curve")
             except ConditionError as error:
                 raise ConditionError(
                     f"candidates must have a Renyi curve (got {name!r}): {error}"
                 ) from error
-            values = np.maximum(values, _curve(name, curved.event(), trial))
-        found = negative_binomial_selection(orders, values, LAWS[self.law], gamma)
+            values = np.maximum(values, _curve(name, plan.event(), trial))
+        found = negative_binomial_selection(orders, values, _ETA, gamma)
         return RDPCurve(tuple(orders.tolist()), tuple(found.tolist()), (trial.adjacency,))
 
     def _best(
@@ -427,7 +391,7 @@ class PrivateSearch(BaseEstimator):
         names = list(self.candidates)
         best = None
         sign = -1.0 if self.metric in LOSSES else 1.0
-        for _ in range(draw_count(self.law, plan.gamma, source)):
+        for _ in range(draw_count(plan.gamma, source)):
             model = self._model(names[int(source.integers(len(names), 1)[0])], plan.trial)
             model.fit(rows[~held], targets[~held])
             # PRIVACY: with an accountant, a score has the noise that was charged
@@ -463,31 +427,17 @@ def _epsilon(event: RDPCurve, budget: Budget) -> float:
     return Ledger([event]).epsilon(budget.delta, budget.adjacency)
 
 
-def draw_count(law: str, gamma: float, source: Stream) -> int:
-    """Returns K >= 1 of a law, by inversion with 256 bits and 100 digits: within 2^-200 of the law.
+def draw_count(gamma: float, source: Stream) -> int:
+    """Returns K >= 1 of the geometric law, by inversion with 256 bits and 100 digits: within 2^-200 of the law.
 
     Args:
-        law: of `LAWS`.
         gamma: in (0, 1).
         source: of the draw.
     """
     wanted = _EXACT.divide(Decimal(source.integer(_BITS)), Decimal(2**_BITS))
-    success = Decimal(gamma)
-    fail = _EXACT.subtract(Decimal(1), success)
-    # P(1), and what P(k) has to be divided by, of P(k) proportional to fail^k and fail^k / k
-    power = (
-        success if law == "geometric" else _EXACT.divide(fail, _EXACT.minus(_EXACT.ln(success)))
-    )
-    count = 1
-    below = power
-    while below <= wanted:
-        count = count + 1
-        power = _EXACT.multiply(power, fail)
-        chance = power if law == "geometric" else _EXACT.divide(power, Decimal(count))
-        if _EXACT.add(below, chance) == below:
-            break  # what is left is less than the digits
-        below = _EXACT.add(below, chance)
-    return count
+    above = _EXACT.ln(_EXACT.subtract(Decimal(1), wanted))
+    fail = _EXACT.ln(_EXACT.subtract(Decimal(1), Decimal(gamma)))
+    return 1 + int(_EXACT.divide(above, fail))
 
 
 def _targets(y: Any, rows: int) -> NDArray[Any]:

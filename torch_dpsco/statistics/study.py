@@ -49,7 +49,7 @@ from torch_dpsco.estimators.schema import ROW, Category, Schema, Table
 from torch_dpsco.show import card, plots
 from torch_dpsco.show.preview import Preview
 from torch_dpsco.statistics import Summary
-from torch_dpsco.statistics.conformal import ConformalSets, conformal, conformal_event
+from torch_dpsco.statistics.conformal import MOST, ConformalSets, conformal, conformal_event
 from torch_dpsco.statistics.held_out import split
 from torch_dpsco.statistics.scores import PrivateScore, default_bins, quietest, score, score_event
 from torch_dpsco.statistics.search import PrivateSearch
@@ -399,12 +399,7 @@ class Study:
         rows = [names[k] for k in largest]
         where = "per unit of the coded feature"
         return plots.ranges(
-            "Largest coefficients",
-            where,
-            rows,
-            values[largest].tolist(),
-            ends[largest].tolist(),
-            label,
+            "Largest coefficients", where, rows, values[largest], ends[largest], label
         )
 
     @typed
@@ -466,7 +461,7 @@ def plan_study(
         metric: "accuracy", "auc" (two labels, then the default), "absolute_error" (the default of a real target) or
             "squared_error".
         holdout: share of units that are held out, in (0, 1).
-        level: in (0, 1), that sets of labels, or intervals of targets, are to cover new units with; None for none, as
+        level: in (0, 0.999), that sets of labels, or intervals, are to cover new units with; None for none, as
             for models without probabilities, and for budgets of a risk, whose epsilon is too small.
         candidates: name to settings of the model, to search among them at one price (see `PrivateSearch`); None for
             no search, which leaves all of the budget to one fit.
@@ -510,7 +505,7 @@ def plan_study(
     if budget.risk is not None or (classes and not hasattr(kind, "predict_proba")):
         level = None
     elif level is not None:
-        check.open_interval(0.0, 1.0, level=level)
+        check.open_interval(0.0, MOST, level=level)
     plan = StudyPlan(schema, budget, count, fitted, metric, held, level)
     plan.fit_event()  # raises before anything is spent
     return plan
@@ -556,13 +551,10 @@ def _candidates(
             "candidates must map names to settings, as {'little': {'reg': 30.0}} (got"
             f" {candidates})"
         )
-    models = {
+    return {
         name: _settled(kind, schema, given, {**settings, **more})
         for name, more in candidates.items()
     }
-    if not models:
-        raise ValueError("candidates must be one or more settings by name (got none)")
-    return models
 
 
 def _searched(

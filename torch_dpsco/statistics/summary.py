@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.optimize import brentq
 from torch import Tensor
 
 from torch_dpsco.accounting.events import in_words
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Array = NDArray[np.float64]
+_ASSUMED = (
+    "all settings, and which features are in the model, were chosen without a look at these"
+    " records",
+    "enough records for a normal law: see docs/inference.md for where the coverage was measured",
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -46,39 +52,6 @@ class Summary:
     level: float
     assumed: tuple[str, ...]
     limit: tuple[float, float, float] = (math.inf, 0.0, 0.0)
-
-    @classmethod
-    def of(
-        cls,
-        title: str,
-        names: tuple[str, ...],
-        found: Debiased,
-        to_raw: Array,
-        released: Array,
-        level: float,
-        *assumed: str,
-    ) -> Summary:
-        """Returns the summary of an estimate.
-
-        Args:
-            title: of the table.
-            names: of coefficients, (k,).
-            found: estimate and covariances in prepared units, (p,).
-            to_raw: (k, p), linear map to coefficients for raw features.
-            released: (k,), for raw features.
-            level: in (0, 1).
-            *assumed: in words.
-        """
-        sampling, noise = (
-            np.diag(to_raw @ part.cpu().numpy() @ to_raw.T)
-            for part in (found.sampling, found.noise)
-        )
-        total = sampling + noise
-        estimate = to_raw @ found.estimate.cpu().numpy()
-        limit = found.least, found.needed, found.spread
-        return cls(
-            title, names, released, estimate, np.sqrt(total), noise / total, level, assumed, limit
-        )
 
     @property
     def distance(self) -> float:
@@ -152,8 +125,8 @@ class Summary:
             "",
             "coefficient",
             self.names,
-            self.coefficients.tolist(),
-            self.intervals.tolist(),
+            self.coefficients,
+            self.intervals,
             label,
         )
         return plots.figure(self.title, panel)
@@ -184,15 +157,9 @@ def reach(level: float, distance: float) -> float:
         >>> round(reach(0.95, math.inf), 2), round(reach(0.95, 1.0), 1)
         (1.96, 3.9)
     """
-    low = 0.0
-    high = 64.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        if p_value(middle, distance) > 1 - level:
-            low = middle
-        else:
-            high = middle
-    return high
+    return float(
+        brentq(lambda ratio: p_value(ratio, distance) - (1 - level), 0.0, 64.0, xtol=1e-13)
+    )
 
 
 def summarize(model: Any, level: float) -> Summary:
@@ -215,20 +182,26 @@ def summarize(model: Any, level: float) -> Summary:
         assumed = (*assumed, f"no target is larger than {size}; a larger one is clipped")
     names = getattr(model, "feature_names_in_", [f"x{k}" for k in range(dim)])
     name = type(model).__name__
-    return Summary.of(
-        f"{name}, (epsilon={budget.epsilon:g}, delta={budget.delta:g}), {in_words(task.adjacency)}",
-        (*map(str, names), "intercept")[: task.width],
-        found,
-        to_raw,
-        released,
-        level,
-        *assumed,
-        f"no row is longer than bound_x={given.bound_x:g}; a longer one is clipped, as in the"
-        " model",
-        "all settings, and which features are in the model, were chosen without a look at these"
-        " records",
-        "enough records for a normal law: see docs/inference.md for where the coverage was"
-        " measured",
+    sampling, noise = (
+        np.diag(to_raw @ part.cpu().numpy() @ to_raw.T) for part in (found.sampling, found.noise)
+    )
+    return Summary(
+        title=(
+            f"{name}, (epsilon={budget.epsilon:g}, delta={budget.delta:g}),"
+            f" {in_words(task.adjacency)}"
+        ),
+        names=(*map(str, names), "intercept")[: task.width],
+        released=released,
+        coefficients=to_raw @ found.estimate.cpu().numpy(),
+        standard_errors=np.sqrt(sampling + noise),
+        privacy=noise / (sampling + noise),
+        level=level,
+        assumed=(
+            *assumed,
+            f"no row is longer than bound_x={given.bound_x:g}; a longer one is clipped, as in the model",
+            *_ASSUMED,
+        ),
+        limit=(found.least, found.needed, found.spread),
     )
 
 

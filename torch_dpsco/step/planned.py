@@ -349,7 +349,7 @@ class PlannedOptimizer(FromPlan, PrivateOptimizer):
         super().__init__(
             params,
             plan.lr,
-            oracle=self._oracle(plan, prox),
+            oracle=plan.oracle(prox),
             rule=plan.rule() if rule is None else rule,
             design=plan.design,
             schedule=plan.schedule(),
@@ -367,7 +367,3 @@ class PlannedOptimizer(FromPlan, PrivateOptimizer):
             checks.warn_of_void_theorem(
                 f"{type(rule.optimizer).__name__} on private means is post-processing", 3
             )
-
-    def _oracle(self, plan: StepPlan, prox: Prox) -> MeanOracle:
-        """Returns the plan's oracle; classes whose oracle has tensors, which no plan holds, add them here."""
-        return plan.oracle(prox)

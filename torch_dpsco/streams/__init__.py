@@ -2,4 +2,4 @@
 
 from torch_dpsco.acts import register
 
-register("fit.stored", "torch_dpsco.streams.estimator_blocks:as_blocks")
+register("fit.stored", "torch_dpsco.streams.partitions:as_blocks")

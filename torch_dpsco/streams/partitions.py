@@ -6,6 +6,16 @@ records in memory, see docs/proofs/rounding.md#sums-over-partitions:
 
 * blocks of half as many rows, so that no term passes through more additions than public numbers allow for;
 * every partition must be, in each reading, what it was in the first, and be read by the same arithmetic.
+
+What `fit` is given, where it is not in memory as rows (`as_blocks`):
+
+| given | read as |
+|---|---|
+| a callable | at each call a fresh iterator over blocks (X, y) or (X, y, sample_weight), the same records each time |
+| scipy sparse rows | one such block |
+| `Partitions` | blocks of each partition of a table, read where an engine holds it |
+
+Rows of a sparse block are made dense a few at a time, 2^22 numbers at most.
 """
 
 from __future__ import annotations
@@ -21,11 +31,12 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import native
+from torch_dpsco._validate import shown
 from torch_dpsco.errors import ConditionError, NotCertifiedError
+from torch_dpsco.estimators.reading import dense_rows, is_sparse, record_weights
 from torch_dpsco.estimators.records import PairwiseSum, Prepare, RawPart, Records, Stored
 from torch_dpsco.estimators.solvers import BLOCK_ROWS
-from torch_dpsco.streams.blocks import RawBlocks
-from torch_dpsco.streams.parts import PartedRecords
+from torch_dpsco.streams.blocks import PartedRecords, RawBlocks, copied
 
 PARTITION_ROWS = BLOCK_ROWS // 2  # of a block
 _NO_PART = torch.zeros(0, 0), torch.zeros(0), torch.zeros(0)
@@ -163,14 +174,8 @@ class PartitionedRecords(PartedRecords):
     """
 
     def __init__(self, raw: RawPartitions, prepared: Callable[[RawPart], Records]) -> None:
-        like = prepared(raw.empty())
-        self.count = sum(raw.sizes)
-        self.dim = like.dim
-        self.device = like.device
-        self.num_classes = like.num_classes
-        self._rows = like._rows
+        super().__init__(_of_workers, prepared, raw.empty(), sum(raw.sizes))
         self._partitions = raw
-        self._prepared = prepared
         self._merged = sum(size > 0 for size in raw.sizes)
 
     def __getstate__(self) -> NoReturn:
@@ -202,6 +207,10 @@ class PartitionedRecords(PartedRecords):
         return self
 
 
+def _of_workers(rows: int) -> NoReturn:
+    raise NotImplementedError("parts are read where they are")
+
+
 def _read_partition(
     read: Callable[[Iterable[Any]], Iterator[RawPart]],
     empty: RawPart | None,
@@ -211,9 +220,7 @@ def _read_partition(
     """Reads a partition once, on its worker."""
     parts = read(blocks)
     head = next(parts, None)
-    like = (
-        None if head is None else (head[0][:0].clone(), head[1][:0].clone(), head[2][:0].clone())
-    )
+    like = None if head is None else copied(head, slice(0))
     raw = RawBlocks(
         lambda: parts if head is None else chain([head], parts), empty or like or _NO_PART
     )
@@ -240,3 +247,71 @@ def _summed(
     raw: RawBlocks,
 ) -> tuple[Tensor, ...]:
     return PartedRecords(raw.parts, prepared, raw.empty(), 0).sum(of)
+
+
+_ADAPTERS = {
+    "pyarrow": "parquet.parquet_blocks",
+    "dask": "engines.dask_partitions",
+    "ray": "engines.ray_partitions",
+    "pyspark": "engines.spark_partitions",
+}
+_Read = Callable[[Any, int, torch.device], tuple[Tensor, Tensor | None]]
+
+
+def as_blocks(
+    X: Any, y: Any, sample_weight: Any, read: _Read
+) -> RawBlocks | RawPartitions | None:
+    """Returns records in blocks or partitions, if that is what `fit` was given; else None.
+
+    Args:
+        X: as `fit` takes it.
+        y: targets, None beside a callable or partitions.
+        sample_weight: weights, likewise.
+        read: targets (m,) of a block, and public weights by class or None; it travels to partitions.
+
+    Raises:
+        ValueError: targets or weights are given beside a callable or partitions; or a table that an adapter is for.
+    """
+    adapter = _ADAPTERS.get(type(X).__module__.partition(".")[0])
+    if adapter is not None and y is None:
+        raise ValueError(
+            f"X must be rows, blocks or partitions (got {type(X).__name__}): "
+            f"use torch_dpsco.integrations.{adapter}(X, target)"
+        )
+    if callable(X) or isinstance(X, Partitions):
+        if y is not None or sample_weight is not None:
+            raise ValueError(
+                "X must be rows, since y or sample_weight is given: blocks have their own, and"
+                f" y=None beside them (got {shown(X)})"
+            )
+        return (
+            RawBlocks(lambda: _tensors(read, X()))
+            if callable(X)
+            else RawPartitions(X, partial(_tensors, read))
+        )
+    return RawBlocks(lambda: _tensors(read, [(X, y, sample_weight)])) if is_sparse(X) else None
+
+
+def _tensors(read: _Read, blocks: Any) -> Iterator[RawPart]:
+    """Yields the records of blocks as tensors, with weights."""
+    if not isinstance(blocks, Iterable):
+        raise ValueError(
+            f"X must return an iterator over blocks when it is called (got {shown(blocks)})"
+        )
+    for block in blocks:
+        if not isinstance(block, (tuple, list)) or len(block) not in (2, 3):
+            raise ValueError(
+                "blocks must be pairs (X, y), or (X, y, sample_weight) (got"
+                f" {type(block).__name__})"
+            )
+        X, y, given = (*block, None)[:3]
+        start = 0
+        for rows in dense_rows(X):
+            if not start:
+                count = X.shape[0] if is_sparse(X) else len(rows)
+                targets, factors = read(y, count, rows.device)
+                own = record_weights(given, factors, count, rows.device)
+                weights = torch.ones_like(targets, dtype=torch.float64) if own is None else own
+            here = slice(start, start + len(rows))
+            yield rows, targets[here], weights[here].double()
+            start += len(rows)

@@ -68,16 +68,6 @@ class Variant(NamedTuple):
     after: Any
 
 
-class Batches(Protocol):
-    """A source of made-up batches."""
-
-    def batch(self, change: Any) -> Any:
-        """Returns what the function takes; None is the batch that all others are compared with."""
-
-    def variants(self) -> Iterator[Variant]:
-        """Yields what is to be compared."""
-
-
 @dataclass(frozen=True)
 class Mixed:
     """Records that reach each other.
@@ -91,20 +81,6 @@ class Mixed:
     what: str
     moved: int
     batches: tuple[Any, Any]
-
-
-def outliers(rows: int) -> Iterator[tuple[str, list[float] | None, list[float]]]:
-    """Yields what record 0 becomes, and factors of all records without and with it."""
-    rest = [1.0] * (rows - 1)
-    for scale, what in _OUTLIERS.items():
-        yield what, None, [scale, *rest]
-    yield quantile_moved((rows + 1) // 2, rows // 2)
-
-
-def quantile_moved(small: int, large: int) -> tuple[str, list[float], list[float]]:
-    """Returns factors of some small and large records, and with a large one in place of the first: a quantile moves."""
-    mixed = [SMALL] * small + [LARGE] * large
-    return "a large record in place of a small one", mixed, [LARGE, *mixed[1:]]
 
 
 def moved(before: Answer, after: Answer) -> int | None:
@@ -129,7 +105,7 @@ def changed(before: Sequence[Answer], after: Sequence[Answer]) -> int | None:
 
 
 def compare(
-    function: Callable[[Any], Sequence[Answer]], batches: Iterable[Batches]
+    function: Callable[[Any], Sequence[Answer]], batches: Iterable[SyntheticBatches]
 ) -> Mixed | str:
     """Returns how records reach each other, or in words what was checked; never raises for what the function does.
 
@@ -138,7 +114,7 @@ def compare(
         batches: sources to try until the function takes one.
     """
 
-    def answered(source: Batches, change: Any) -> Sequence[Answer] | Refused:
+    def answered(source: SyntheticBatches, change: Any) -> Sequence[Answer] | Refused:
         return attempt("made-up records", lambda: function(source.batch(change)))
 
     verdict = ""
@@ -244,12 +220,14 @@ class Leaf(NamedTuple):
     """What a tensor of a synthetic batch looks like.
 
     Args:
-        shape: of it.
+        shape: of it; the number of records in it does not matter.
         dtype: of it.
         device: of it.
         dim: where the records are, None for a constant.
         target: whether it is a number that losses may want in [0, 1].
         counts: whether it holds the numbers 0, 1, ... of the records, and nothing else.
+        label: whether it is a target that losses may want to be 0 or 1, whatever its dtype.
+        ignored: a target that the loss leaves out.
     """
 
     shape: tuple[int, ...]
@@ -258,11 +236,13 @@ class Leaf(NamedTuple):
     dim: int | None
     target: bool = False
     counts: bool = False
+    label: bool = False
+    ignored: int | None = None
 
     @property
     def is_number(self) -> bool:
         """Whether it can be large or small."""
-        return self.dtype.is_floating_point or self.dtype.is_complex
+        return not self.label and (self.dtype.is_floating_point or self.dtype.is_complex)
 
 
 class SyntheticBatches:
@@ -271,29 +251,41 @@ class SyntheticBatches:
     Args:
         leaves: their tensors.
         rows: records in each.
-        fill: of integers, 0 or 1; another record has the other one.
+        fill: of integers and labels, 0 or 1; another record has the other one. None: at random.
+        any_size: whether there may be batches of other sizes, in which the records come again.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], rows: int, fill: int) -> None:
+    def __init__(
+        self, leaves: Sequence[Leaf], rows: int, fill: int | None, *, any_size: bool = False
+    ) -> None:
         self.leaves = leaves
         self.rows = rows
+        self._any_size = any_size
         generator = torch.Generator().manual_seed(SEED)
-        self._base = [_filled(leaf, float(fill), generator) for leaf in leaves]
+        self._base = [_filled(leaf, rows, fill, generator) for leaf in leaves]
 
-    def batch(self, change: Mapping[int, Sequence[float]] | None = None) -> list[Tensor]:
-        """Returns fresh tensors, some of them with records times factors, by place: 0 exchanges an integer."""
+    def batch(
+        self,
+        change: Mapping[int, Sequence[float]] | None = None,
+        records: Sequence[int] | None = None,
+    ) -> list[Tensor]:
+        """Returns fresh tensors, some of them with records times factors, by place: 0 exchanges an integer.
+
+        Args:
+            change: the factors; NaN for an ignored target.
+            records: which ones; default all, or as many as there are factors.
+        """
         scales = {} if change is None else change
+        if records is None:
+            size = max(map(len, scales.values()), default=self.rows)
+            records = [k % self.rows for k in range(size)]
+        index = torch.tensor(records)
         made = []
         for k, (leaf, base) in enumerate(zip(self.leaves, self._base, strict=True)):
-            values = base.clone()
+            values = base.clone() if leaf.dim is None else base.index_select(leaf.dim, index)
             if k in scales and leaf.dim is not None:
-                place = [self.rows if d == leaf.dim else 1 for d in range(len(leaf.shape))]
-                factors = torch.tensor(scales[k]).view(place)
-                values = (
-                    values * factors
-                    if leaf.is_number
-                    else torch.where(factors == 0.0, 1.0 - values, values)
-                )
+                place = [len(records) if d == leaf.dim else 1 for d in range(len(leaf.shape))]
+                values = _changed(leaf, values, torch.tensor(scales[k]).view(place))
             made.append(values.to(leaf.device, leaf.dtype))
         return made
 
@@ -306,9 +298,17 @@ class SyntheticBatches:
         targets = [k for k, leaf in own.items() if leaf.is_number and leaf.target]
         integers = [k for k, leaf in own.items() if not leaf.is_number]
         if numbers:
-            for what, before, after in outliers(self.rows):
-                first = None if before is None else dict.fromkeys(numbers, before)
-                yield Variant(what, first, dict.fromkeys(numbers, after))
+            for scale, what in _OUTLIERS.items():
+                yield Variant(what, None, {k: [scale, *rest] for k in numbers})
+            # PRIVACY: NaN need not reach others through a quantile; these move the median and the 0.9 quantile
+            # (test_records_that_share_a_statistic_only_where_one_is_an_outlier_are_found)
+            quantiles = [((self.rows + 1) // 2, self.rows // 2), (10, 1)]
+            for few, many in quantiles if self._any_size else quantiles[:1]:
+                mixed = [SMALL] * few + [LARGE] * many
+                before, after = (
+                    dict.fromkeys(numbers, one) for one in (mixed, [LARGE, *mixed[1:]])
+                )
+                yield Variant("a large record in place of a small one", before, after)
             yield Variant("another record", None, {k: [-1.0, *rest] for k in numbers})
         if targets:
             other = {k: [0.5, *rest] for k in targets}
@@ -317,20 +317,34 @@ class SyntheticBatches:
             yield Variant("a record with a large target", None, large)
         for k in integers:
             yield Variant("a record with another integer", None, {k: [0.0, *rest]})
+            if own[k].ignored is not None and self._base[k].numel() > self.rows:
+                yield Variant("a record without targets", None, {k: [math.nan, *rest]})
 
 
-def both_fills(leaves: Sequence[Leaf], rows: int) -> Iterator[SyntheticBatches]:
+def both_fills(
+    leaves: Sequence[Leaf], rows: int, *, any_size: bool = False
+) -> Iterator[SyntheticBatches]:
     """Yields batches of ones and of zeros: one may be no class, the other no length, either a mask of everything."""
     for fill in (1, 0):
-        yield SyntheticBatches(leaves, rows, fill)
+        yield SyntheticBatches(leaves, rows, fill, any_size=any_size)
 
 
-def _filled(leaf: Leaf, fill: float, generator: torch.Generator) -> Tensor:
+def _filled(leaf: Leaf, rows: int, fill: int | None, generator: torch.Generator) -> Tensor:
     if leaf.counts:
         return torch.arange(float(leaf.shape[0])).view(leaf.shape)
+    shape = [rows if d == leaf.dim else n for d, n in enumerate(leaf.shape)]
     if leaf.is_number:
-        return 0.25 + 0.5 * torch.rand(leaf.shape, generator=generator)
-    return torch.full(leaf.shape, fill)
+        return 0.25 + 0.5 * torch.rand(shape, generator=generator)
+    if fill is None:
+        return torch.randint(0, 2, shape, generator=generator).float()
+    return torch.full(shape, float(fill))
+
+
+def _changed(leaf: Leaf, values: Tensor, factors: Tensor) -> Tensor:
+    if leaf.is_number:
+        return values * factors
+    values = torch.where(factors == 0.0, 1.0 - values, values)
+    return torch.where(factors.isnan(), float(leaf.ignored or 0), values)
 
 
 _SIZES = (15, 16)  # beside 2: where libraries change kernels

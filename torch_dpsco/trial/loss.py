@@ -35,11 +35,10 @@ from torch_dpsco.trial import (
     Mixed,
     Rows,
     both_fills,
-    changed,
     compare,
     rows_first,
 )
-from torch_dpsco.trial.undo import RandomStreams, Refused, attempt, seed_torch
+from torch_dpsco.trial.undo import RandomStreams, seed_torch
 
 if TYPE_CHECKING:
     from torch_dpsco.rows.first_step import FirstStep
@@ -58,13 +57,12 @@ _PICKS = {
 }
 _CONSTANTS = "; what cannot be told to be a record's was taken for a constant"
 _INDEX = ", an index of records for their own numbers"
-_NOT_FOUND = "an operation that was not found"
 _FOUND = (
-    "records must not reach each other in the loss before its last sum or mean over the batch (at"
-    " {op}: with {what} as one of several made-up records, gradients of the others changed):"
-    " clipping one row at a time does not bound one record then; use loss = dp.per_record(...),"
-    " which sees one record at a time, or replace statistics of the batch by constants"
-    " (docs/mistakes.md, coupled records)"
+    "records must not reach each other in the loss before its last sum or mean over the batch"
+    " (with {what} as one of several made-up records, gradients of the others changed): clipping"
+    " one row at a time does not bound one record then; use loss = dp.per_record(...), which sees"
+    " one record at a time, or replace statistics of the batch by constants (docs/mistakes.md,"
+    " coupled records)"
 )
 
 
@@ -346,17 +344,6 @@ class Call(NamedTuple):
     kwargs: Any
     places: list[int]
 
-    @property
-    def taken(self) -> list[int]:
-        """Places of the results that it takes."""
-        leaves = tree_leaves((self.args, self.kwargs))
-        return [leaf.place for leaf in leaves if isinstance(leaf, Ref) and not leaf.elsewhere]
-
-
-def name_of(func: Any) -> str:
-    """Returns the name of an operation, as in torch."""
-    return getattr(func, "__name__", type(func).__name__).strip("_")
-
 
 class RepeatedLoss:
     """A loss that can be computed again.
@@ -399,7 +386,7 @@ class RepeatedLoss:
         found = compare(self._gradients, both_fills(leaves, self._rows))
         if isinstance(found, Mixed):
             # PRIVACY: one record would be in many rows (test_records_that_reach_each_other_are_found_at_the_first_step)
-            raise PrivacyError(_FOUND.format(op=self._culprit(found), what=found.what))
+            raise PrivacyError(_FOUND.format(what=found.what))
         if others and found == CHECKED:
             # what can be told depends on the size of the batch, which may be private
             found += _CONSTANTS
@@ -421,7 +408,7 @@ class RepeatedLoss:
         """Returns the places of tensors by which records are picked, as in scores[torch.arange(len(scores)), y]."""
         found: set[int] = set()
         for call in self._calls:
-            name = name_of(call.func)
+            name = getattr(call.func, "__name__", "").strip("_")
             used = [*call.args[1:], *call.kwargs.values()]
             if name in ("getitem", "setitem"):
                 parts = used[0] if isinstance(used[0], tuple) else (used[0],)
@@ -462,35 +449,6 @@ class RepeatedLoss:
         return [
             rows_first(t, leaf.dim or 0) for t, leaf in zip(found, self._outputs, strict=True)
         ]
-
-    def _culprit(self, mixed: Mixed) -> str:
-        """Returns the name of the operation in which records meet: in its values, or in its gradient."""
-        named = attempt("looking for the operation", lambda: self._named(mixed))
-        return _NOT_FOUND if isinstance(named, Refused) else named
-
-    def _named(self, mixed: Mixed) -> str:
-        first, second = (self._repeat(made) for made in mixed.batches)
-        for call in self._calls:
-            if any(self._moved(first[place], second[place]) for place in call.places):
-                return name_of(call.func)
-        kept = [k for k, t in first.items() if t.requires_grad]
-        grads = []
-        for values in (first, second):
-            found = torch.autograd.grad(
-                values[self._root].sum(), [values[k] for k in kept], allow_unused=True
-            )
-            grads.append(dict(zip(kept, found, strict=True)))
-        for call in reversed(self._calls):
-            if any(self._moved(grads[0].get(k), grads[1].get(k)) for k in call.taken):
-                return name_of(call.func)
-        return _NOT_FOUND
-
-    def _moved(self, first: Tensor | None, second: Tensor | None) -> bool:
-        if first is None or second is None or first.dim() <= self._dim:
-            return False
-        if first.shape[self._dim] != self._rows:
-            return False
-        return bool(changed([rows_first(first, self._dim)], [rows_first(second, self._dim)]))
 
 
 def _given(leaf: Any, values: Mapping[int, Any], elsewhere: Sequence[Tensor]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import scipy
 import torch
 from scipy.special import betainc
 from scipy.stats import chi2
@@ -12,11 +13,14 @@ from torch import Tensor
 
 from tests.reference.papers.accounting import poisson_group_delta
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.shuffle import lower_tail
-from torch_dpsco.algorithms.user_filter_oracles import ramp_weights, weighted_mean
-from torch_dpsco.algorithms.user_filtered_numbers import default_phases
-from torch_dpsco.errors import warn
-from torch_dpsco.rows import Points, neighbor_counts
+from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
+from torch_dpsco.accounting.analysis.shuffle import lower_tail, upper_tail
+from torch_dpsco.algorithms.user_numbers import UserFilter, default_phases, ramp_start
+from torch_dpsco.algorithms.user_oracles import ramp_weights, weighted_mean
+from torch_dpsco.errors import ConditionError, warn
+from torch_dpsco.rows.neighbors import neighbor_counts
+
+_UP = 1 + 2e-15  # more than the roundings of a coefficient
 
 
 def item_level_user_delta(
@@ -156,7 +160,7 @@ def poisson_underflow(n_users: int, sample_rate: float, n_min: int) -> float:
 def filtered_mean(
     rows: Any, pair_radius: float, ramp_start: float, ramp_end: float
 ) -> dict[str, Any]:
-    """Returns score, counts, weights and mean of filter "same", without noise.
+    """Returns score, counts, weights and mean of the filter, without noise.
 
     Args:
         rows: (n, D) means of users.
@@ -170,8 +174,8 @@ def filtered_mean(
         >>> filtered_mean(torch.tensor([[0.0], [0.5], [1.0], [9.0]]), 1.0, 2.5, 3)["mean"].tolist()
         [0.5]
     """
-    points = Points(torch.as_tensor(rows, dtype=torch.float64))
-    counts = neighbor_counts(points, [pair_radius])[0]
+    points = torch.as_tensor(rows, dtype=torch.float64)
+    counts = neighbor_counts(points, pair_radius)
     weights = ramp_weights(counts, ramp_start, ramp_end)
     score = float(counts.sum()) / len(counts)
     return {
@@ -180,6 +184,122 @@ def filtered_mean(
         "weights": weights,
         "mean": weighted_mean(points, weights),
     }
+
+
+def filter_coefficient_two_radius(
+    n: int, score_floor: float, ramp_end: int | None = None
+) -> float:
+    """Returns 2 (1 + (n - M)/(b - a))/M, M = ceil(H), in units of 2 tau, for a filter of radius 2 tau.
+
+    These are the paper's radii. Rounded up.
+
+    Args:
+        n: users, >= 4; public.
+        score_floor: H in (a, n]; at least one of the two scores is >= H.
+        ramp_end: b, integer in (a, M - 1]; default M - 1, the best.
+
+    Raises:
+        ConditionError: no such b.
+        ValueError: an argument is out of range.
+
+    Guarantee: as `filter_coefficient`; a pair within tau of a third row must be within the filter's radius.
+
+    Source: docs/proofs/user_level.md#two-radius-filter.
+
+    Example:
+        >>> round(filter_coefficient_two_radius(1000, 666.0), 6)
+        0.0091
+    """
+    M = math.ceil(_score(n, score_floor))
+    if ramp_start(n) >= M - 1:
+        raise ConditionError(
+            f"score_floor must be > {math.floor(ramp_start(n)) + 1} for n={n} (got {score_floor:g})"
+        )
+    a, b = _ramp(n, M - 1 if ramp_end is None else ramp_end)
+    if b > M - 1:
+        raise ValueError(f"ramp_end must be <= ceil(score_floor) - 1 = {M - 1} (got {b})")
+    return 2 * (1 + (n - M) / (b - a)) / M * _UP
+
+
+def bernoulli_mismatch(count: int, probability: float, failure: float) -> int:
+    """Returns the smallest k with P[Bin(count, probability) > k] <= failure, never less.
+
+    Args:
+        count: N_0 >= 0, users whose membership may differ.
+        probability: in [0, 1], that it does.
+        failure: zeta in (0, 1).
+
+    Source: docs/proofs/user_level.md#random-membership.
+
+    Example:
+        >>> bernoulli_mismatch(60, 0.02, 1e-9)
+        12
+    """
+    count = check.count(count=count)
+    p = check.between(0.0, 1.0, probability=probability)
+    failure = check.open_interval(0.0, 1.0, failure=failure)
+    k = max(0, min(count, int(scipy.stats.binom.isf(failure, count, p)))) if count and p else 0
+
+    def exceeds(k: int) -> bool:
+        # PRIVACY: an isf that is one too small would hide mismatches (test_mismatches_are_counted_exactly)
+        return upper_tail(k + 1, count, p) > failure
+
+    while k < count and exceeds(k):
+        k += 1
+    while k > 0 and not exceeds(k - 1):
+        k -= 1
+    return k
+
+
+def bernoulli_sensitivity(
+    n: int, score_floor: float, ramp_end: int, failure: float, pair_radius: float
+) -> float:
+    """Returns Delta_B = 4 tau (1 + k)/M of the paper's filter, whose weights are probabilities; rounded up.
+
+    Users enter the mean independently with probability w_j (neighbors within 2 tau). Among the n - M users whose
+    probability may differ, more than k enter on one side only with probability at most zeta under the maximal coupling.
+
+    Args:
+        n: users; public.
+        score_floor: H; ceil(H) >= ramp_end + 1.
+        ramp_end: b.
+        failure: zeta in (0, 1), of one step; the T steps of a run add T zeta to delta.
+        pair_radius: tau > 0.
+
+    Raises:
+        ConditionError: ceil(H) < ramp_end + 1.
+
+    Source: docs/proofs/user_level.md#random-membership.
+
+    Example:
+        >>> round(bernoulli_sensitivity(10**4, 8000.0, 6666, 1e-12, 1.0) * 10**4, 1)
+        80.0
+    """
+    (a, b), M = _ramp(n, ramp_end), math.ceil(_score(n, score_floor))
+    tau = check.positive(pair_radius=pair_radius)
+    if b >= M:
+        raise ConditionError(f"score_floor must be > ramp_end={b} (got {score_floor:g})")
+    return 4 * tau * (1 + bernoulli_mismatch(n - M, min(1.0, _UP / (b - a)), failure)) / M * _UP
+
+
+def _ramp(n: int, ramp_end: int) -> tuple[float, int]:
+    """Returns a and the checked b; b = n would let a user without missing neighbors change its weight."""
+    a = ramp_start(n)
+    b = check.positive_count(ramp_end=ramp_end)
+    if not a < b < n:
+        raise ValueError(
+            f"ramp_end must be an integer in ((n+1)/2, n-1] = ({a:g}, {n - 1}] (got {b})"
+        )
+    return a, b
+
+
+def _score(n: int, score_floor: float) -> float:
+    H = check.finite(score_floor=score_floor)
+    if not ramp_start(n) < H <= n:
+        raise ConditionError(
+            f"score_floor must be in ((n+1)/2, n] = ({ramp_start(n):g}, {n}] (got {H:g})"
+        )
+    return H
 
 
 def ball_marginal_cdf(dim: int, radius: float, value: float) -> float:
@@ -385,3 +505,25 @@ def published_noise_std(
     warn("the published noise is not a proved calibration (errata E2, E4); for comparison only")
     logs = (eps + math.log(T) - log_delta) * (eps / 2 - log_delta)
     return math.sqrt(8 * T * logs) * tau / (n * eps)
+
+
+def clipping_noise_std(
+    n_users: int, steps: int, epsilon: float, delta: float, clip: float
+) -> float:
+    """Returns the noise of T full-batch means of clipped users' gradients, all of (epsilon, delta) spent on them.
+
+    Under replace_one. Source: docs/proofs/user_level.md#when-the-filter-wins.
+
+    Example:
+        >>> round(clipping_noise_std(2000, 100, 1.0, 1e-6, 1.0) * 2000)
+        84
+    """
+    return 2 * clip / n_users * math.sqrt(steps) / gaussian_mu(epsilon, delta)
+
+
+def break_even_clip(plan: UserFilter, epsilon: float, delta: float) -> float:
+    """Returns the C at which full-batch clipping of users needs the noise of a filter, under replace_one.
+
+    Source: docs/proofs/user_level.md#when-the-filter-wins.
+    """
+    return plan.noise_std / clipping_noise_std(plan.n_users, plan.steps, epsilon, delta, 1.0)
