@@ -401,6 +401,10 @@ def central_candidate(candidates: Sequence[Sequence[float]]) -> Any:
     return select_central(torch.tensor(candidates, dtype=torch.float64))
 
 
+def _records(features: torch.Tensor, targets: torch.Tensor) -> Any:
+    return resolve("torch_dpsco.estimators.records", "Records")(features, targets)
+
+
 def tilted_logistic(
     X: Sequence[Sequence[float]], y: Sequence[float], w: Sequence[float], tilt: float, reg: float
 ) -> dict[str, Any]:
@@ -409,7 +413,7 @@ def tilted_logistic(
     features, targets, point = (torch.tensor(values, dtype=torch.float64) for values in (X, y, w))
     # strong convexity is not asked for here: the vectors hold reg = 0 and tilts of both signs
     objective = resolve("torch_dpsco.estimators.objectives", "Tilted")(
-        loss, features, targets, tilt=abs(tilt), reg=reg
+        loss, _records(features, targets), tilt=abs(tilt), reg=reg
     )
     objective.tilt = tilt
     value, gradient = objective.value_and_gradient(point)
@@ -431,8 +435,9 @@ def adversarial_logistic(
     loss = resolve("torch_dpsco.losses", "Logistic")()
     features, targets, point = (torch.tensor(values, dtype=torch.float64) for values in (X, y, w))
     adversarial = resolve("torch_dpsco.estimators.objectives", "Adversarial")
+    records = _records(features, targets)
     objective = adversarial(
-        loss, features, targets, attack_radius=attack_radius, reg=reg, normalizer=len(features)
+        loss, records, attack_radius=attack_radius, reg=reg, normalizer=len(features)
     )
     value, gradient = objective.value_and_gradient(point)
     return {"value": value, "grad": gradient.tolist()}
@@ -445,7 +450,7 @@ def logistic_certificate(
     loss = resolve("torch_dpsco.losses", "Logistic")()
     features, targets, point = (torch.tensor(values, dtype=torch.float64) for values in (X, y, w))
     linear = resolve("torch_dpsco.estimators.objectives", "LinearObjective")
-    objective = linear(loss, features, targets, reg=reg, normalizer=len(features))
+    objective = linear(loss, _records(features, targets), reg=reg, normalizer=len(features))
     bound = resolve("torch_dpsco.estimators.solvers", "gradient_certificate")(
         objective, point
     ).distance

@@ -125,14 +125,6 @@ def test_the_tight_noise_on_the_data_is_smaller_than_the_published():
         (lambda: adassp_constants(1.0, 1e-6, 1.0, 1.0, 0), "dim must be an integer >= 1"),
         (lambda: adassp_constants(1.0, 1e-6, 1.0, 1.0, 2, 0.0), "failure must be in"),
         (
-            lambda: adassp_constants(1.0, 1e-6, 1.0, 1.0, 2, weights=(0.5, 0.5)),
-            "three numbers of sum 1",
-        ),
-        (
-            lambda: adassp_constants(1.0, 1e-6, 1.0, 1.0, 2, weights=(0.5, 0.5, 0.5)),
-            "three numbers of sum 1",
-        ),
-        (
             lambda: adassp_constants(1.0, 1e-6, 1.0, 1.0, 2, weights=(1.0, 0.5, -0.5)),
             "weights must be > 0",
         ),

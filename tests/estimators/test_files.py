@@ -259,7 +259,7 @@ def test_no_row_of_a_broken_file_is_quoted(tmp_path):
     [
         (3, "frame must be a table"),
         ([1, 2], "frame must be a table"),
-        ("table.xlsx", "frame must be a table, or the path"),
+        ("table.xlsx", "frame must be a table with named columns, or the path"),
         ({"v": 3, "y": [1]}, "column 'v' of the frame must be a list or array"),
         (
             {"v": np.zeros((2, 2)), "y": ["no", "yes"]},

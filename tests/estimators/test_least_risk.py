@@ -48,7 +48,7 @@ TASKS = [
 @pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("given", TASKS, ids=[str(index) for index in range(len(TASKS))])
 def test_the_default_has_the_least_bound_of_a_fine_grid_up_to_its_step(given):
-    best = least_risk_reg(given, plan_output)
+    best = least_risk_reg(given)
     bound = given.preparation.bound + given.attack_reach
     least = _risk(given, plan_output(replace(given, reg=best)), bound)
     for factor in (0.01, 0.1, 0.5, 0.8, 1.25, 2.0, 10.0, 100.0):
@@ -95,7 +95,7 @@ def test_noise_costs_no_more_than_the_bound(loss, delta):
 
 def test_a_task_that_nothing_is_proved_for_raises_what_the_plan_raised():
     with pytest.raises(CalibrationError, match="n_min"):
-        least_risk_reg(task(tilt=0.5), plan_output)
+        least_risk_reg(task(tilt=0.5))
 
 
 def test_where_no_bound_is_finite_a_regularizer_is_asked_for(monkeypatch):
@@ -103,9 +103,9 @@ def test_where_no_bound_is_finite_a_regularizer_is_asked_for(monkeypatch):
     with pytest.raises(
         CalibrationError, match="reg must be given: no default has a finite bound"
     ):
-        least_risk_reg(task(), plan_output)
+        least_risk_reg(task())
 
 
 def test_a_larger_public_number_of_records_needs_less_regularization_a_record():
     few, many = task(), replace(task(), n=200_000, n_max=0)
-    assert least_risk_reg(many, plan_output) / 200_000 < least_risk_reg(few, plan_output) / 2000
+    assert least_risk_reg(many) / 200_000 < least_risk_reg(few) / 2000

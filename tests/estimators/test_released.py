@@ -208,7 +208,7 @@ def test_a_model_with_a_schema_reads_tables(tmp_path):
     for old, new, words in (
         ('"number"', '"code"', "kind of column 'age'"),
         ('"f"', '"m"', "levels must be"),
-        ('"schema": {', '"schema": 3, "x": {', "'x' must not be in the file"),
+        ('"schema": {', '"schema": 3, "x": {', "x must not be in the file"),
     ):
         (tmp_path / "m.json").write_text(text.replace(old, new))
         with pytest.raises(ValueError, match=words):

@@ -44,7 +44,6 @@ LOSSES: dict[str, tuple[dict[str, object], float]] = {
         0.99,
     ),
     "pinball": ({"loss": dp.losses.Pinball(0.8), "bound_y": TARGET}, 0.6),
-    "absolute": ({"loss": dp.losses.Absolute(), "bound_y": TARGET}, 0.99),
     "squared": ({"loss": dp.losses.Squared(), "bound_y": TARGET}, 0.6),
     "squared on a ball": ({"loss": dp.losses.Squared(), "bound_y": TARGET, "radius": 0.4}, 0.6),
     "softmax": ({"loss": dp.losses.SoftmaxCrossEntropy(3)}, 0.5),

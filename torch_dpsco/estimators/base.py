@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -245,7 +245,7 @@ class LinearModel(BaseEstimator):
         privacy = self._report_of(
             ledger
         )  # raises if the ledger will have no answer at this delta
-        stand_in(self, plan, privacy).report()  # raises if an answer could not be read
+        stand_in(self, plan, privacy)  # raises if an answer could not be installed
         if blocks is None:
             targets, factors = self._read(y, count, features.device)
             require_dtype(y, self._classes())
@@ -431,10 +431,6 @@ class LinearModel(BaseEstimator):
 
     def _scores(self, X: Any) -> NDArray[np.float64]:
         """Scores (n, K) of public rows, prepared as in training."""
-        return np.concatenate(list(self._blocks(X)))
-
-    def _blocks(self, X: Any) -> Iterable[NDArray[np.float64]]:
-        """Yields scores (m, K), block by block."""
         if not hasattr(self, "coef_"):
             raise NotFittedError(
                 f"This {type(self).__name__} instance is not fitted yet: call fit before"
@@ -460,11 +456,13 @@ class LinearModel(BaseEstimator):
         bias = torch.from_numpy(np.atleast_1d(self.intercept_) + (weight * center).sum(1)).to(
             device
         )
+        blocks = []
         for rows in (
             part for features in dense_rows(X) for part in torch.split(features, _BLOCK_ROWS)
         ):
             require_finite(rows)
-            yield (given(rows) @ prepared.T + bias).cpu().numpy()
+            blocks.append((given(rows) @ prepared.T + bias).cpu().numpy())
+        return np.concatenate(blocks)
 
     # -- what is public ----------------------------------------------------------------------------------------------
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
+
+from torch_dpsco._validate import shown
 
 Column = (
     NDArray[Any] | list[Any]
@@ -25,16 +27,13 @@ _DATES = ("datetime", "timedelta", "timestamp", "date", "complex")
 
 def opened(frame: Any, wanted: list[str] | None) -> Any:
     """Returns a table; that of a path with these columns alone, or all of them."""
-    if not isinstance(frame, (str, os.PathLike)):
-        if not isinstance(frame, Mapping) and not hasattr(frame, "columns"):
-            raise ValueError(
-                f"frame must be a table with named columns, or a path (got {type(frame).__name__})"
-            )
+    if isinstance(frame, Mapping) or hasattr(frame, "columns"):
         return frame
-    path = os.fspath(frame)
+    path = os.fspath(frame) if isinstance(frame, (str, os.PathLike)) else ""
     if not path.endswith((".csv", ".parquet")):
         raise ValueError(
-            f"frame must be a table, or the path of a .csv or .parquet file (got {path!r})"
+            "frame must be a table with named columns, or the path of a .csv or .parquet file (got"
+            f" {shown(frame)})"
         )
     if not os.path.isfile(path):
         raise FileNotFoundError(f"frame must be a file that is there (got {path!r})")
@@ -141,14 +140,7 @@ _OUTSIDE = np.isin(
 )  # what may be on the outer side of a quote; another quote doubles it
 
 
-class Readable(Protocol):
-    """A file of bytes."""
-
-    def read(self, size: int, /) -> bytes:
-        """Returns the next bytes, at most so many; none at the end."""
-
-
-def has_whole_cells(file: Readable) -> bool:
+def has_whole_cells(file: BinaryIO) -> bool:
     r"""Returns whether all quotes of a file, which is read to its end, enclose whole cells or are doubled inside.
 
     Example:

@@ -487,7 +487,7 @@ class UserGDPlan(DescentPlan):
         """
         records, users = solved
         loss = self.task.loss if self.task.clipped is None else self.task.clipped
-        objective = LinearObjective(loss, records, reg=0.0, normalizer=1.0)
+        objective = LinearObjective(loss, records, reg=0.0)
         w = descend(
             lambda w: self._sum(objective, users, w, self.clip),
             torch.zeros(objective.dim, dtype=torch.float64, device=objective.device),
@@ -540,7 +540,7 @@ class UserGDPlan(DescentPlan):
             if self.task.preparation.intercept:
                 rows[part, 1] = block[:, -1] / self.task.preparation.intercept
         pairs = Records(rows, records.targets, records.weights)
-        return LinearObjective(Logistic(), pairs, reg=0.0, normalizer=1.0)
+        return LinearObjective(Logistic(), pairs, reg=0.0)
 
     def _sum(self, objective: LinearObjective, users: Tensor, w: Tensor, clip: float) -> Tensor:
         """Returns the sum over users of their clipped means: NOT private."""

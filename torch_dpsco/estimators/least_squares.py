@@ -355,18 +355,10 @@ _LOUD = 250.0  # signal over noise from which no clip helps
 _REACH = 2.0  # bound on rows over what is left of them beside the few large eigenvalues
 
 
-class PreconditionedNumbers(NamedTuple):
-    """Number of steps, share of mu^2 for X'X, and the clip over the bound on rows."""
-
-    steps: int
-    share: float
-    clip: float
-
-
 def preconditioned_numbers(
     mu: float, n: int, dim: int, num_scores: int, curvature: float, clip: float | None = None
-) -> PreconditionedNumbers:
-    """Returns the numbers of a run, by public numbers alone.
+) -> tuple[int, float, float]:
+    """Returns the number of steps, the share of mu^2 for X'X, and the clip over the bound on rows.
 
     The longest horizon is tau = _REACH ridge / (B s0), in T steps of at most 1 / curvature: T is the least number, from
     32 to 128, for which a fifth of mu^2 makes the ridge small enough, and the share is what that many steps need.
@@ -382,7 +374,7 @@ def preconditioned_numbers(
     Source: docs/proofs/heads.md#steps-that-know-their-noise
 
     Example:
-        >>> preconditioned_numbers(mu=0.21, n=20_000, dim=129, num_scores=20, curvature=0.05).steps
+        >>> preconditioned_numbers(mu=0.21, n=20_000, dim=129, num_scores=20, curvature=0.05)[0]
         32
     """
     signal = check.positive(mu=mu) * check.positive_count(n=n) / math.sqrt(num_scores * dim)
@@ -394,7 +386,7 @@ def preconditioned_numbers(
         max(math.ceil(needed * math.sqrt((1 - most) / most)), _FEW_AND_MANY[0]), _FEW_AND_MANY[1]
     )
     odds = (needed / steps) ** 2
-    return PreconditionedNumbers(steps, min(max(odds / (1 + odds), least), most), clip)
+    return steps, min(max(odds / (1 + odds), least), most), clip
 
 
 def ridge_of(gram_std: float, dim: int) -> float:
@@ -804,7 +796,7 @@ def adassp_constants(
         dim: d >= 1.
         failure: p in (0, 1), of the bounds sqrt(2 log(2/p)) on a normal and sqrt(2 d) + sqrt(2 log(2/p)) on the
             operator norm of the noise matrix: for utility only.
-        weights: shares of mu^2 for lambda_min, X'X and X'y: positive, of sum 1.
+        weights: shares of mu^2 for lambda_min, X'X and X'y: positive.
         adjacency: "add_remove", "zero_out" or "replace_one".
         spent: level of Gaussian releases that the budget pays for too.
 
@@ -819,13 +811,17 @@ def adassp_constants(
         >>> round(adassp_constants(1.0, 1e-6, bound_x=1.0, bound_y=1.0, dim=10).std_xty, 6)
         6.129808
     """
-    share_lmin, share_xtx, share_xty = _shares(weights)
+    whole = math.fsum(weights) * (1 + 1e-15)
+    share_lmin, share_xtx, share_xty = (
+        check.positive(weights=share) / whole for share in weights
+    )
     replaced = sensitivity_factor(adjacency) == 2
     mu = level_left(gaussian_mu(epsilon, delta), spent)
     square = check.positive(bound_x=bound_x) ** 2
     product = bound_x * check.positive(bound_y=bound_y)
     d = check.positive_count(dim=dim)
-    tail = _tail(failure)
+    failure = check.open_interval(0.0, 1.0, failure=failure)
+    tail = math.sqrt(2 * (math.log(2) - math.log(failure)))
     # PRIVACY: mu^2 is shared out, so that the squares add up to it (test_the_three_levels_add_up_to_the_budget); margin
     # of quotients (docs/proofs/rounding.md#model-of-arithmetic)
     lmin = scaled_up(square / (mu * math.sqrt(share_lmin)), 12)
@@ -876,15 +872,3 @@ def adassp_mu(
         (1.0 + replaced, product, xty),
     )
     return scaled_up(math.hypot(*(factor * size / std for factor, size, std in moved)), 6)
-
-
-def _shares(weights: Sequence[float]) -> tuple[float, float, float]:
-    shares = [check.positive(weights=share) for share in weights]
-    if len(shares) != 3 or not math.isclose(math.fsum(shares), 1.0, rel_tol=1e-9):
-        raise ValueError(f"weights must be three numbers of sum 1 (got {tuple(weights)})")
-    first, second, third = (share / (math.fsum(shares) * (1 + 1e-15)) for share in shares)
-    return first, second, third
-
-
-def _tail(failure: float) -> float:
-    return math.sqrt(2 * (math.log(2) - math.log(check.open_interval(0.0, 1.0, failure=failure))))

@@ -324,8 +324,7 @@ class TiltedClassifier(_Robust):
     n_min: int | None = None
 
     def task_options(self, facts: Facts) -> dict[str, Any]:
-        n_min = None if self.n_min is None else check.positive_count(n_min=self.n_min)
-        return {"tilt": check.finite(tilt=self.tilt), "n_min": n_min}
+        return {"tilt": check.finite(tilt=self.tilt), "n_min": self.n_min}
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

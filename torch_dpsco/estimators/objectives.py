@@ -114,7 +114,7 @@ class SumObjective(Objective):
         records: Records,
         dim: int,
         reg: float,
-        normalizer: float,
+        normalizer: float = 1.0,
         linear_term: Tensor | None = None,
     ) -> None:
         self.records = records
@@ -189,7 +189,7 @@ class LinearObjective(SumObjective):
         records: Records,
         *,
         reg: float,
-        normalizer: float,
+        normalizer: float = 1.0,
         linear_term: Tensor | None = None,
     ) -> None:
         self.loss = scalar_loss(loss)
@@ -332,7 +332,7 @@ class SoftmaxObjective(SumObjective):
         records: Records,
         *,
         reg: float,
-        normalizer: float,
+        normalizer: float = 1.0,
         linear_term: Tensor | None = None,
     ) -> None:
         self.loss = SoftmaxCrossEntropy(records.num_classes or 0)
@@ -619,7 +619,7 @@ class Adversarial(SumObjective):
         *,
         attack_radius: float,
         reg: float,
-        normalizer: float,
+        normalizer: float = 1.0,
         attack_norm: float = 2,
         smoothing: float = 0.0,
     ) -> None:

@@ -26,10 +26,10 @@ docs/proofs/output.md#default-regularizer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -69,12 +69,11 @@ _SCORE = 5.0  # norm times bound on rows of a model to be had: probabilities up 
 _GRID = tuple(10.0 ** (power / 4) for power in range(-32, 13))
 
 
-def least_risk_reg(task: LinearTask, plan: Callable[[LinearTask], Any]) -> float:
+def least_risk_reg(task: LinearTask) -> float:
     """Returns the regularizer, in sum form, of the least bound; a search over public numbers.
 
     Args:
         task: its reg is not read.
-        plan: `estimators.output.plan_output`.
 
     Raises:
         CalibrationError: nothing is proved for any regularizer.
@@ -83,10 +82,9 @@ def least_risk_reg(task: LinearTask, plan: Callable[[LinearTask], Any]) -> float
         >>> import torch_dpsco as dp
         >>> from torch_dpsco.estimators.task import LinearTask
         >>> from torch_dpsco.estimators.preparation import Preparation
-        >>> from torch_dpsco.estimators.output import plan_output
         >>> task = LinearTask(loss=dp.losses.Logistic(), preparation=Preparation(1.0), dim=10, n=10_000,
         ...                   budget=dp.Budget(1.0, 1e-6))
-        >>> 10 < least_risk_reg(task, plan_output) < 1000
+        >>> 10 < least_risk_reg(task) < 1000
         True
     """
     bound = task.preparation.bound + task.attack_reach
@@ -103,7 +101,7 @@ def least_risk_reg(task: LinearTask, plan: Callable[[LinearTask], Any]) -> float
     for factor in _GRID:
         reg = task.n * (base + factor * bound**2)
         try:
-            risk = _risk(task, plan(replace(task, reg=reg)), bound)
+            risk = _risk(task, plan_output(replace(task, reg=reg)), bound)
         except OverflowError:  # e^(tilt range)
             continue
         except CalibrationError as error:
@@ -117,7 +115,7 @@ def least_risk_reg(task: LinearTask, plan: Callable[[LinearTask], Any]) -> float
     return best
 
 
-def _risk(task: LinearTask, plan: Any, bound: float) -> float:
+def _risk(task: LinearTask, plan: OutputPlan, bound: float) -> float:
     """Returns a bound on E F(w + z) - F(w) of a plan's noise z, F without its regularizer, and what that costs."""
     grown = (bound / task.preparation.bound) ** 2
     spread = plan.noise_and_signal[0]
@@ -128,7 +126,7 @@ def _risk(task: LinearTask, plan: Any, bound: float) -> float:
             moved, (task.smoothness * grown + abs(task.tilt) * lipschitz**2) / 2 * spread**2
         )
     radius = min(task.radius, _SCORE / bound)
-    return float(moved) + float(plan.reg / task.n / 2 * radius**2)
+    return moved + plan.reg / task.n / 2 * radius**2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +235,7 @@ def plan_output(task: LinearTask, secure: str | None = None) -> OutputPlan:
     """
     task = _smooth(task)
     if task.reg is None:
-        task = replace(task, reg=least_risk_reg(task, plan_output))
+        task = replace(task, reg=least_risk_reg(task))
     draft = OutputPlan(task=task, noise_scale=1.0, secure=secure)
     moved = draft.moved
     if task.pure:

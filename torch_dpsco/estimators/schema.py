@@ -164,7 +164,8 @@ class Category:
     def code(self, values: Column) -> NDArray[np.float64]:
         """Returns the features (n, number of levels), each row of its own value alone."""
         wanted = np.arange(self.baseline, len(self.levels))
-        return (places_of(self.levels, values)[:, None] == wanted).astype(np.float64)
+        hits = places_of(self.levels, values)[:, None] == wanted
+        return np.asarray(hits, dtype=np.float64)
 
 
 @dataclass(frozen=True)
@@ -333,7 +334,7 @@ class Schema:
         return max(map(abs, self.target_range))
 
     @property
-    def _wanted(self) -> list[str]:
+    def _wanted(self) -> list[Any]:
         """The columns that are read."""
         return [*self.columns, self.target, *([] if self.ids is None else [self.ids])]
 
@@ -509,9 +510,10 @@ def _public_kind(name: str, column: Column, levels: int) -> Number | Category:
     different = {key(value): value for value in known}
     if len(different) < 2:
         raise ValueError(f"column {name!r} must have two different values or more: leave it out")
-    if len(different) > levels and all(isinstance(one, float) for one in different):
+    floats = [one for one in different if isinstance(one, float)]
+    if len(different) > levels and len(floats) == len(different):
         missing = len(known) < len(values)
-        return Number(min(different), max(different), missing)
+        return Number(min(floats), max(floats), missing)
     return Category(sorted(different.values(), key=lambda level: (isinstance(level, str), level)))
 
 

@@ -534,8 +534,7 @@ def certified_descent(
     """
     beta = objective.smoothness
     mu = objective.strong_convexity
-    if beta is None or not mu > 0:
-        raise ConditionError("accelerated descent needs a smooth, strongly convex objective")
+    assert beta is not None  # of accelerated_steps
     gradient = objective.value_and_gradient(start)[1]
     reach = (norm_up(gradient) + objective.gradient_error(start)) / mu
     reach = min(reach, norm_up(start) + radius)

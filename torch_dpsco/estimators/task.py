@@ -184,16 +184,14 @@ class LinearTask:
                 self.radius != math.inf
             ),
             "tilt and attack_radius must be 0": self.tilt != 0 or self.attack_radius > 0,
-            "delta must be > 0 (it has Gaussian noise)": (
-                self.noise_multiplier is None and self.pure
-            ),
+            "delta must be > 0 (it has Gaussian noise)": self.pure,
         }
         for words, wrong in refused.items():
             if wrong:
                 raise ConditionError(f"{words} where intervals are paid for")
 
     def _require_preparable(self, prepare: PrivatePreparation) -> None:
-        if self.tilt or self.attack_radius or (self.noise_multiplier is None and self.pure):
+        if self.tilt or self.attack_radius or self.pure:
             raise ConditionError(
                 "prepare must be None for pure budgets, tilts and attacks (it is Gaussian, and sets"
                 " units)"
@@ -624,7 +622,6 @@ def build_objective(
             records,
             attack_radius=task.attack_radius,
             reg=reg,
-            normalizer=1.0,
             attack_norm=task.attack_norm,
             smoothing=KINK,
         )
@@ -632,11 +629,10 @@ def build_objective(
         return SoftmaxObjective(
             records,
             reg=reg,
-            normalizer=1.0,
             linear_term=linear_term,
         )
     loss = task.loss if task.clipped is None else task.clipped
-    return LinearObjective(loss, records, reg=reg, normalizer=1.0, linear_term=linear_term)
+    return LinearObjective(loss, records, reg=reg, linear_term=linear_term)
 
 
 def weight_guess(task: LinearTask) -> float:

@@ -381,7 +381,7 @@ class BatchPlan(Plan):
     def __post_init__(self) -> None:
         super().__post_init__()
         warn_of_delta(self.budget, self.n, stacklevel=outside())
-        asks_exact(self.secure)  # raises for other words
+        check.choice((None, "exact"), secure=self.secure)
         check.choice(AVERAGES, average=self.average)
 
     @property
