@@ -32,25 +32,25 @@ _SPEC.loader.exec_module(size)  # type: ignore[union-attr]
 MAX_LINES = 500  # of code
 # Files import from their own row or from rows above it (but for those that gather public names).
 ORDER = (
-    "errors acts _loaded _validate _words _doors _margin _owned compat native",
+    "errors acts _loaded _validate _doors _margin _owned compat native",
     "accounting.analysis",
     "algorithms.bolt_on_numbers algorithms.clip_numbers algorithms.correlated_numbers"
     " algorithms.heavy_tailed_numbers algorithms.holder_numbers algorithms.localized_numbers"
     " algorithms.mixture_numbers algorithms.output_sgd_numbers algorithms.user_filtered_numbers"
     " algorithms.user_localized_numbers algorithms.user_numbers estimators.output_numbers"
     " estimators.tilted_numbers step.pace",
-    "problem schedule",
+    "problem",
     "accounting",
-    "noise rng secret trial rows sampling rules prox losses algorithms.mechanisms step.exact_noise",
+    "noise trial rows sampling rules prox losses algorithms.mechanisms step.exact_noise",
     "step.plan algorithms.choose_clip",
-    "step.oracle step.clipped step.phased algorithms.oracles algorithms.user_oracles"
+    "step.oracle step.phased algorithms.oracles algorithms.user_oracles"
     " algorithms.user_filter_oracles algorithms.holder_oracle algorithms.correlated_oracle"
     " algorithms.pilot_oracle",
     "distributed",
     "step algorithms estimators show.look streams",
     "oracles",
     "doctor audit",
-    "show train checkpoint make_private statistics",
+    "show train make_private statistics",
     "estimators.base estimators.classifiers estimators.regressors",
     "statistics.prepare",
     "statistics.study statistics.held_out statistics.conformal statistics.search statistics.scores",

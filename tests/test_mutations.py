@@ -19,8 +19,8 @@ from tests import checks
 from tests.streams import seeded
 from torch_dpsco.accounting.designs import Poisson
 from torch_dpsco.rows import batch
-from torch_dpsco.step import clipped
 from torch_dpsco.step import optimizer as holding
+from torch_dpsco.step import oracle as clipped
 from torch_dpsco.step.batch import LogicalBatch
 
 ROOT = Path(__file__).parent.parent

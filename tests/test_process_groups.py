@@ -30,7 +30,7 @@ from tests.processes import (
 )
 from torch_dpsco import compat, distributed
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.step.clipped import ClippedMean
+from torch_dpsco.step.oracle import ClippedMean
 
 BUDGET = dp.Budget(1.0, 1e-3)
 KINDS = (

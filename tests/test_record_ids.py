@@ -35,7 +35,7 @@ from tests.problems import slots_of
 from tests.test_mutations import assert_caught, nothing
 from torch_dpsco.accounting.designs import Assigned
 from torch_dpsco.errors import PrivacyError, UnitError, UnknownSamplerError
-from torch_dpsco.rng import sampling_key
+from torch_dpsco.noise import SecretState, sampling_key
 from torch_dpsco.sampling import (
     AssignedSampler,
     RankAssignedSampler,
@@ -46,7 +46,6 @@ from torch_dpsco.sampling import (
 )
 from torch_dpsco.sampling import samplers as record_ids
 from torch_dpsco.sampling.samplers import id_bytes
-from torch_dpsco.secret import SecretState
 from torch_dpsco.step.batch import LogicalBatch
 
 __all__ = ["sums"]  # a fixture

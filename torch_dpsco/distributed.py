@@ -47,7 +47,8 @@ from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Assigned, Design, Draw
 from torch_dpsco.algorithms.user_oracles import UserClipped
 from torch_dpsco.errors import PrivacyError, SequenceError, UnitError, UnknownSamplerError
-from torch_dpsco.rng import Source, sampling_key
+from torch_dpsco.noise import Source, sampling_key
+from torch_dpsco.problem import Schedule
 from torch_dpsco.sampling import (
     DesignSampler,
     Partition,
@@ -59,9 +60,7 @@ from torch_dpsco.sampling import (
     require_divisible,
 )
 from torch_dpsco.sampling.samplers import SEVERAL, SPREAD
-from torch_dpsco.schedule import Schedule
-from torch_dpsco.step.clipped import ClippedMean
-from torch_dpsco.step.oracle import MeanOracle, Release
+from torch_dpsco.step.oracle import ClippedMean, MeanOracle, Release
 
 _READ_ROWS = 1024  # of a data set in memory are compared over the ranks, at equal distances
 

@@ -12,8 +12,15 @@ from torch_dpsco.algorithms.oracles import (
 from torch_dpsco.algorithms.pilot_oracle import PilotClipped, QuantilePilot
 from torch_dpsco.algorithms.user_filter_oracles import UserFilter, UserFiltered, UserSearched
 from torch_dpsco.algorithms.user_oracles import UserClipped
-from torch_dpsco.step.clipped import Clipped, ClippedMean
-from torch_dpsco.step.oracle import Charge, MeanOracle, Release, clip_weights, joint_norm
+from torch_dpsco.step.oracle import (
+    Charge,
+    Clipped,
+    ClippedMean,
+    MeanOracle,
+    Release,
+    clip_weights,
+    joint_norm,
+)
 from torch_dpsco.step.phased import Exact, Phased
 
 __all__ = [

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco import compat
 from torch_dpsco._doors import type_members
+from torch_dpsco.problem import Phase, Schedule
 from torch_dpsco.prox import Ball, Identity, Prox, project_on_two_balls_
-from torch_dpsco.schedule import Phase, Schedule
 
 Groups: TypeAlias = list[dict[str, Any]]
 State: TypeAlias = defaultdict[Tensor, Any]

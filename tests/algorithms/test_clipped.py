@@ -21,8 +21,7 @@ from torch_dpsco.accounting.events import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, 
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows import Block, DenseBlock, FactoredBlock, GradBatch, plan_summation
 from torch_dpsco.rows.blocks import DenseBlocks
-from torch_dpsco.step.clipped import Clipped
-from torch_dpsco.step.oracle import clip_weights, joint_norm
+from torch_dpsco.step.oracle import Clipped, clip_weights, joint_norm
 
 UNITS = {ADD_REMOVE: 1, ZERO_OUT: 1, REPLACE_ONE: 2}
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

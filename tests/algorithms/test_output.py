@@ -50,7 +50,7 @@ from torch_dpsco.estimators.output_numbers import (
     noise_norms,
     suboptimal_sensitivity,
 )
-from torch_dpsco.losses.classification import logistic_gradient_diameter
+from torch_dpsco.losses.table import logistic_gradient_diameter
 
 scales = st.floats(-5.0, 5.0).map(lambda x: 10**x)
 counts = st.integers(1, 10**7)

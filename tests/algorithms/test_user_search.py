@@ -33,8 +33,8 @@ from torch_dpsco.errors import (
     SequenceError,
     UtilityWarning,
 )
+from torch_dpsco.problem import Phase, Schedule
 from torch_dpsco.rows import DenseBlock, GradBatch, Points, neighbor_counts
-from torch_dpsco.schedule import Phase, Schedule
 
 BAD = [math.nan, math.inf, -math.inf, 1e300, -1e308]
 EDGE = [0.0, 1.0, -1.0, 0.5, 2.0, -2.0, math.nextafter(1.0, 2.0), 5e-324, 3.0, 1e3, 1e30]

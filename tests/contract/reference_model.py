@@ -24,7 +24,7 @@ from torch_dpsco.accounting.designs import Design, Undeclared
 from torch_dpsco.accounting.events import Repeat, clipped_gaussian
 from torch_dpsco.algorithms.holder_oracle import HolderClipped
 from torch_dpsco.algorithms.oracles import AutoClip
-from torch_dpsco.step.clipped import Clipped
+from torch_dpsco.step.oracle import Clipped
 
 N, BATCH, FOREIGN = 24, 6, 3  # records, expected batch size, ids of rows that are in no data set
 CLIP, NOISE, SCALE, DELTA = 1.0, 0.05, 8.0, 1e-3

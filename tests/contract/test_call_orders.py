@@ -24,9 +24,9 @@ from torch_dpsco.accounting.events import clipped_gaussian
 from torch_dpsco.accounting.journal import Journal
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.sampling import DrawLog
-from torch_dpsco.step import clipped
+from torch_dpsco.step import oracle as clipped
 from torch_dpsco.step.batch import LogicalBatch
-from torch_dpsco.step.clipped import Clipped
+from torch_dpsco.step.oracle import Clipped
 
 # Momentum, Adam and another lr warn about utility.
 pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")

@@ -25,7 +25,7 @@ from torch_dpsco.errors import (
     SequenceError,
     UnitError,
 )
-from torch_dpsco.secret import SecretState
+from torch_dpsco.noise import SecretState
 from torch_dpsco.step.common import CommonOptimizer
 
 # Twelve records are few, and seeds warn as well.

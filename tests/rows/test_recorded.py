@@ -26,7 +26,7 @@ from torch_dpsco.rows import (
     has_rows,
 )
 from torch_dpsco.rows.blocks import DenseBlocks
-from torch_dpsco.rows.layers.table import RECORDED
+from torch_dpsco.rows.layers.kinds import RECORDED
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Using padding='same' with even kernel:UserWarning"

@@ -21,9 +21,8 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import Cyclic, Design, Disjoint, Draw, Shuffled
 from torch_dpsco.algorithms.correlated_numbers import Banded
 from torch_dpsco.errors import AdjacencyError, ConditionError
-from torch_dpsco.rng import Source
-from torch_dpsco.step.clipped import Clipped
-from torch_dpsco.step.oracle import Charge, Release
+from torch_dpsco.noise import Source
+from torch_dpsco.step.oracle import Charge, Clipped, Release
 
 
 class _Past(deque[Tensor]):

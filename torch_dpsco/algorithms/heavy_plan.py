@@ -22,12 +22,10 @@ from torch_dpsco.accounting.events import ADD_REMOVE, CLIP_UNITS, Adjacency
 from torch_dpsco.algorithms.pilot import PilotPlan
 from torch_dpsco.algorithms.pilot_oracle import PilotClipped
 from torch_dpsco.errors import AdjacencyError, MissingConstantError
-from torch_dpsco.problem import Problem
+from torch_dpsco.problem import Phase, Problem, Schedule
 from torch_dpsco.prox import Ball, Box, Identity, Prox, Simplex
 from torch_dpsco.rules import Accelerated, ScheduledSGD, UpdateRule
-from torch_dpsco.schedule import Phase, Schedule
-from torch_dpsco.step.clipped import Clipped
-from torch_dpsco.step.oracle import MeanOracle
+from torch_dpsco.step.oracle import Clipped, MeanOracle
 from torch_dpsco.step.phased import Phased
 from torch_dpsco.step.planned import StepPlan, noise_on_mean, otherwise
 

@@ -21,8 +21,7 @@ from torch_dpsco.accounting.designs import Design, Draw
 from torch_dpsco.accounting.events import clipped_gaussian
 from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.problem import Problem
-from torch_dpsco.step.clipped import ClippedMean
-from torch_dpsco.step.oracle import Charge, joint_norm
+from torch_dpsco.step.oracle import Charge, ClippedMean, joint_norm
 
 _BITS = 10  # of the ratio that the ledger sees
 NOISES = ("adaptive", "constant", "paper")

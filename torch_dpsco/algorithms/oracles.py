@@ -128,13 +128,12 @@ from torch_dpsco.algorithms.mechanisms import (
     vector_parameters,
 )
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, UtilityWarning
-from torch_dpsco.noise import normal, normal_
-from torch_dpsco.rng import Source
+from torch_dpsco.noise import Source, normal, normal_
 from torch_dpsco.rows import GradBatch
-from torch_dpsco.step.clipped import ClippedMean
 from torch_dpsco.step.exact_noise import release_on_grid
 from torch_dpsco.step.oracle import (
     Charge,
+    ClippedMean,
     MeanOracle,
     Release,
     clip_weights,

@@ -18,10 +18,9 @@ from torch_dpsco.algorithms.choose_clip import (
 )
 from torch_dpsco.algorithms.mechanisms import draw_quantile, geometric_grid, quantile_law
 from torch_dpsco.errors import SequenceError, UtilityWarning
-from torch_dpsco.rng import Source
+from torch_dpsco.noise import Source
 from torch_dpsco.rows import GradBatch
-from torch_dpsco.step.clipped import ClippedMean
-from torch_dpsco.step.oracle import MeanOracle, Release
+from torch_dpsco.step.oracle import ClippedMean, MeanOracle, Release
 
 
 class QuantilePilot(MeanOracle):

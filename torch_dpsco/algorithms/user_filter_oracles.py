@@ -87,10 +87,8 @@ from torch_dpsco.algorithms.user_numbers import (
 )
 from torch_dpsco.algorithms.user_oracles import UserMean
 from torch_dpsco.errors import AdjacencyError, ConditionError, SequenceError, UtilityWarning
-from torch_dpsco.noise import add_normal_, uniform
-from torch_dpsco.rng import Source
+from torch_dpsco.noise import SecretState, Source, add_normal_, uniform
 from torch_dpsco.rows import GradBatch, Points, mean_rounding, neighbor_counts
-from torch_dpsco.secret import SecretState
 from torch_dpsco.step.oracle import Charge, Release, split_like
 
 _UNIT = 2.0**-53

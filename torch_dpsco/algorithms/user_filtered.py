@@ -55,10 +55,9 @@ from torch_dpsco.algorithms.user_localized_numbers import (
 )
 from torch_dpsco.algorithms.user_numbers import PairRadiusSearch, UserFilterPlan, pair_radius_iid
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, MissingConstantError, warn
-from torch_dpsco.problem import Problem
+from torch_dpsco.problem import Phase, Problem, Schedule
 from torch_dpsco.prox import Prox
 from torch_dpsco.rules import UpdateRule
-from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import agreed, dimension
 from torch_dpsco.step.oracle import MeanOracle, Release

@@ -37,10 +37,9 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import BaseEvent, Design, Draw
 from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.rng import Source
+from torch_dpsco.noise import Source
 from torch_dpsco.rows import DenseBlock, GradBatch
-from torch_dpsco.step.clipped import ClippedMean
-from torch_dpsco.step.oracle import Charge, MeanOracle, Release
+from torch_dpsco.step.oracle import Charge, ClippedMean, MeanOracle, Release
 
 
 class UserRows:
@@ -203,7 +202,7 @@ class UserClipped(UserMean):
 
     Example:
         >>> import torch
-        >>> from torch_dpsco.step.clipped import Clipped
+        >>> from torch_dpsco.step.oracle import Clipped
         >>> oracle = UserClipped(Clipped(1.0, 0.0, batch_size=2), n_users=2)
         >>> oracle.open([torch.zeros(1)])
         >>> rows = GradBatch([DenseBlock(torch.tensor([[0.5], [0.25], [9.0]]))])

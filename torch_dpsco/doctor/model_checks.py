@@ -26,7 +26,7 @@ from torch_dpsco.doctor.script import (
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.rows.forwards import CarriedStateError
 from torch_dpsco.rows.supported import coarse_setting
-from torch_dpsco.step.clipped import ClippedMean
+from torch_dpsco.step.oracle import ClippedMean
 from torch_dpsco.trial import HALF
 
 _NAMED = 4  # names listed in an evidence

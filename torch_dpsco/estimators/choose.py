@@ -38,7 +38,7 @@ from torch_dpsco.estimators.task import (
     make_stored_records,
 )
 from torch_dpsco.estimators.users import plan_users, users_of
-from torch_dpsco.rng import noise_generator
+from torch_dpsco.noise import noise_generator
 
 __all__ = [
     "MECHANISMS",

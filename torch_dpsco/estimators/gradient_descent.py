@@ -71,7 +71,7 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.certificates import project, sum_terms
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective, weight_guess
-from torch_dpsco.rng import Source
+from torch_dpsco.noise import Source
 from torch_dpsco.step.exact_noise import gaussian_vector
 from torch_dpsco.step.pace import smooth_pace, steps_to
 

@@ -74,8 +74,8 @@ from torch_dpsco.estimators.gradient_descent import (
 from torch_dpsco.estimators.preparation import level_left, signal_to_noise
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective
+from torch_dpsco.noise import Source
 from torch_dpsco.problem import round_up
-from torch_dpsco.rng import Source
 from torch_dpsco.step.exact_noise import exact_release, gaussian_vector, symmetric_noise
 from torch_dpsco.step.plan import exact_cost
 

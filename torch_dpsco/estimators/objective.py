@@ -46,7 +46,7 @@ from torch_dpsco.estimators.certificates import amp_tolerance, project, sum_term
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.solvers import SOLVERS, solve
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective, weight_guess
-from torch_dpsco.rng import Source
+from torch_dpsco.noise import Source
 from torch_dpsco.step.exact_noise import gaussian_vector, knorm_vector, symmetric_noise
 
 

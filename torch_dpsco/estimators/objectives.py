@@ -18,8 +18,8 @@ from torch_dpsco._validate import nonnegative, positive
 from torch_dpsco.accounting.analysis.rounding import gamma
 from torch_dpsco.estimators.records import Objective, Records, as_records
 from torch_dpsco.losses.base import TableLoss
-from torch_dpsco.losses.classification import Logistic, SoftmaxCrossEntropy
 from torch_dpsco.losses.clipped import ClippedRows, ResidualClipped, scalar_loss
+from torch_dpsco.losses.table import Logistic, SoftmaxCrossEntropy
 
 # Roundings of one record besides those of its score and of the sum: the loss and its slope (an exponential within 1
 # ulp, a logarithm, a quotient), label, weight, normalizer, and the norm used in the bound itself.

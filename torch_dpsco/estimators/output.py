@@ -65,7 +65,7 @@ from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.solvers import SOLVERS, solve
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective
 from torch_dpsco.estimators.tilted_numbers import tilted_sensitivity, tilted_strong_convexity
-from torch_dpsco.rng import Source
+from torch_dpsco.noise import Source
 from torch_dpsco.step.exact_noise import exact_release, gaussian_vector, knorm_vector
 from torch_dpsco.step.plan import exact_cost
 

@@ -36,8 +36,8 @@ from torch_dpsco.accounting.events import GDP, Adjacency
 from torch_dpsco.estimators.certificates import sum_terms
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.losses import clip_rows
+from torch_dpsco.noise import Source
 from torch_dpsco.problem import round_up
-from torch_dpsco.rng import Source
 from torch_dpsco.step.exact_noise import gaussian_vector
 
 _MOST_ROWS = 2**40  # of a sum; more would change what is counted for rounding

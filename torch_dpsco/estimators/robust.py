@@ -32,8 +32,8 @@ from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.estimators.objectives import EVALUATION, SumObjective, norm_up
 from torch_dpsco.estimators.records import Objective, PairwiseSum, Records, as_records
 from torch_dpsco.losses.base import TableLoss
-from torch_dpsco.losses.classification import MarginLoss
 from torch_dpsco.losses.clipped import scalar_loss
+from torch_dpsco.losses.table import MarginLoss
 
 
 @typed

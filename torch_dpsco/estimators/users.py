@@ -41,7 +41,7 @@ from torch_dpsco.estimators.preparation import signal_to_noise
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.task import LinearTask
 from torch_dpsco.losses import Logistic
-from torch_dpsco.rng import Source
+from torch_dpsco.noise import Source
 from torch_dpsco.step.pace import smooth_pace
 
 MOST_ROWS = 2**26  # for which roundings of a user's sums are bounded

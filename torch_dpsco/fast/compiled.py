@@ -59,7 +59,7 @@ from torch_dpsco.errors import PrivacyError, SequenceError, warn
 from torch_dpsco.losses.base import as_module, read_for
 from torch_dpsco.rows.attach import is_attached
 from torch_dpsco.rows.batch import forget_rows, leave_rows
-from torch_dpsco.rows.layers.table import ENGINES
+from torch_dpsco.rows.layers.kinds import ENGINES
 from torch_dpsco.rows.supported import require_supported
 from torch_dpsco.sampling import PrivateLoader, UserLoader
 from torch_dpsco.sampling.loader import to_device

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_dpsco import compat
+from torch_dpsco.rows.layers.kinds import SHORTCUTS, is_recorded
 from torch_dpsco.rows.layers.recorded import Use, make_ready, reaches, records, require_recordable
-from torch_dpsco.rows.layers.table import SHORTCUTS, is_recorded
 
 _ops: Any = torch.ops.aten
 

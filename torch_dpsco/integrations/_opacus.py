@@ -16,7 +16,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import Poisson
 from torch_dpsco.doctor.script import grad_sample_hooks
 from torch_dpsco.errors import PrivacyError, SequenceError, UnknownSamplerError
-from torch_dpsco.sampling.replaced import require_replaceable
+from torch_dpsco.make_private import require_replaceable
 from torch_dpsco.step.checks import number_of_records, require_same_parameters
 from torch_dpsco.step.common import CommonOptimizer
 

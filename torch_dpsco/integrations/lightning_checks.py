@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch_dpsco import _validate as check
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.sampling.replaced import require_replaceable
+from torch_dpsco.make_private import require_replaceable
 from torch_dpsco.step.step import PrivateOptimizer
 
 _PRECISIONS = ("32-true", "64-true", "bf16-mixed")

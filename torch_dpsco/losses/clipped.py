@@ -22,7 +22,7 @@ from torch_dpsco._doors import typed
 from torch_dpsco._validate import positive
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.losses.base import ScalarLoss, TableLoss, record_bounds
-from torch_dpsco.losses.classification import Logistic as Logistic  # of the example
+from torch_dpsco.losses.table import Logistic as Logistic  # of the example
 
 _BLOCK_ROWS = 4096
 

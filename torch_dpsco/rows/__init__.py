@@ -17,7 +17,7 @@ from torch_dpsco.rows.blocks import (
     weighted_rows,
 )
 from torch_dpsco.rows.forwards import PassCounter
-from torch_dpsco.rows.layers.embedding import ItemBlock
+from torch_dpsco.rows.layers.kinds import ItemBlock
 from torch_dpsco.rows.layers.recorded import Tape
 from torch_dpsco.rows.neighbors import Points, mean_rounding, neighbor_counts
 from torch_dpsco.rows.supported import forget_wrappers, require_unwrapped

@@ -40,7 +40,7 @@ from torch_dpsco.rows.forwards import (
     batch_sizes,
     forget_uses,
 )
-from torch_dpsco.rows.layers.table import (
+from torch_dpsco.rows.layers.kinds import (
     RECORDED,
     SHORTCUTS,
     can_record,
@@ -451,7 +451,7 @@ def attach(
     Args:
         model: any module whose layers Opacus can sample, without batch normalization; call the model itself, not its
             parts, so that rows of different forwards can be told apart.
-        rows: "auto" lets layers that own their parameters and are of a kind in `rows.layers.table.RECORDED` record
+        rows: "auto" lets layers that own their parameters and are of a kind in `rows.layers.kinds.RECORDED` record
             their rows, and takes Opacus' rows elsewhere; "dense" takes Opacus' rows everywhere; "factored" raises
             where layers cannot record.
         loss_reduction: "mean" or "sum", how the training loss reduces over the batch.

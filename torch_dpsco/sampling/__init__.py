@@ -19,6 +19,7 @@ from torch_dpsco.sampling.one_pass import (
     Partition,
     PartsSampler,
     RankAssignedSampler,
+    Streamed,
     make_sampler,
     partition_name,
 )
@@ -37,7 +38,6 @@ from torch_dpsco.sampling.samplers import (
     records_of,
     require_divisible,
 )
-from torch_dpsco.sampling.streamed import Streamed
 
 __all__ = [
     "AssignedSampler",

@@ -43,10 +43,10 @@ from torch_dpsco.accounting.designs import Assigned, AssignedParts, Design, Full
 from torch_dpsco.compat import tree_leaves, tree_map
 from torch_dpsco.errors import UnitError, UnknownSamplerError
 from torch_dpsco.losses.clipped import enforce_bounds
-from torch_dpsco.rng import Stream, sampling_generator
+from torch_dpsco.noise import Stream, sampling_generator
 from torch_dpsco.sampling.datasets import Gathered, one_by_one
+from torch_dpsco.sampling.one_pass import Itself, Streamed
 from torch_dpsco.sampling.samplers import Chunk, DesignSampler, Drawn, records_of
-from torch_dpsco.sampling.streamed import Itself, Streamed
 
 _Indices = npt.NDArray[np.int64]
 _MOST_WORKERS = 1024  # processes

@@ -24,7 +24,7 @@ draw out; `discard()` and failed steps give it up, and then the next iteration d
 Batches that records pick by a keyed hash of their ids: alike in every reading and process, in any order. Pick of a
 pass: BLAKE2b of the id under the run's secret key of 256 bits, personalized by the pass, 512 bits modulo T. For who
 does not know the key the picks of different ids, and of different passes, are independent and uniform, up to n passes
-T 2^-512 in total variation and the security of the key, as for all draws of `rng.KeyedStream`; neither is charged
+T 2^-512 in total variation and the security of the key, as for all draws of `noise.KeyedStream`; neither is charged
 (docs/proofs/allocation.md#picks-by-ids).
 """
 
@@ -61,7 +61,7 @@ from torch_dpsco.accounting.designs import (
 )
 from torch_dpsco.compat import tree_flatten
 from torch_dpsco.errors import PrivacyError, SequenceError, UnitError, UnknownSamplerError
-from torch_dpsco.rng import Stream, rank_generator, sampling_generator
+from torch_dpsco.noise import Stream, rank_generator, sampling_generator
 from torch_dpsco.sampling.datasets import Gathered
 
 _Indices = npt.NDArray[np.int64]

@@ -34,9 +34,9 @@ from torch_dpsco.errors import (
     outside,
     warn,
 )
+from torch_dpsco.problem import Schedule
 from torch_dpsco.rows.supported import require_whole
 from torch_dpsco.sampling import Streamed
-from torch_dpsco.schedule import Schedule
 from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.phased import Phased
 

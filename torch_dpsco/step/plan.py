@@ -46,8 +46,7 @@ from torch_dpsco.accounting.report.figures import rounded_up
 from torch_dpsco.acts import act
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.losses.base import TableGradBound
-from torch_dpsco.problem import Problem
-from torch_dpsco.schedule import Phase, Schedule
+from torch_dpsco.problem import Phase, Problem, Schedule
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -28,17 +28,15 @@ from torch_dpsco.accounting.designs import (
 )
 from torch_dpsco.accounting.events import ADD_REMOVE, Event
 from torch_dpsco.errors import ConditionError, outside
+from torch_dpsco.problem import Phase, Schedule
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import AVERAGES, SGD, Momentum, TorchRule, UpdateRule
 from torch_dpsco.sampling.loader import capacity
-from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import noise_for, release_noise
-from torch_dpsco.step.clipped import ClippedMean
-from torch_dpsco.step.oracle import MeanOracle
-from torch_dpsco.step.payments import first_charges, planned_event
+from torch_dpsco.step.oracle import ClippedMean, MeanOracle
 from torch_dpsco.step.plan import Plan, exact_cost, passes
-from torch_dpsco.step.run import sizes_are_private
+from torch_dpsco.step.run import first_charges, planned_event, sizes_are_private
 from torch_dpsco.step.step import PrivateOptimizer
 
 _ABOUT = 1e-2  # relative accuracy of a number that is only shown

@@ -1,24 +1,46 @@
-"""What a private run is made of, fixed before its first step, and how far it has come."""
+"""What a private run is made of, fixed before its first step, and how far it has come.
+
+What the steps of a run cost, which releases a charge has paid for, and what would repeat one of them.
+
+Releases that share a charge share a secret too: the noise of a threshold, past noise, or who is in which batch. Two
+continuations of such a run would show it, under ledgers that know nothing of each other. So there is one: in this
+process, or, after a crash, with the ledger file, which knows how far the run has come.
+"""
 
 from __future__ import annotations
 
 import math
+import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, TypeVar, overload
+from itertools import accumulate
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.book import OPEN, OVER
 from torch_dpsco.accounting.budgets import warn_of_delta
-from torch_dpsco.accounting.designs import Design, Parts, Poisson, Undeclared
-from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency, Event
-from torch_dpsco.errors import PrivacyError, outside
+from torch_dpsco.accounting.designs import Design, Draw, Parts, Poisson, Undeclared
+from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    Adjacency,
+    Event,
+    Parallel,
+    RandomAllocation,
+    Repeat,
+    Sequential,
+    event_from_json,
+    event_to_json,
+)
+from torch_dpsco.accounting.ledger import LOCK
+from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError, outside
+from torch_dpsco.problem import Phase, Schedule
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rules import UpdateRule
-from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.step import checks
-from torch_dpsco.step.oracle import MeanOracle
-from torch_dpsco.step.payments import Payments, planned_event
+from torch_dpsco.step.oracle import Charge, MeanOracle
+from torch_dpsco.step.phased import Phased
 
 _T = TypeVar("_T")
 
@@ -201,3 +223,344 @@ def sizes_are_private(design: Design, adjacency: str, unit: str) -> bool:
     # (test_who_is_in_a_batch_moves_nobody_else)
     by_chance = design.secret or any(isinstance(part, Poisson) for part in parts)
     return adjacency == ADD_REMOVE or unit == "user" or by_chance
+
+
+def new_run() -> str:
+    """Returns the random name of a run, by which ledgers know its releases."""
+    return secrets.token_hex(16)
+
+
+class Paid(NamedTuple):
+    """What a charge of several releases has paid for.
+
+    Args:
+        stop: step after the last of them.
+        partition: how records were cut into batches; "" where they are not.
+        event: what was charged, where it is that of a pass of secret draws; None elsewhere.
+    """
+
+    stop: int
+    partition: str
+    event: Event | None = None
+
+    @classmethod
+    def of_row(cls, row: Sequence[Any]) -> Paid:
+        """Returns what `row` has made."""
+        stop, partition, *event = row
+        return cls(stop, partition, event_from_json(event[0]) if event else None)
+
+    @property
+    def row(self) -> list[Any]:
+        """All of it as primitives."""
+        return [
+            self.stop,
+            self.partition,
+            *([] if self.event is None else [event_to_json(self.event)]),
+        ]
+
+    def require(self, partition: str, event: Event | None = None) -> None:
+        """Raises SequenceError for a batch of records that were cut in another way, or for a release of less noise."""
+        if event != self.event:
+            # PRIVACY: (test_a_step_with_less_noise_than_its_pass_was_charged_for_is_refused)
+            raise SequenceError(
+                f"steps must be those that their pass was charged for, {self.event} (got one of"
+                f" {event}): noise is fixed before a pass, or give amplification=False to the"
+                " design"
+            )
+        if partition != self.partition:
+            # PRIVACY: a record would come at other steps than those that were charged
+            # (test_another_cut_under_a_charge_of_the_whole_run_is_caught)
+            raise SequenceError(
+                "batches must be those of the cut that was charged for the whole run: go on with "
+                "optimizer.loader(dataset, resume=True), or make a new optimizer"
+            )
+
+
+def first_charges(oracle: MeanOracle, design: Design) -> list[Charge]:
+    """Returns what the first release of each phase is charged."""
+    draws = _first_draws(oracle, design)
+    return [
+        member.charge(design, draw) for member, draw in zip(oracle.members, draws, strict=True)
+    ]
+
+
+def _first_draws(oracle: MeanOracle, design: Design) -> list[Draw]:
+    if not isinstance(design, Parts):
+        return [Draw(0, "planned", str(k)) for k, _ in enumerate(oracle.members)]
+    starts = accumulate((draws for _, draws in design.parts[:-1]), initial=0)
+    return [Draw(0, "planned", str(k), start) for k, start in enumerate(starts)]
+
+
+def pass_of(event: Event) -> RandomAllocation | None:
+    """Returns the pass of secret draws that a charge is of, of all records or of a part; None for others."""
+    events = (
+        [one for _, inside in event.items() for one in inside]
+        if isinstance(event, Parallel)
+        else [event]
+    )
+    return next((one for one in events if isinstance(one, RandomAllocation)), None)
+
+
+def require_planned(event: Event, planned: RandomAllocation | None) -> None:
+    """Raises SequenceError if a charge is not of the pass, or of none, that was known when the run was made."""
+    if pass_of(event) != planned:
+        # PRIVACY: a batch, and a pass over all batches of its part, would count as disjoint; and a run that was made
+        # without passes may be copied (test_a_charge_of_another_pass_than_planned_is_refused)
+        raise SequenceError(
+            "steps must be charged as was known when the optimizer was made, by"
+            f" {planned or 'no pass'} (got {event}): give amplification=False to the design"
+        )
+
+
+def is_pass(oracle: MeanOracle, design: Design, charges: Sequence[Charge]) -> bool:
+    """Returns whether passes of secret draws are charged as a whole, before their first step.
+
+    Args:
+        oracle: of the run.
+        design: how batches are drawn.
+        charges: of the members of the oracle, see `first_charges`.
+
+    Raises:
+        AdjacencyError: only a part of the steps of a pass has the noise that it is charged for.
+    """
+    if not any(pass_of(charge.event) for charge in charges):
+        return False
+    draws = _first_draws(oracle, design)
+    covered = [
+        design.covers(member.event(), draw)
+        for member, draw in zip(oracle.members, draws, strict=True)
+    ]
+    whole = all(
+        not charge.adaptive and charge.covers == most
+        for charge, most in zip(charges, covered, strict=True)
+    )
+    alike = (
+        isinstance(design, Parts) or len({charge.event for charge in charges}) == 1
+    )  # parts have their own passes
+    if not (alike and whole):
+        # PRIVACY: the charge is of steps that are alike, and fixed before the first of them
+        # (test_a_pass_whose_steps_are_not_alike_is_refused)
+        raise AdjacencyError(
+            f"design must be given amplification=False for {type(oracle).__name__}, whose steps of"
+            f" a pass are not all charged alike, as fixed before the first of them (got {design})"
+        )
+    return True
+
+
+def planned_event(
+    oracle: MeanOracle, design: Design, start: int, stop: int, partition: str = "planned"
+) -> Event:
+    """Returns the event of the draws in [start, stop) of a run."""
+    if design.one_pass:
+        return design.between(
+            start, stop, [member.event() for member in oracle.members], partition
+        )
+    if isinstance(oracle, Phased):
+        # PRIVACY: a later phase may cost more (test_what_is_ahead_of_a_run_is_what_it_spends)
+        parts = []
+        first = 0
+        for member, steps in oracle.phases:
+            begin = max(start, first)
+            end = min(stop, first + steps)
+            parts += [planned_event(member, design, begin, end, partition)] if begin < end else []
+            first += steps
+        return Sequential(tuple(parts))
+    charge = oracle.charge(design, Draw(0, partition, "0"))
+    if design.positional and charge.covers == 1:  # a pass is charged, not a draw
+        return design.between(start, stop, [oracle.event()])
+    return Repeat(charge.event, math.ceil((stop - start) / charge.covers))
+
+
+def refuse_copy(sharing: Sequence[MeanOracle]) -> None:
+    """Raises SequenceError for a copy of a run with members whose releases share a charge."""
+    if sharing:
+        # PRIVACY: the copy's releases would have the secrets of the original's
+        # (test_a_copy_of_a_run_that_is_charged_as_a_whole_is_caught)
+        raise SequenceError(
+            "an optimizer whose run is charged as a whole must not be copied before finalize(): its"
+            " releases share a secret; make a new one, which is charged by itself"
+        )
+
+
+def refuse_load(sharing: Sequence[MeanOracle]) -> None:
+    """Raises SequenceError for a checkpoint of such a run that is loaded without its ledger file."""
+    if sharing:
+        # PRIVACY: one secret would answer for two runs, whose ledgers know nothing of each other
+        # (test_a_second_load_of_a_run_that_is_charged_as_a_whole_is_caught)
+        raise SequenceError(
+            "a run that is charged as a whole must be continued once: by resume(state_dict), with"
+            " an accountant that has the run's ledger file; or start another one, which is charged"
+            " again"
+        )
+
+
+class Payments:
+    """What the releases of one run are charged, each before its noise is drawn, with the mark of its number.
+
+    Args:
+        oracle: of the run.
+        design: how batches are drawn.
+        accountant: pays.
+        planned: steps of the run; None where their number is open.
+
+    Raises:
+        AdjacencyError: passes of secret draws whose steps are not all charged alike.
+    """
+
+    def __init__(
+        self, oracle: MeanOracle, design: Design, accountant: Accountant, planned: int | None
+    ) -> None:
+        self._oracle = oracle
+        self._design = design
+        self._accountant = accountant
+        self._planned = planned
+        self.run = new_run()  # random name, by which the ledger knows the releases
+        self.paid: Paid | None = None  # what was charged for several releases
+        charges = first_charges(oracle, design)
+        self.adaptive = any(charge.adaptive for charge in charges)
+        self.in_passes = is_pass(oracle, design, charges)
+        self._passes = tuple(pass_of(charge.event) for charge in charges)
+        # PRIVACY: so has a copy, if one batch of a pass is used (test_a_copy_of_one_batch_of_a_pass_is_refused)
+        secret = [
+            charge.covers > 1 or (known is not None and known.steps > 1)
+            for charge, known in zip(charges, self._passes, strict=True)
+        ]
+        # whose releases have a secret in common
+        self.sharing = tuple(
+            member for member, shares in zip(oracle.members, secret, strict=True) if shares
+        )
+
+    def pay(self, draw: Draw, steps: int) -> None:
+        """Charges the release of a draw, unless a charge before has paid for it.
+
+        Args:
+            draw: whose rows are released.
+            steps: releases made before.
+
+        Raises:
+            BudgetExceeded: there is not enough left; nothing was charged.
+            SequenceError: the release may have been made already, or is of another pass than was charged.
+        """
+        charge = self._price(draw, steps)
+        # PRIVACY: with the mark of this release, which no resumed run makes again (test_a_killed_run_goes_on_or_loses)
+        marks = {self.run: steps + 1}
+        if self._design.one_pass:
+            marks[draw.partition] = draw.index + 1
+        if self.in_passes:
+            marks[self.run + OPEN] = 1
+        with LOCK:  # of two threads one must see the mark of the other
+            self._require_unmade(steps)
+            if self.in_passes:
+                self._require_fresh(draw)
+            self._accountant.authorize(
+                charge.event,
+                planned=self._charges_left(draw, steps),
+                adaptive=self.adaptive,
+                releases=marks,
+            )
+            if charge.covers > 1:
+                self._note(charge, steps, draw.partition + self._accountant.place)
+
+    def _price(self, draw: Draw, steps: int) -> Charge:
+        """Returns the charge of a release: nothing where it is paid for."""
+        if self.paid is None or steps >= self.paid.stop:
+            charge = self._oracle.charge(self._design, draw)
+            require_planned(charge.event, self._passes[self._part(steps)])
+            return charge
+        # PRIVACY: a charge to a part pays for no step on all records (test_a_pass_begun_on_a_part_stays_there)
+        where = draw.partition + self._accountant.place
+        event = self._oracle.charge(self._design, draw).event if self.in_passes else None
+        self.paid.require(where, event)
+        return Charge(Sequential(()))
+
+    def _charges_left(self, draw: Draw, steps: int) -> int:
+        """Returns how many equal charges a budget may expect."""
+        if not self.in_passes and (
+            self.adaptive or self.sharing
+        ):  # the next event is another one
+            return 1
+        left = 1 if self._planned is None else self._planned - steps
+        return self._design.charges_left(draw, left, of_passes=self.in_passes)
+
+    def _require_unmade(self, steps: int) -> None:
+        """Raises SequenceError if the ledger knows of a later step of a run whose releases share a secret."""
+        if self.sharing and self._accountant.marked(self.run) > steps:
+            # PRIVACY: one threshold would answer in two places (test_a_run_of_noisy_tests_goes_on_in_one_place)
+            raise SequenceError(
+                "this step may have been made already, by another optimizer that goes on with"
+                " the same run or by a step that failed after its charge: resume the run from"
+                " its last checkpoint, or finalize()"
+            )
+
+    def _require_fresh(self, draw: Draw) -> None:
+        """Raises SequenceError for a batch of secret draws that this ledger knows, by this run or by another one."""
+        if self._accountant.marked(draw.partition) > draw.index:
+            # PRIVACY: the charge is of draws that nobody has used before (test_the_draws_of_a_pass_serve_once)
+            raise SequenceError(
+                "this batch may have been released already, and its pass was charged for one"
+                " release of each: make a new optimizer, whose draws are fresh"
+            )
+
+    def _note(self, charge: Charge, steps: int, where: str) -> None:
+        event = charge.event if self.in_passes else None
+        self.paid = Paid(steps + charge.covers, where, event)
+
+    @property
+    def marked(self) -> int:
+        """How many releases the run may have made, as the ledger knows."""
+        return self._accountant.marked(self.run)
+
+    @property
+    def can_lose(self) -> bool:
+        """Whether the run can go on without a release that was charged: by `lose`, or since it shares no secret."""
+        if self.in_passes:  # batches of a pass share nothing but their charge
+            return True
+        return all(type(member).lose is not MeanOracle.lose for member in self.sharing)
+
+    def require_losable(self, lost: int) -> None:
+        """Raises SequenceError where releases are lost, and a member does not say by `lose` what that means."""
+        if not self.can_lose:
+            # PRIVACY: what later releases share with a lost one is lost with it
+            # (test_a_lost_release_of_an_oracle_that_does_not_expect_it_is_caught)
+            raise SequenceError(
+                f"{lost} steps may have been made after the checkpoint, without which this oracle"
+                " cannot go on: make a new optimizer, which is charged by itself (an oracle of yours"
+                " says by `lose` what they mean)"
+            )
+
+    def note_lost(self, steps: int, partition: str, *, cut: bool) -> None:
+        """Notes what was charged with a lost step.
+
+        Args:
+            steps: made before it.
+            partition: by which the ledger knows how records are cut into batches; "planned" before they are.
+            cut: whether they are.
+        """
+        if self.paid is not None and steps < self.paid.stop:
+            return
+        charge = self._oracle.charge(self._design, self._lost_draw(steps, partition))
+        if charge.covers > 1:
+            self._note(charge, steps, partition if cut else "")
+
+    def _lost_draw(self, steps: int, partition: str) -> Draw:
+        part = self._part(steps)
+        # PRIVACY: of the draw of this step, so that no more is paid for than what is left of its pass
+        # (test_a_lost_step_in_a_pass_is_paid_to_its_end_and_no_further)
+        return Draw(0, partition, str(part), steps)
+
+    def _part(self, steps: int) -> int:
+        """Returns the part of the next draw, 0 where a design has none."""
+        return self._design.part_of(steps) if isinstance(self._design, Parts) else 0
+
+    def end(self, steps: int) -> None:
+        """Marks that no release of the run's passes follows."""
+        if self.in_passes and steps:
+            self._accountant.authorize(Sequential(()), releases={self.run + OVER: 1})
+
+    def note_halt(self, steps: int) -> None:
+        """Notes in the ledger that the release of a step is a halt, before anybody sees it."""
+        self._accountant.authorize(Sequential(()), releases={self.halt_mark(steps): 1})
+
+    def halt_mark(self, steps: int) -> str:
+        """Returns the mark of a halt after `steps` steps."""
+        return f"{self.run}/halted/{steps}"

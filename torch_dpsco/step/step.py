@@ -9,33 +9,48 @@ One step, in the order that the guarantee needs:
 Whatever raises in 1-4 discards the logical batch and leaves parameters and ledger at the last authorized state. Between
 steps the parameters hold the point where the next gradient is taken (the query), and `released()` shows the private
 answer. The last planned step installs it; `finalize()` does so where a run ends earlier.
+
+Steps of a plain optimizer on public data, between private steps.
+
+A private run keeps other points than the parameters: averages, inner and outer iterates, anchors. What a public block
+moves the parameters by is added to each of them, so that the run goes on as if it had come to where it was left:
+
+    w_after = Proj(w_before + what the plain steps added up to),    kept <- Proj(kept + w_after - w_before)
+
+Gradients and momenta of private steps stay. That is post-processing: later queries depend on released means and on
+public data, which adaptive composition covers. Runs whose noise, tests or phases are made for the run as a whole
+refuse.
+
+Source: docs/proofs/accounting.md#composition.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import overload
 
 import torch
 from torch import Tensor, nn
 
+from torch_dpsco._doors import typed
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.errors import SequenceError
+from torch_dpsco.problem import Phase
 from torch_dpsco.rows import (
     GradBatch,
     has_rows,
     require_unwrapped,
     retire_forwards,
 )
+from torch_dpsco.rows.attach import is_attached, paused
+from torch_dpsco.rows.forwards import owners
 from torch_dpsco.rules import trained
-from torch_dpsco.schedule import Phase
 from torch_dpsco.step import checks
 from torch_dpsco.step.batch import show_zero_gradient, take_scale
-from torch_dpsco.step.common import check_call
+from torch_dpsco.step.common import check_call, in_turn, seldom_watched
 from torch_dpsco.step.optimizer import RunOptimizer
 from torch_dpsco.step.oracle import Release
-from torch_dpsco.step.turn import in_turn, seldom_watched
 
 _PRIVATE_MEAN = (
     "loss must be a sum where the number of rows is private and batches are not filled up, since a"
@@ -381,7 +396,7 @@ class PrivateOptimizer(RunOptimizer):
 
     @contextmanager
     def moved_in_public(self) -> Iterator[None]:
-        """Adds what plain steps in the block move to all that is kept of the iterates; see `dp.public`."""
+        """Adds what plain steps in the block move to all that is kept of the iterates; see `public`."""
         self._require_private()
         if self._shown or self.in_draw:
             raise SequenceError(
@@ -419,3 +434,47 @@ class PrivateOptimizer(RunOptimizer):
         if self._lrs is not None:
             self._lrs = None
             checks.warn_of_void_theorem("plain steps on public data moved the iterates", 6)
+
+
+@typed
+@contextmanager
+def public(model: nn.Module) -> Iterator[None]:
+    """Lets plain optimizers step on an attached model, with plain gradients of PUBLIC data, between private steps.
+
+    What they move is kept by the next private steps, see `step.step`, and the private optimizer's report says that
+    there were public steps. In the block nothing is recorded and no private step is made.
+
+    Args:
+        model: attached.
+
+    Raises:
+        SequenceError: the model is not attached, a private batch is in progress, or the run must be undisturbed, as
+            that of `HolderOutputSGD`, `BoltOnPSGD`, `LocalizedSGD`, `LocalizedUserSGD` and `UserFilteredSGD`.
+
+    Guarantee:
+        None for the data of the block, which are public by your word. That of the private steps is unchanged.
+
+    Example:
+        >>> import torch, torch_dpsco as dp
+        >>> model = dp.attach(nn.Linear(2, 1))
+        >>> plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with public(model):
+        ...     torch.nn.functional.mse_loss(model(torch.ones(4, 2)), torch.ones(4, 1)).backward()
+        ...     plain.step()
+    """
+    runs = [run for run in owners(model.parameters()) if not run.finalized]
+    for run in runs:
+        if run.undisturbed:
+            raise SequenceError(
+                f"{type(run).__name__} takes no public steps between its own: {run.undisturbed}"
+            )
+    if not is_attached(model):
+        raise SequenceError(
+            "model must be attached: on any other plain optimizers can step as they are"
+        )
+    with ExitStack() as stack:
+        stack.enter_context(paused(model))
+        for run in runs:
+            if isinstance(run, PrivateOptimizer):
+                stack.enter_context(run.moved_in_public())
+        yield

@@ -45,7 +45,7 @@ from torch_dpsco.estimators.objectives import LinearObjective
 from torch_dpsco.estimators.output_numbers import _attack_length, erm_sensitivity, noise_norms
 from torch_dpsco.estimators.task import LinearTask
 from torch_dpsco.estimators.tilted_numbers import _spread
-from torch_dpsco.losses.classification import Hinge
+from torch_dpsco.losses.table import Hinge
 
 _MODES = ("tight", "paper")
 
