@@ -19,7 +19,7 @@ from tests import checks
 from tests.streams import seeded
 from torch_dpsco.accounting.designs import Poisson
 from torch_dpsco.rows import batch
-from torch_dpsco.step import optimizer as holding
+from torch_dpsco.step import step as holding
 from torch_dpsco.step import oracle as clipped
 from torch_dpsco.step.batch import LogicalBatch
 

@@ -334,6 +334,8 @@ def join(device: torch.device) -> World:
 class World:
     """The processes that make one run together: this one alone. `Ranks` replaces every method where there are more."""
 
+    alone = True
+
     def begin(self, run: Run) -> None:
         """Makes sure that all ranks have built the same optimizer on the same parameters."""
 
@@ -427,6 +429,8 @@ class Ranks(World):
     Args:
         device: of the parameters.
     """
+
+    alone = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -45,7 +45,7 @@ from torch_dpsco.rows.attach import attach, detach, first_step_of, is_attached
 from torch_dpsco.rules import TorchRule
 from torch_dpsco.sampling import BoundedLoader, PrivateLoader
 from torch_dpsco.step.checks import require_same_parameters
-from torch_dpsco.step.common import CommonOptimizer
+from torch_dpsco.step.run import CommonOptimizer
 from torch_dpsco.step.step import PrivateOptimizer
 
 _Model = TypeVar("_Model", bound=nn.Module)

@@ -79,13 +79,11 @@ def normal_(out: Tensor, std: float, source: Source, mean: Tensor | None = None)
     if out.device.type != "cpu" or not out.is_contiguous():
         out.copy_(add_normal_(torch.zeros_like(out), std, source))
         return out if mean is None else out.add_(mean.view(out.shape))
-    pairs = _Pairs(out, std, source)
-    if out.numel() <= 2 * _PAIRS:
-        pairs.write(out, mean)
-        return out
+    stream = stream_of(source)
+    numbers = out.detach().view(-1)
     for start in range(0, out.numel(), 2 * _PAIRS):
         part = slice(start, start + 2 * _PAIRS)
-        pairs.write(out.detach().view(-1)[part], None if mean is None else mean[part])
+        _write(numbers[part], std, stream, None if mean is None else mean[part])
     return out
 
 
@@ -94,9 +92,9 @@ def add_normal_(out: Tensor, std: float, source: Source) -> Tensor:
     _require(out, std)
     flat = out.detach().reshape(-1)  # a copy where the numbers do not lie side by side
     noise = torch.empty(min(len(flat), 2 * _PAIRS), dtype=out.dtype)
-    pairs = _Pairs(noise, std, source)
+    stream = stream_of(source)
     for part in flat.split(2 * _PAIRS):
-        pairs.write(noise[: len(part)])
+        _write(noise[: len(part)], std, stream)
         part.add_(noise[: len(part)].to(out.device))
     return out if out.is_contiguous() else out.copy_(flat.view(out.shape))
 
@@ -148,64 +146,50 @@ def words(shape: Sequence[int], bits: int, source: Source) -> Tensor:
     return torch.from_numpy(drawn.view(np.int64)).view(tuple(shape)).to(source.device)
 
 
-class _Pairs:
-    """Writes pairs of Gaussians into tensors of the CPU, contiguous and of one precision.
+def _write(part: Tensor, std: float, stream: Stream, mean: Tensor | None = None) -> None:
+    """Fills a vector of the CPU, of at most 2 `_PAIRS` numbers, with noise around a mean.
 
     Args:
-        like: the first of them; none has more than 2 `_PAIRS` numbers, but the first may.
-        std: their standard deviation.
-        source: of the bits.
+        part: float32 or float64, contiguous.
+        std: standard deviation.
+        stream: of the bits.
+        mean: as many numbers, float64; default zeros.
     """
-
-    def __init__(self, like: Tensor, std: float, source: Source) -> None:
-        self._stream = stream_of(source)
+    if part.dtype is torch.float32 and not _SCALES[0] < std < _SCALES[1]:
         # a scale that float32 does not hold is applied in float64, and the result rounded
-        self._converts = like.dtype is torch.float32 and not _SCALES[0] < std < _SCALES[1]
-        self._wide = self._converts or like.dtype is torch.float64
-        # PRIVACY: float32 would round a standard deviation down (test_a_standard_deviation_is_never_rounded_down)
-        self._scale = std if self._wide else std * (1.0 + 2.0**-22)
-        self._size = 8 if self._wide else 4  # bytes of an angle
-        self._memory: tuple[_Any, _Any] | None = None
+        wide = torch.empty_like(part, dtype=torch.float64)
+        _write(wide, std, stream, mean)
+        part.copy_(wide)
+        return
+    size = part.element_size()  # bytes of an angle
+    # PRIVACY: float32 would round a standard deviation down (test_a_standard_deviation_is_never_rounded_down)
+    scale = std if size == 8 else std * (1.0 + 2.0**-22)
+    count = (part.numel() + 1) // 2
+    bits = stream.read(count * (8 + size))
+    if not native.is_available():
+        _write_in_torch(part, scale, stream, bits)
+        if mean is not None:
+            part.add_(mean)
+    elif native.gaussians(bits, part, scale, _LOW, _HIGH, mean):
+        logs = _logarithms(np.frombuffer(bits, np.int64, count), stream, np.empty(count))
+        native.gaussians(bits, part, scale, _LOW, _HIGH, mean, logs)
 
-    def write(self, part: Tensor, mean: Tensor | None = None) -> None:
-        """Fills a tensor of at most 2 `_PAIRS` numbers with noise around a mean."""
-        if self._converts:
-            wide = torch.empty_like(part, dtype=torch.float64)
-            self._fill(wide, mean)
-            part.detach().copy_(wide)
-        elif part.numel():
-            self._fill(part, mean)
 
-    def _fill(self, part: Tensor, mean: Tensor | None) -> None:
-        count = (part.numel() + 1) // 2
-        bits = self._stream.read(count * (8 + self._size))
-        if not native.is_available():
-            self._fill_in_torch(part, bits, count)
-            if mean is not None:
-                part.add_(mean.view(part.shape))
-        elif native.gaussians(bits, part, self._scale, _LOW, _HIGH, mean):
-            logs = _logarithms(
-                np.frombuffer(bits, np.int64, count), self._stream, np.empty(count)
-            )
-            native.gaussians(bits, part, self._scale, _LOW, _HIGH, mean, logs)
-
-    def _fill_in_torch(self, part: Tensor, bits: bytes, count: int) -> None:
-        if self._memory is None:  # always the same: fresh memory costs as much as the arithmetic
-            self._memory = (
-                np.empty(count),
-                np.empty((2, count), np.float64 if self._wide else np.float32),
-            )
-        values, (radius, angle) = self._memory[0][:count], self._memory[1][:, :count]
-        radius[:] = _logarithms(np.frombuffer(bits, np.int64, count), self._stream, values)
-        radius *= -2.0
-        np.sqrt(radius, out=radius)
-        radius *= self._scale
-        angle[:] = np.frombuffer(bits, np.int64 if self._wide else np.int32, count, 8 * count)
-        angle *= math.pi * 2.0 ** (1 - 8 * self._size)
-        numbers = part.detach().numpy().reshape(-1)
-        for name, half in (("cos", numbers[:count]), ("sin", numbers[count:])):
-            _turned(name, angle[: len(half)], half)
-            half *= radius[: len(half)]
+def _write_in_torch(part: Tensor, scale: float, stream: Stream, bits: bytes) -> None:
+    count = (part.numel() + 1) // 2
+    size = part.element_size()
+    radius: _Any = np.empty(count, np.float64 if size == 8 else np.float32)
+    radius[:] = _logarithms(np.frombuffer(bits, np.int64, count), stream, np.empty(count))
+    radius *= -2.0
+    np.sqrt(radius, out=radius)
+    radius *= scale
+    angle: _Any = np.empty_like(radius)
+    angle[:] = np.frombuffer(bits, np.int64 if size == 8 else np.int32, count, 8 * count)
+    angle *= math.pi * 2.0 ** (1 - 8 * size)
+    numbers = part.numpy()
+    for name, half in (("cos", numbers[:count]), ("sin", numbers[count:])):
+        _turned(name, angle[: len(half)], half)
+        half *= radius[: len(half)]
 
 
 def _turned(name: str, angle: _Any, out: _Any) -> None:
@@ -319,7 +303,7 @@ class Keystream(Stream):
 
     def read(self, size: int) -> bytes:
         """Returns fresh bytes."""
-        return random_bytes(size)
+        return _random_bytes(size)
 
 
 class KeyedStream(Stream):

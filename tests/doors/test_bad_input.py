@@ -30,8 +30,8 @@ from tests.doors.shared import made
 from torch_dpsco.accounting import events
 from torch_dpsco.show import loggers
 from torch_dpsco.show.cli import main
-from torch_dpsco.step.common import CommonOptimizer
 from torch_dpsco.step.planned import FromPlan
+from torch_dpsco.step.run import CommonOptimizer
 
 FEW = 5  # values per argument in the default run
 # what nobody calls with arguments of their own; `family.*` is all of a family

@@ -35,7 +35,7 @@ from torch_dpsco.doctor.script import (
 )
 from torch_dpsco.errors import UnknownSamplerError
 from torch_dpsco.sampling import BoundedLoader, PrivateLoader
-from torch_dpsco.step.common import CommonOptimizer
+from torch_dpsco.step.run import CommonOptimizer
 from torch_dpsco.trial import HALF
 from torch_dpsco.trial.undo import RandomStreams, attempt, same_values, seed_torch
 

@@ -24,8 +24,8 @@ from torch_dpsco.doctor.script import (
     warning,
 )
 from torch_dpsco.errors import PrivacyError
+from torch_dpsco.native import coarse_setting
 from torch_dpsco.rows.forwards import CarriedStateError
-from torch_dpsco.rows.supported import coarse_setting
 from torch_dpsco.step.oracle import ClippedMean
 from torch_dpsco.trial import HALF
 

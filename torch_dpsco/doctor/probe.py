@@ -36,7 +36,7 @@ from torch_dpsco.doctor.script import (
     rows_of,
     rows_to_probe,
 )
-from torch_dpsco.rows import Tape, clear_rows
+from torch_dpsco.rows import Tape, attachments, clear_rows
 from torch_dpsco.rows.attach import attach, first_step_of
 from torch_dpsco.rows.forwards import forget_uses
 from torch_dpsco.trial import (
@@ -391,7 +391,7 @@ class _Probe:
             if getattr(p, "grad_sample", None) is not None:
                 p.grad_sample = None  # type: ignore[attr-defined]
             if isinstance(tape := getattr(p, "grad_factors", None), Tape):
-                tape.clear()
+                tape.uses = []
 
     def _gradients(
         self, records: Sequence[int], scales: _Scales = None, only: Tensor | None = None
@@ -439,10 +439,8 @@ class _Probe:
 def _clear(state: Untouched, moved: Mapping[int, Tensor] | None = None) -> None:
     """Puts everything back, and then forgets rows, gradients and forwards in progress, as at a fresh start."""
     state.restore(moved or {})
-    for p in state.params:
-        reset = getattr(p, "dpsco_reset", None)
-        if reset is not None:
-            reset()
+    for attachment in attachments(state.params):
+        attachment.reset()
     forget_uses([p for p in state.params if hasattr(p, "_forward_counter")], state.modules)
     clear_rows(state.params)
 

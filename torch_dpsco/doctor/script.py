@@ -29,9 +29,9 @@ from torch_dpsco._loaded import of_opacus
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.errors import PrivacyError
+from torch_dpsco.native import switches
 from torch_dpsco.rows.attach import is_attached
 from torch_dpsco.rows.blocks import Block, FactoredBlock
-from torch_dpsco.rows.supported import switches
 from torch_dpsco.sampling import BoundedLoader, PhysicalBatches, PrivateLoader, bounded
 from torch_dpsco.step.step import PrivateOptimizer
 from torch_dpsco.trial import HALF, Isolation, Mixed, Rows

@@ -45,14 +45,14 @@ from torch_dpsco.noise import noise_generator
 from torch_dpsco.sampling.datasets import one_by_one
 from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import agreed
-from torch_dpsco.step.common import (
+from torch_dpsco.step.planned import FromPlan
+from torch_dpsco.step.run import (
     CommonOptimizer,
     Uncopied,
     check_call,
     in_turn,
     require_one_process,
 )
-from torch_dpsco.step.planned import FromPlan
 
 Inner = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 _Planned = TypeVar("_Planned", bound=LinearPlan)

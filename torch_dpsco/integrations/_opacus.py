@@ -18,7 +18,7 @@ from torch_dpsco.doctor.script import grad_sample_hooks
 from torch_dpsco.errors import PrivacyError, SequenceError, UnknownSamplerError
 from torch_dpsco.make_private import require_replaceable
 from torch_dpsco.step.checks import number_of_records, require_same_parameters
-from torch_dpsco.step.common import CommonOptimizer
+from torch_dpsco.step.run import CommonOptimizer
 
 # ghost clipping saves memory, and so do the two factors of rows that "auto" keeps of common layers, in one backward
 ROWS = {"hooks": "auto", "ew": "auto", "ghost": "auto", "functorch": "dense"}

@@ -37,8 +37,7 @@ from torch_dpsco.errors import PrivacyError, SequenceError, warn
 from torch_dpsco.integrations._opacus import ROWS, Form, design_of, require_plain
 from torch_dpsco.make_private import attach_sound
 from torch_dpsco.problem import Phase
-from torch_dpsco.rows.attach import detach
-from torch_dpsco.rows.supported import require_supported
+from torch_dpsco.rows.attach import detach, require_supported
 from torch_dpsco.rules import Groups, State, TorchRule, trained
 from torch_dpsco.sampling import PhysicalBatches, PrivateLoader
 

@@ -55,6 +55,9 @@ from torch_dpsco.trial.loss import Traced, apply_as_one
 _Number = TypeVar("_Number", float, Tensor)
 
 
+_REDUCTIONS = ("mean", "sum", "none")
+
+
 class Loss(ABC):
     """A loss phi(s; y), convex in the score s of one record, with one fixed subgradient.
 
@@ -115,7 +118,8 @@ class Loss(ABC):
         Raises:
             ValueError: if shapes or dtypes do not fit; (B,) never meets (B, 1) as (B, B).
         """
-        choice(("mean", "sum", "none"), reduction=reduction)
+        if reduction not in _REDUCTIONS:
+            choice(_REDUCTIONS, reduction=reduction)
         if isinstance(output, Traced):
             return apply_as_one(self, (output, target, reduction), reduction)
         apply = _linear if torch.compiler.is_compiling() else _PerSample.apply
@@ -128,20 +132,20 @@ class Loss(ABC):
 
     def _align(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns scores, labels as they are read, and which are labels."""
+        columns = []
         for name, value in (("output", output), ("target", target)):
             if not isinstance(value, Tensor):
                 raise ValueError(f"{name} must be a tensor (got {type(value).__name__})")
+            flat = value.squeeze(1) if value.dim() == 2 and value.shape[1] == 1 else value
+            scores = self.num_scores if name == "output" else 1
+            fits = flat.dim() == 1 if scores == 1 else value.shape[1:] == (scores,)
+            if not fits:
+                shape = "(B,) or (B, 1)" if scores == 1 else f"(B, {scores})"
+                raise ValueError(f"{name} must have shape {shape} (got {tuple(value.shape)})")
+            columns.append(flat if scores == 1 else value)
         if not output.is_floating_point():
             raise ValueError(f"output must be floating point (got {output.dtype})")
-        if self.num_scores == 1:
-            score = _column("output", output)
-        elif output.dim() == 2 and output.shape[1] == self.num_scores:
-            score = output
-        else:
-            raise ValueError(
-                f"output must have shape (B, {self.num_scores}) (got {tuple(output.shape)})"
-            )
-        label = _column("target", target)
+        score, label = columns
         if len(score) != len(label):
             raise ValueError(
                 f"output and target must have one length (got {len(score)} and {len(label)})"
@@ -432,13 +436,6 @@ def power_up(base: float, exponent: float) -> float:
     return power if exponent in (0.0, 1.0) or base == 1.0 else round_up(power)
 
 
-def _column(name: str, tensor: Tensor) -> Tensor:
-    flat = tensor.squeeze(1) if tensor.dim() == 2 and tensor.shape[1] == 1 else tensor
-    if flat.dim() != 1:
-        raise ValueError(f"{name} must have shape (B,) or (B, 1) (got {tuple(tensor.shape)})")
-    return flat
-
-
 SIGN = "sign"
 CHANCE = "chance"
 CLASS = "class"
@@ -490,7 +487,8 @@ def read(kind: str, target: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     Raises:
         ValueError: a complex target.
     """
-    _require_real(target)
+    if target.is_complex():
+        raise ValueError(f"target must be real (got {target.dtype})")
     label = target.to(dtype)
     known = label.isfinite()
     if kind == SIGN:
@@ -599,7 +597,7 @@ class PerRecord:
                 cannot be vectorized.
         """
         reduction = self.reduction if reduction is None else reduction
-        check.choice(("mean", "sum", "none"), reduction=reduction)
+        check.choice(_REDUCTIONS, reduction=reduction)
         _require_batch(output, target)
         return apply_as_one(self._reduced, (output, target, reduction), reduction)
 

@@ -1,6 +1,14 @@
 """Per-sample gradients: dense rows from Opacus' grad samplers and rows that layers record themselves, one interface."""
 
-from torch_dpsco.rows.batch import GradBatch, clear_rows, has_rows, retire_forwards
+from torch_dpsco.rows.batch import (
+    GradBatch,
+    attachments,
+    clear_rows,
+    forget_wrappers,
+    has_rows,
+    require_unwrapped,
+    retire_forwards,
+)
 from torch_dpsco.rows.blocks import (
     FLOAT64,
     Block,
@@ -20,7 +28,6 @@ from torch_dpsco.rows.forwards import PassCounter
 from torch_dpsco.rows.layers.kinds import ItemBlock
 from torch_dpsco.rows.layers.recorded import Tape
 from torch_dpsco.rows.neighbors import Points, mean_rounding, neighbor_counts
-from torch_dpsco.rows.supported import forget_wrappers, require_unwrapped
 
 __all__ = [
     "FLOAT64",
@@ -35,6 +42,7 @@ __all__ = [
     "SequenceBlock",
     "Summation",
     "Tape",
+    "attachments",
     "clear_rows",
     "forget_wrappers",
     "has_rows",

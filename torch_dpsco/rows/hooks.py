@@ -31,8 +31,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torch_dpsco import compat
 from torch_dpsco.errors import SequenceError
+from torch_dpsco.native import require_full_precision
 from torch_dpsco.rows.forwards import NO_FORWARD, PassCounter
-from torch_dpsco.rows.supported import require_full_precision, require_known
+from torch_dpsco.rows.layers.recorded import require_known
 
 compat.require_opacus()
 
@@ -181,7 +182,7 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
         if self.hooks_enabled:
             if not getattr(module, "activations", None):
                 self.refuse(NO_FORWARD)
-            self._passes.require_one(None)
+            self._passes.require_called()
             if loss_reduction == "mean":
                 # PRIVACY: autocast rounds the 1/B of a mean to 8 or 11 bits
                 # (test_a_mean_loss_under_autocast_is_refused)

@@ -30,8 +30,7 @@ from torch_dpsco.errors import PrivacyError, SequenceError, warn
 from torch_dpsco.noise import SecretState, Source
 from torch_dpsco.sampling import Partition
 from torch_dpsco.step.batch import LogicalBatch
-from torch_dpsco.step.common import CommonOptimizer
-from torch_dpsco.step.run import Paid, Progress, Run
+from torch_dpsco.step.run import CommonOptimizer, Paid, Progress, Run
 
 _KEY = "dpsco"
 _VERSION = 3

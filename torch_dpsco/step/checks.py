@@ -35,7 +35,7 @@ from torch_dpsco.errors import (
     warn,
 )
 from torch_dpsco.problem import Schedule
-from torch_dpsco.rows.supported import require_whole
+from torch_dpsco.rows.layers.recorded import require_whole
 from torch_dpsco.sampling import Streamed
 from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.phased import Phased
@@ -324,16 +324,6 @@ def require_universe(design: Design, adjacency: Adjacency, size: int) -> None:
         )
 
 
-def is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether hooks, a profiler, or a scheduler that counts, want to see each call of `step()`."""
-    own = (
-        getattr(optimizer, "_optimizer_step_pre_hooks", True)
-        or getattr(optimizer, "_optimizer_step_post_hooks", True)
-        or "step" in vars(optimizer)
-    )
-    return bool(own or compat.some_optimizer_hook() or compat.is_profiling())
-
-
 def warn_if_buried(
     noise_std: float,
     signal: float = 1.0,
@@ -379,11 +369,6 @@ def warn_of_void_theorem(what: str, stacklevel: int) -> None:
     warn(message, stacklevel=stacklevel + 1)
 
 
-def rates(groups: Sequence[dict[str, Any]]) -> list[float]:
-    """Returns the step sizes of groups of parameters."""
-    return [float(group["lr"]) for group in groups]
-
-
 def require_same_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     """Raises an error unless the optimizer trains exactly the model's trainable parameters, and whole ones."""
     trained = {id(p) for p in model.parameters() if p.requires_grad}
@@ -393,7 +378,8 @@ def require_same_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     if trained != owned or any(
         map(compat.is_sharded, model.parameters())
     ):  # FSDP 1 may keep them, as shards
-        require_whole(model)
+        for name, module in model.named_modules():
+            require_whole(module, name)
         raise SequenceError(
             "the optimizer must train exactly the model's trainable parameters (model"
             f" {len(trained)}, optimizer {len(owned)}, in common {len(trained & owned)}); freeze"

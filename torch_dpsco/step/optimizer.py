@@ -30,14 +30,13 @@ from torch_dpsco.noise import noise_generator
 from torch_dpsco.problem import Schedule
 from torch_dpsco.prox import Prox
 from torch_dpsco.rows import (
+    attachments,
     clear_rows,
     forget_wrappers,
-    retire_forwards,
 )
-from torch_dpsco.rows.forwards import note_owner
+from torch_dpsco.rows.batch import GradBatch, note_owner
 from torch_dpsco.rules import UpdateRule
 from torch_dpsco.sampling import (
-    Chunk,
     DesignSampler,
     Isolation,
     Partition,
@@ -62,12 +61,13 @@ from torch_dpsco.step.checkpoint import (
     tell_of_lost,
     unpacked,
 )
-from torch_dpsco.step.common import CommonOptimizer, in_turn
 from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.run import (
+    CommonOptimizer,
     Part,
     Progress,
     Run,
+    in_turn,
     make_run,
     new_run,
     refuse_copy,
@@ -105,9 +105,10 @@ class RunOptimizer(CommonOptimizer):
         secure: str | None = None,
     ) -> None:
         super().__init__(params, {"lr": check.positive(lr=lr)})
+        self._params: list[nn.Parameter] = [p for g in self.param_groups for p in g["params"]]
         for group in self.param_groups:
             check.positive(lr=group["lr"])
-        device = checks.one_device(self._all_params())
+        device = checks.one_device(self._params)
         rule.check_groups(self.param_groups)
         if asks_exact(secure):
             oracle.use_exact_noise()
@@ -126,10 +127,13 @@ class RunOptimizer(CommonOptimizer):
         self._progress = Progress()
         self._noise = noise_generator(device, generator)
         self._seeded = generator is not None
-        self._batch = LogicalBatch(design, in_order=self._run.in_order)
+        self._batch = LogicalBatch(design, self._params, in_order=self._run.in_order)
         self._isolation = Isolation()
         self._shown = False  # whether `released` runs
         self._in_public = False  # whether `dp.public` runs
+        self._given: GradBatch | None = (
+            None  # rows of the next step that no backward has recorded
+        )
         self._grad_scale: float | None = None
         self._told_of_scale = False
         self._checks: Mapping[str, str] = dict.fromkeys(
@@ -147,21 +151,15 @@ class RunOptimizer(CommonOptimizer):
         )
         self.prox.apply_(params, [0.0] * len(params))
         self.oracle.take()
-        forget_wrappers(self._all_params())
+        forget_wrappers(self._params)
         self._world = join(device)
         self._world.begin(self)
         if not self.adaptive:
             endless = self._run.planned is None
             self.accountant.expect(*((self.ahead(1), None) if endless else (self.ahead(), 1)))
-        note_owner(self._all_params(), self)
+        note_owner(self._params, self)
 
     # -- batches ------------------------------------------------------------------------------------------------------
-
-    def _all_params(self) -> list[nn.Parameter]:
-        return [p for group in self.param_groups for p in group["params"]]
-
-    def _trained(self) -> list[nn.Parameter]:
-        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
 
     def loader(
         self,
@@ -272,7 +270,7 @@ class RunOptimizer(CommonOptimizer):
                 f" {type(loader).__name__}): use optimizer.loader"
             )
         self._world.require_own_draws(loader)
-        self._batch.bind(loader, self.discard, self._expect)
+        self._batch.bind(loader, self.discard)
         own = isinstance(loader, PrivateLoader)
         self._isolation = loader.isolation if own else Isolation()
         self._isolation.private = self.sizes_are_private
@@ -326,21 +324,10 @@ class RunOptimizer(CommonOptimizer):
 
     def _clear(self) -> None:
         """Forgets all rows, and the oracle's sum of them."""
-        clear_rows(self._all_params())
-        for p in self._all_params():
-            reset = getattr(p, "dpsco_reset", None)
-            if reset is not None:
-                reset()
+        clear_rows(self._params)
+        for attachment in attachments(self._params):
+            attachment.reset()
         self.oracle.discard()
-
-    def _expect(self, chunk: Chunk) -> None:
-        retire_forwards(self._all_params(), filled=None if chunk.slots is None else chunk.size)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients and per-sample gradients that no step has taken yet."""
-        clear_rows(self._all_params())
-        if not set_to_none:
-            super().zero_grad(set_to_none)
 
     # -- what is public -----------------------------------------------------------------------------------------------
 
@@ -397,12 +384,8 @@ class RunOptimizer(CommonOptimizer):
 
     def _checked(self) -> Iterator[str]:
         """Yields what is known about records that reach each other, by attached model."""
-        found = {
-            id(v): v
-            for p in self._all_params()
-            if (v := getattr(p, "dpsco_checked", None)) is not None
-        }
-        for verdicts in found.values() or [self._checks]:
+        found = [attachment.first.verdicts for attachment in attachments(self._params)]
+        for verdicts in found or [self._checks]:
             for part, verdict in verdicts.items():
                 yield f"Whether records reach each other in the {part}: {verdict}."
 
@@ -472,7 +455,7 @@ class RunOptimizer(CommonOptimizer):
 
     def _restore(self, public: dict[str, Any], private: dict[str, Any]) -> None:
         super().load_state_dict(public)
-        restore_averages(self.state, public, self._all_params())
+        restore_averages(self.state, public, self._params)
         restore(self._run, self._progress, self._batch, private, self.param_groups)
 
     @in_turn
@@ -537,10 +520,10 @@ class RunOptimizer(CommonOptimizer):
         super().__setstate__(state)
         if "_run" not in state:  # torch's load_state_dict passes state and groups through here
             return
-        device = checks.one_device(self._all_params())
+        device = checks.one_device(self._params)
         self._noise = noise_generator(device)
         self._seeded = False
-        self._batch = LogicalBatch(self.design, in_order=self._run.in_order)
+        self._batch = LogicalBatch(self.design, self._params, in_order=self._run.in_order)
         self._world = join(device)
         if partition is not None:
             self._batch.resume(partition)
@@ -548,9 +531,13 @@ class RunOptimizer(CommonOptimizer):
         # PRIVACY: a copy has releases of its own (test_a_copy_is_another_run_in_the_ledger)
         self._run.payments.run = new_run()
         self._progress.since = self.steps
-        note_owner(self._all_params(), self)
+        note_owner(self._params, self)
 
     # -- what the step adds -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _trained(self) -> list[nn.Parameter]:
+        """Returns the parameters that are not frozen."""
 
     @abstractmethod
     def _count_lost(self, *, halted: bool) -> None:

@@ -360,7 +360,7 @@ class PlannedOptimizer(FromPlan, PrivateOptimizer):
         )
         if getattr(plan, "risk_bound", None) is None:
             return  # as for most nets: there is no theorem to void
-        self._lrs = checks.rates(self.param_groups)
+        self._lrs = [float(group["lr"]) for group in self.param_groups]
         if isinstance(rule, TorchRule) and not rule.plain:
             checks.warn_of_void_theorem(
                 f"{type(rule.optimizer).__name__} on private means is post-processing", 3

@@ -5,19 +5,30 @@ What the steps of a run cost, which releases a charge has paid for, and what wou
 Releases that share a charge share a secret too: the noise of a threshold, past noise, or who is in which batch. Two
 continuations of such a run would show it, under ledgers that know nothing of each other. So there is one: in this
 process, or, after a crash, with the ledger file, which knows how far the run has come.
+
+What every private optimizer has: fixed parts, fixed parameters, and public facts of the run.
+
+One thread at a time in an optimizer, and its `step` without torch's wrapper where nobody watches it.
 """
 
 from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, wraps
 from itertools import accumulate
-from typing import Any, Generic, NamedTuple, TypeVar, overload
+from types import TracebackType
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar, cast, overload
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import type_members
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.book import OPEN, OVER
 from torch_dpsco.accounting.budgets import warn_of_delta
@@ -34,11 +45,16 @@ from torch_dpsco.accounting.events import (
     event_to_json,
 )
 from torch_dpsco.accounting.ledger import LOCK
+from torch_dpsco.accounting.report.figures import Run as PublicRun
+from torch_dpsco.accounting.report.statement import Statement, make_statement
+from torch_dpsco.compat import OPTIMIZER_HOOKS, is_profiling
+from torch_dpsco.distributed import world_size
 from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError, outside
-from torch_dpsco.problem import Phase, Schedule
+from torch_dpsco.problem import Schedule
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rules import UpdateRule
 from torch_dpsco.step import checks
+from torch_dpsco.step.checks import listed
 from torch_dpsco.step.oracle import Charge, MeanOracle
 from torch_dpsco.step.phased import Phased
 
@@ -87,10 +103,6 @@ class Run:
     def sizes_are_private(self) -> bool:
         """Whether nobody's row may depend on the number of rows of a draw."""
         return sizes_are_private(self.design, self.adjacency, self.oracle.unit)
-
-    def constrains(self, phase: Phase) -> bool:
-        """Returns whether steps of a phase end with a projection or penalty."""
-        return phase.radius < math.inf or not isinstance(self.prox, Identity)
 
     def ahead(self, made: int, steps: int | None, partition: str) -> Event:
         """Returns the event of the next steps, or of all that are planned.
@@ -416,6 +428,7 @@ class Payments:
         self._planned = planned
         self.run = new_run()  # random name, by which the ledger knows the releases
         self.paid: Paid | None = None  # what was charged for several releases
+        self._known: Event | None = None  # of the last charge
         charges = first_charges(oracle, design)
         self.adaptive = any(charge.adaptive for charge in charges)
         self.in_passes = is_pass(oracle, design, charges)
@@ -449,7 +462,8 @@ class Payments:
         if self.in_passes:
             marks[self.run + OPEN] = 1
         with LOCK:  # of two threads one must see the mark of the other
-            self._require_unmade(steps)
+            if self.sharing:
+                self._require_unmade(steps)
             if self.in_passes:
                 self._require_fresh(draw)
             self._accountant.authorize(
@@ -465,7 +479,9 @@ class Payments:
         """Returns the charge of a release: nothing where it is paid for."""
         if self.paid is None or steps >= self.paid.stop:
             charge = self._oracle.charge(self._design, draw)
-            require_planned(charge.event, self._passes[self._part(steps)])
+            if len(self._passes) > 1 or charge.event is not self._known:
+                require_planned(charge.event, self._passes[self._part(steps)])
+                self._known = charge.event
             return charge
         # PRIVACY: a charge to a part pays for no step on all records (test_a_pass_begun_on_a_part_stays_there)
         where = draw.partition + self._accountant.place
@@ -484,7 +500,7 @@ class Payments:
 
     def _require_unmade(self, steps: int) -> None:
         """Raises SequenceError if the ledger knows of a later step of a run whose releases share a secret."""
-        if self.sharing and self._accountant.marked(self.run) > steps:
+        if self._accountant.marked(self.run) > steps:
             # PRIVACY: one threshold would answer in two places (test_a_run_of_noisy_tests_goes_on_in_one_place)
             raise SequenceError(
                 "this step may have been made already, by another optimizer that goes on with"
@@ -504,11 +520,6 @@ class Payments:
     def _note(self, charge: Charge, steps: int, where: str) -> None:
         event = charge.event if self.in_passes else None
         self.paid = Paid(steps + charge.covers, where, event)
-
-    @property
-    def marked(self) -> int:
-        """How many releases the run may have made, as the ledger knows."""
-        return self._accountant.marked(self.run)
 
     @property
     def can_lose(self) -> bool:
@@ -564,3 +575,220 @@ class Payments:
     def halt_mark(self, steps: int) -> str:
         """Returns the mark of a halt after `steps` steps."""
         return f"{self.run}/halted/{steps}"
+
+
+_LARGEST = 1e100  # of what a plan is computed from
+_TYPED = ("__init__", "accumulate", "ahead", "load_state_dict", "loader", "plan")
+
+_Self = TypeVar("_Self", bound="CommonOptimizer")
+
+
+def check_call(closure: Any, users: Any = None) -> None:
+    """Checks the types of the arguments of a step, which torch.compile may trace."""
+    if closure is not None and not callable(closure):
+        raise ValueError(f"closure must be a function or None (got {check.shown(closure)})")
+    if users is not None and not isinstance(users, Tensor):
+        raise ValueError(f"users must be a Tensor or None (got {check.shown(users)})")
+
+
+class CommonOptimizer(Optimizer):
+    """Base of all private optimizers: subclasses set the accountant last, which closes the construction."""
+
+    _fixed: ClassVar[frozenset[str]] = frozenset()
+    undisturbed: ClassVar[str] = ""  # why a run takes no steps on public data; "" if it does
+    accountant: Accountant
+    _steps: int
+    _name = ""
+    _finalized: bool
+    _seeded: bool
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        type_members(
+            cls,
+            *_TYPED,
+            "report",
+            "signal_skip_step",
+            "solve",
+            "certify",
+            "step_on",
+            largest=_LARGEST,
+        )
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self.turn = Turn()
+        super().__init__(listed(params), defaults)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # PRIVACY: what the accounting was told must stay true (test_what_the_ledger_relies_on_cannot_be_reassigned)
+        if name in self._fixed and name in self.__dict__:
+            raise PrivacyError(
+                f"{name} is fixed at construction: make a new optimizer, with the same accountant"
+            )
+        super().__setattr__(name, value)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuses new parameters after construction: plan, averages and checkpoints are about the first ones."""
+        if self.__dict__.keys() & {"accountant", "_run"}:
+            raise SequenceError(
+                "params are fixed at construction: make a new optimizer, with the same accountant"
+            )
+        super().add_param_group(param_group)
+
+    @abstractmethod
+    def finalize(self) -> None:
+        """Installs the private answer into the parameters, unless that was done; later steps raise."""
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.finalize()
+
+    @property
+    def in_step(self) -> bool:
+        """Whether this thread is in a step of the optimizer."""
+        return self.turn.taken_here
+
+    @property
+    def steps(self) -> int:
+        """Steps made."""
+        return self._steps
+
+    @property
+    def run(self) -> str:
+        """Random name of the run, by which the ledger knows its releases; a resumed run keeps it."""
+        return self._name
+
+    @property
+    def finalized(self) -> bool:
+        """Whether the answer was installed."""
+        return self._finalized
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the noise comes from a generator of the caller's, so that it could be repeated and subtracted."""
+        return self._seeded
+
+    def _statement(self, run: PublicRun, delta: float | None, ahead: Event | None) -> Statement:
+        # PRIVACY: said loudly (test_the_report_says_where_the_noise_comes_from)
+        return make_statement(
+            self.accountant.report(delta, ahead=ahead), replace(run, repeatable=self._seeded)
+        )
+
+
+class Uncopied:
+    """Mixin of optimizers whose one answer is made of secret iterates."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # PRIVACY: two answers of one secret run would be two releases
+        # (test_a_run_cannot_be_copied, test_a_solved_run_cannot_be_copied)
+        raise SequenceError(
+            "a run of secret iterates must not be copied: it has one release; make a new optimizer"
+        )
+
+    def __copy__(self) -> Any:
+        return self.__deepcopy__({})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__deepcopy__({})
+
+
+def require_one_process() -> None:
+    """Raises SequenceError in a distributed run; if a release is not a sum over the rows of the processes."""
+    if world_size() > 1:
+        raise SequenceError(
+            f"world_size must be 1 for this optimizer (got {world_size()}): HolderSGD and"
+            " ClippedSGD run in several processes, on Poisson or full batches"
+        )
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+class Turn:
+    """Lets one thread in at a time; a second one raises, and a copy has its own turn."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._depth = 0
+
+    @property
+    def taken_here(self) -> bool:
+        """Whether this thread is in."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            return self._depth > 0
+        finally:
+            self._lock.release()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            # PRIVACY: two steps would share rows, sums and noise (test_a_step_during_a_step_is_refused)
+            raise SequenceError(
+                "a step of this optimizer is running in another thread: nothing was done in this"
+                " one; an optimizer is for one thread at a time, and several optimizers may share"
+                " an accountant"
+            )
+        self._depth += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._depth -= 1
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[Turn], tuple[()]]:
+        return Turn, ()
+
+
+def is_watched(optimizer: Optimizer) -> bool:
+    """Returns whether hooks, a profiler, or a scheduler that counts, want to see each call of `step()`."""
+    own = (
+        getattr(optimizer, "_optimizer_step_pre_hooks", True)
+        or getattr(optimizer, "_optimizer_step_post_hooks", True)
+        or "step" in vars(optimizer)
+    )
+    for_all = any(
+        not hasattr(hook, "only_looks") for hooks in OPTIMIZER_HOOKS for hook in hooks.values()
+    )
+    return bool(own or for_all or is_profiling())
+
+
+class HasTurn(Protocol):
+    """An optimizer with its turn."""
+
+    turn: Turn
+
+
+def in_turn(method: _Method) -> _Method:
+    """Returns the method, which raises SequenceError while another thread is in one of the optimizer's."""
+
+    @wraps(method)
+    def alone(self: HasTurn, *args: Any, **kwargs: Any) -> Any:
+        with self.turn:
+            return method(self, *args, **kwargs)
+
+    return cast("_Method", alone)
+
+
+def seldom_watched(step: _Method) -> _Method:
+    """Returns a `step` that goes through what torch puts around it, a sixth of a small step, only where it is seen."""
+    watched: Any = Optimizer.profile_hook_step(step)
+
+    @wraps(step)
+    def either(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (watched if is_watched(self) else step)(self, *args, **kwargs)
+
+    either.hooked = True  # type: ignore[attr-defined]  # so that torch leaves it as it is
+    return cast("_Method", either)

@@ -43,8 +43,8 @@ from torch import Tensor, nn
 
 from torch_dpsco._doors import typed
 from torch_dpsco.errors import PrivacyError
+from torch_dpsco.native import slack
 from torch_dpsco.rows.blocks import FLOAT64, NORM_ERROR, Block, Summation, row_norms, work_dtype
-from torch_dpsco.rows.forwards import PassCounter
 from torch_dpsco.rows.layers.recorded import (
     Formed,
     Kept,
@@ -61,7 +61,6 @@ from torch_dpsco.rows.layers.recorded import (
     require_dims,
     require_unwritten,
 )
-from torch_dpsco.rows.supported import slack
 
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TILE_ELEMENTS = 2**17  # numbers of patches that are copied at once
@@ -570,7 +569,7 @@ def is_recorded(layer: nn.Module) -> bool:
     return isinstance(layer.__dict__.get("tape"), Tape)
 
 
-def start_recording(layer: Any, passes: PassCounter, *, scale_by_batch: bool) -> None:
+def start_recording(layer: Any, passes: Any, *, scale_by_batch: bool) -> None:
     """Makes a layer recorded, in place; see `Tape`."""
     trial = None if type(layer) in _TESTED else try_rows
     layer.kind = RECORDED[type(layer)]
