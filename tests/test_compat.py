@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections import Counter, OrderedDict, namedtuple
 
 import pytest
 import torch
@@ -19,11 +18,9 @@ from torch_dpsco.step.run import is_watched
 
 # Each is hidden from our code alone: torch itself reads some of them.
 PRIVATE = (
-    *("_foreach_add_ _foreach_lerp_ _foreach_sub_ _foreach_zero_", "_unsafe_view"),
+    "_unsafe_view",
     *("_will_engine_execute_node", "_current_graph_task_id"),
     *(
-        "_pytree",
-        "tree_map",
         "_BatchNorm _ConvNd _DropoutNd",
         "_active_ddp_module",
         "_get_registry",
@@ -100,18 +97,6 @@ def test_without_the_count_of_hooks_secret_iterates_are_refused_in_a_sentence(mo
         r" HolderSGD and ClippedSGD do without.* install one of these",
     ):
         compat.hooks_made()
-
-
-def test_what_takes_the_place_of_a_missing_function_does_the_same(monkeypatch):
-    Pair = namedtuple("Pair", "first second")
-    tree = {"b": [1, (2, None)], "a": Pair(OrderedDict(c=3), ())}
-    own = compat._Trees()
-    assert own.tree_leaves(tree) == compat.tree_leaves(tree) == [1, 2, None, 3]
-    assert own.tree_map(str, tree) == compat.tree_map(str, tree)
-    leaves, structure = own.tree_flatten(tree)
-    assert own.tree_unflatten(leaves, structure) == tree
-    with pytest.raises(ImportError, match=r"needs torch\.utils\._pytree for a Counter, which"):
-        own.tree_leaves([Counter()])
 
 
 def test_hooks_that_cannot_be_read_count_as_there(monkeypatch):

@@ -8,7 +8,6 @@ optimizers are read where they are needed (`ATTRIBUTES`). What cannot be done wi
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from torch_dpsco._loaded import missing
 from torch_dpsco._loaded import need as _need
 
 # Of every module, parameter, torch optimizer and Opacus optimizer.
@@ -79,62 +77,16 @@ DropoutNd = getattr(
 )
 
 
-def _foreach(name: str) -> Callable[..., Any]:
-    """Returns torch's operation on lists of tensors, or a loop over one that is on tensors."""
+foreach_add_ = _need(torch, "_foreach_add_")
+foreach_lerp_ = _need(torch, "_foreach_lerp_")
+foreach_sub_ = _need(torch, "_foreach_sub_")
+foreach_zero_ = _need(torch, "_foreach_zero_")
 
-    def loop(tensors: Any, *others: Any, **options: Any) -> None:
-        for k, tensor in enumerate(tensors):
-            each = [other[k] if isinstance(other, (list, tuple)) else other for other in others]
-            getattr(tensor, name)(*each, **options)
-
-    return getattr(torch, f"_foreach_{name}", loop)
-
-
-foreach_add_ = _foreach("add_")
-foreach_lerp_ = _foreach("lerp_")
-foreach_sub_ = _foreach("sub_")
-foreach_zero_ = _foreach("zero_")
-
-
-class _Trees:
-    """Nested tuples, lists and dicts, where `torch.utils._pytree` is missing; it knows more kinds."""
-
-    def tree_map(self, function: Callable[[Any], Any], tree: Any) -> Any:
-        if type(tree) in (dict, OrderedDict):
-            return type(tree)((key, self.tree_map(function, part)) for key, part in tree.items())
-        if not isinstance(tree, (tuple, list, dict)):
-            return function(tree)
-        parts = [self.tree_map(function, part) for part in tree]
-        if hasattr(tree, "_fields"):
-            return type(tree)(*parts)
-        if type(tree) in (tuple, list):
-            return type(tree)(parts)
-        kind = type(tree).__name__
-        raise missing("torch.utils._pytree", f"a {kind}", "tuples, lists and dicts do without")
-
-    def tree_leaves(self, tree: Any) -> list[Any]:
-        found: list[Any] = []
-        self.tree_map(found.append, tree)
-        return found
-
-    def tree_flatten(self, tree: Any) -> tuple[list[Any], Any]:
-        return self.tree_leaves(tree), self.tree_map(lambda _: None, tree)
-
-    def tree_unflatten(self, leaves: Any, structure: Any) -> Any:
-        rest = iter(leaves)
-        return self.tree_map(lambda _: next(rest), structure)
-
-
-def _trees() -> Any:
-    found = getattr(torch.utils, "_pytree", None)
-    names = ("tree_map", "tree_leaves", "tree_flatten", "tree_unflatten")
-    return found if all(hasattr(found, name) for name in names) else _Trees()
-
-
-tree_map = _trees().tree_map
-tree_leaves = _trees().tree_leaves
-tree_flatten = _trees().tree_flatten
-tree_unflatten = _trees().tree_unflatten
+_trees = _need(torch.utils, "_pytree")
+tree_map = _trees.tree_map
+tree_leaves = _trees.tree_leaves
+tree_flatten = _trees.tree_flatten
+tree_unflatten = _trees.tree_unflatten
 
 
 # Whether the running backward comes to a node.

@@ -76,6 +76,8 @@ def normal_(out: Tensor, std: float, source: Source, mean: Tensor | None = None)
         ValueError: numbers of another kind, or that share places; std out of range.
     """
     _require(out, std)
+    if not std:
+        return out.zero_() if mean is None else out.copy_(mean.view(out.shape))
     if out.device.type != "cpu" or not out.is_contiguous():
         out.copy_(add_normal_(torch.zeros_like(out), std, source))
         return out if mean is None else out.add_(mean.view(out.shape))
@@ -90,6 +92,8 @@ def normal_(out: Tensor, std: float, source: Source, mean: Tensor | None = None)
 def add_normal_(out: Tensor, std: float, source: Source) -> Tensor:
     """Adds independent numbers N(0, std^2) to a tensor, piece by piece, and returns it; arguments as in `normal_`."""
     _require(out, std)
+    if not std:
+        return out
     flat = out.detach().reshape(-1)  # a copy where the numbers do not lie side by side
     noise = torch.empty(min(len(flat), 2 * _PAIRS), dtype=out.dtype)
     stream = stream_of(source)

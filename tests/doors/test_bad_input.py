@@ -131,7 +131,6 @@ EXEMPT = {
         "sampling.Chunk.*",
         "sampling.DrawLog.*",
         "sampling.Slots.*",
-        "sampling.Streamed.*",
     ),
     *(
         "integrations.parquet.ParquetRows.gather",

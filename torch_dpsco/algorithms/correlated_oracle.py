@@ -21,7 +21,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import Cyclic, Design, Disjoint, Draw, Shuffled
 from torch_dpsco.algorithms.correlated_numbers import Banded
 from torch_dpsco.errors import AdjacencyError, ConditionError
-from torch_dpsco.noise import Source
+from torch_dpsco.noise import Source, normal_
 from torch_dpsco.step.oracle import Charge, Clipped, Release
 
 
@@ -116,7 +116,7 @@ class CorrelatedClipped(Clipped):
     def release(self, generator: Source) -> Release:
         """Adds fresh noise, subtracts part of the past noise, and ends the batch."""
         fresh = torch.zeros(self._dim, dtype=torch.float64, device=self._form[0][2])
-        self._draw(fresh, self.noise_std, generator)
+        normal_(fresh, self.noise_std, generator)
         if not self._follows():
             self.forget()
         noise = self.strategy.correlated(fresh, self._past)

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from torch_dpsco.losses.base import Loss, TableLoss
 from torch_dpsco.losses.check import check_holder
-from torch_dpsco.losses.clipped import ResidualClipped, clip_rows, enforce_bounds
+from torch_dpsco.losses.clipped import ResidualClipped, enforce_bounds
 from torch_dpsco.losses.table import (
     Absolute,
     EpsilonInsensitive,
@@ -64,6 +64,5 @@ __all__ = [
     "SoftmaxCrossEntropy",
     "ResidualClipped",
     "check_holder",
-    "clip_rows",
     "enforce_bounds",
 ]

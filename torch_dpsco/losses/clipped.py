@@ -128,17 +128,6 @@ def _into_interval(targets: Tensor, bound: float) -> Tensor:
     return torch.where(targets.isnan(), 0, targets).clamp(-limit, limit)
 
 
-@typed
-def clip_rows(features: Tensor, bound_x: float) -> Tensor:
-    """Maps the features of every record into the ball of radius bound_x: `enforce_bounds` without targets.
-
-    Example:
-        >>> clip_rows(torch.tensor([[3.0, 4.0]]), 1.0).norm() <= 1
-        tensor(True)
-    """
-    return enforce_bounds(features, bound_x=bound_x)
-
-
 _GUARD = 1e-9  # relative; more than the rounding of a norm of up to 10^6 coordinates, of C/||x|| and of the product
 
 

@@ -19,7 +19,6 @@ from torch_dpsco.sampling.one_pass import (
     Partition,
     PartsSampler,
     RankAssignedSampler,
-    Streamed,
     make_sampler,
     partition_name,
 )
@@ -61,7 +60,6 @@ __all__ = [
     "ShuffledSampler",
     "Slots",
     "Spilled",
-    "Streamed",
     "UserLoader",
     "adapt",
     "bounded",

@@ -45,7 +45,6 @@ from torch_dpsco.errors import UnitError, UnknownSamplerError
 from torch_dpsco.losses.clipped import enforce_bounds
 from torch_dpsco.noise import Stream, sampling_generator
 from torch_dpsco.sampling.datasets import Gathered, one_by_one
-from torch_dpsco.sampling.one_pass import Itself, Streamed
 from torch_dpsco.sampling.samplers import Chunk, DesignSampler, Drawn, records_of
 
 _Indices = npt.NDArray[np.int64]
@@ -228,10 +227,8 @@ class PrivateLoader:
             assert isinstance(self.dataset, TensorDataset)
             yield from _gathered(self.dataset.tensors, parts)
             return
-        # are records, and no positions
-        drawn = isinstance(getattr(self.batch_sampler, "ids", None), Streamed)
         yield from DataLoader(
-            Itself() if drawn else self.dataset,
+            self.dataset,
             batch_sampler=(part.tolist() for part in parts),
             collate_fn=self.collate_fn,
             num_workers=self.num_workers,

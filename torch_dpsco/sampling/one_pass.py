@@ -5,30 +5,22 @@
 The partition belongs to the run and not to a loader: an interrupted run continues with the parts that are left
 (`resume`), since a fresh partition would put a record into two parts. Why the largest part is all that counts, and what
 breaks it: docs/proofs/heavy_tailed.md#disjoint-parts.
-
-A stream that is read several times, some batches at a time, whose records pick these by a keyed hash of their ids.
-
-No record is written anywhere, and the order may be another one in each reading. Whatever a stream gives, an id is in
-one batch of a pass, and there once.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import islice, pairwise
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import Dataset
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import typed
-from torch_dpsco._owned import owned
 from torch_dpsco.accounting.designs import (
     Assigned,
     AssignedParts,
@@ -38,17 +30,12 @@ from torch_dpsco.accounting.designs import (
     Draw,
     Parts,
 )
-from torch_dpsco.errors import PrivacyError, SequenceError, UnitError, UnknownSamplerError
+from torch_dpsco.errors import SequenceError, UnknownSamplerError
 from torch_dpsco.noise import KeyedStream
 from torch_dpsco.sampling.samplers import (
-    SEVERAL,
     DesignSampler,
     RecordIds,
-    fingerprint,
-    id_bytes,
     kind_of,
-    pick,
-    start_of_pass,
 )
 
 _Indices = npt.NDArray[Any]
@@ -235,7 +222,7 @@ class AssignedSampler(_KeyedSampler):
         seed: makes the draws repeatable (and warns), so that nothing is amplified; tests only.
         resume: partition of a run that continues.
         ids: unique, one per record, as for `RecordIds`: records draw by a keyed hash of them, wherever they stand. None
-            for draws by position; a `Streamed` for draws of its records.
+            for draws by position.
 
     Raises:
         UnitError: two records have one id, or these are ids of other things.
@@ -246,7 +233,7 @@ class AssignedSampler(_KeyedSampler):
     design: Assigned
     _owned = slice(None)  # positions that are drawn for
     own = False  # whether they are in a shard
-    ids: RecordIds | Streamed | None = None
+    ids: RecordIds | None = None
 
     def __init__(
         self,
@@ -261,7 +248,7 @@ class AssignedSampler(_KeyedSampler):
         self.require_kind(design)
         assert isinstance(design, Assigned)
         if ids is not None:
-            self.ids = _held(ids, size)
+            self.ids = ids if isinstance(ids, RecordIds) else RecordIds(ids, size)
             size = len(self.ids)
             # PRIVACY: records of one id are all in one batch, where each may move the sum by a clip
             # (test_records_with_one_id_are_refused)
@@ -325,17 +312,13 @@ class AssignedSampler(_KeyedSampler):
     def _batches(self, cut: _Indices, k: int, first: int) -> Iterator[_Indices]:
         """Yields the members of the batches of pass k, from the first one on."""
         batches = self.design.batches
-        held = self.ids.held if isinstance(self.ids, Streamed) else _HELD
-        most = max(1, held * batches // max(1, self.size))  # at a time
+        most = max(1, _HELD * batches // max(1, self.size))  # at a time
         for start in range(first, batches, most):
             stop = min(batches, start + most)
             yield from self._members(cut, k, start, stop)
 
     def _members(self, cut: _Indices, k: int, start: int, stop: int) -> Iterator[_Indices]:
         """Yields the members of some batches of pass k; all draws are made again, in blocks, and the others left."""
-        if isinstance(self.ids, Streamed):
-            yield from self.ids.members(cut[:_KEY].tobytes(), k, self.design.batches, start, stop)
-            return
         own = range(self.size)[self._owned]
         keys = [np.empty(0, dtype=np.int64)]
         members = [np.empty(0, dtype=np.int64)]
@@ -544,10 +527,6 @@ def partition_name(design: Design, partition: Partition) -> str:
     return f"positions/{digest}/{design.batch_size}"  # as `ShuffledSampler` names the same cut
 
 
-def _held(ids: Any, size: int | None) -> RecordIds | Streamed:
-    return ids if isinstance(ids, (RecordIds, Streamed)) else RecordIds(ids, size)
-
-
 def make_sampler(
     design: Design,
     *,
@@ -564,9 +543,8 @@ def make_sampler(
     """
     if ids is not None:
         if not isinstance(design, Assigned):
-            _held(
-                ids, size
-            ).require_unique()  # the first thing to know, where records were copied
+            # the first thing to know, where records were copied
+            (ids if isinstance(ids, RecordIds) else RecordIds(ids, size)).require_unique()
             raise UnknownSamplerError(
                 "design must be Assigned for draws by ids, or of a stream: give"
                 f" sampling='allocated' (got {design})"
@@ -576,112 +554,3 @@ def make_sampler(
         if isinstance(design, sampler.kind):
             return sampler(design, size=size, steps=steps, seed=seed, resume=resume)
     return kind_of(design)(design, size=size, steps=steps, seed=seed)
-
-
-class Streamed(Dataset[Any]):
-    """A stream with an id for each record, for `optimizer.loader` and passes of random allocation.
-
-    Args:
-        stream: gives the same records whenever it is iterated over, in whatever order, e.g. an IterableDataset.
-        id_of: returns the id of a record, an integer, string or bytes that no other record has.
-        held: records that are in memory at a time, about; n/held readings are a pass. A public constant.
-
-    Raises:
-        UnitError: the stream can be read once only.
-
-    Example:
-        >>> data = Streamed([("a", 1.0), ("b", 2.0)], id_of=lambda record: record[0])
-        >>> len(data), data[1]
-        (2, ('b', 2.0))
-    """
-
-    @typed
-    def __init__(
-        self, stream: Iterable[Any], id_of: Callable[[Any], Any], held: int = 1 << 20
-    ) -> None:
-        if isinstance(stream, Iterator):
-            raise UnitError(
-                f"stream must be one that can be read again (got a {type(stream).__name__}):"
-                " Spilled(stream) reads it once into private files"
-            )
-        self._stream = stream
-        self._id_of = id_of
-        self.held = check.positive_count(held=held)
-        self._length: int | None = None
-
-    def __len__(self) -> int:
-        """How many records there are: the first time by a reading."""
-        if self._length is None:
-            self._length = sum(1 for _ in self._stream)
-        return self._length
-
-    def __getitem__(self, index: Any) -> Any:
-        """Returns a record by a reading up to it."""
-        for record in (
-            islice(self._stream, index, None) if isinstance(index, int) and index >= 0 else ()
-        ):
-            return owned(record)
-        raise IndexError("index must be that of a record")  # how many there are may be private
-
-    def __repr__(self) -> str:
-        return "Streamed(SECRET)"
-
-    def __reduce__(self) -> NoReturn:
-        raise PrivacyError("a stream must not be pickled: it is read in the main process")
-
-    def require_unique(self) -> None:
-        """Does nothing: equal ids are found when their batch is drawn."""
-
-    def members(
-        self, key: bytes, k: int, batches: int, first: int, stop: int
-    ) -> Iterator[npt.NDArray[Any]]:
-        """Yields the records of the batches first, .., stop - 1 of pass k, by one reading.
-
-        Args:
-            key: 32 secret bytes.
-            k: pass.
-            batches: of a pass.
-            first: batch.
-            stop: batch after the last.
-
-        Raises:
-            UnitError: two records of a batch have one id; those of one id are in one batch.
-        """
-        begin = start_of_pass(key, k)
-        names = set()
-        found: list[list[Any]] = [[] for _ in range(first, stop)]
-        for record in self._stream:
-            name = id_bytes(self._id_of(record))
-            batch = pick(begin, name, batches)
-            if first <= batch < stop:
-                if name in names:
-                    # PRIVACY: (test_a_stream_with_one_id_twice_is_refused)
-                    raise UnitError(SEVERAL)
-                names.add(name)
-                # PRIVACY: the record that is read last would be all of them
-                # (test_a_stream_that_fills_one_tensor_gives_each_record_once)
-                found[batch - first].append(owned(record))
-        for records in found:
-            yield _array(records)
-
-    def contents(self, dataset: Any) -> Iterator[Any]:
-        """Yields a number that tells these ids and records from others, in whatever order they come."""
-        one_by_one = (
-            fingerprint("", (id_bytes(self._id_of(record)), record)) for record in self._stream
-        )
-        yield f"{sum(int(tag, 16) for tag in one_by_one):x}"
-
-
-class Itself(Dataset[Any]):
-    """Gives records for themselves, where records are drawn and no positions."""
-
-    def __getitem__(self, record: Any) -> Any:
-        return record
-
-
-def _array(records: list[Any]) -> npt.NDArray[Any]:
-    """Returns an array of things as they are."""
-    made = np.empty(len(records), dtype=object)
-    for i, record in enumerate(records):
-        made[i] = record
-    return made

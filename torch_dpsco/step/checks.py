@@ -36,7 +36,6 @@ from torch_dpsco.errors import (
 )
 from torch_dpsco.problem import Schedule
 from torch_dpsco.rows.layers.recorded import require_whole
-from torch_dpsco.sampling import Streamed
 from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.phased import Phased
 
@@ -84,25 +83,9 @@ def number_of_records(dataset: Dataset[Any]) -> int:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ValueError(
             f"dataset must be map-style, to be sampled from (got {type(dataset).__name__}, without"
-            " a length): dp.sampling.Spilled(stream) reads a stream once into private files;"
-            " dp.sampling.Streamed reads one again and again, for passes of random allocation"
+            " a length): dp.sampling.Spilled(stream) reads a stream once into private files"
         )
     return len(dataset)
-
-
-def ids_of_stream(dataset: Streamed, ids: Any) -> Streamed:
-    """Returns the stream, whose records have their ids; raises UnitError for others, or in one of several processes."""
-    if ids is not None:
-        raise UnitError(
-            f"ids must not be given for a stream, which has an id_of (got a {type(ids).__name__})"
-        )
-    if world_size() > 1:
-        # PRIVACY: nobody would see a record that two processes read (test_a_stream_is_read_by_one_process)
-        raise UnitError(
-            "dataset must be map-style in a run of several processes: use ids=, or"
-            " dp.sampling.Spilled"
-        )
-    return dataset
 
 
 def problem_of_shard(shard: int | None, held: int, adjacency: Adjacency, unit: str) -> str:

@@ -43,7 +43,6 @@ from torch_dpsco.sampling import (
     PrivateLoader,
     RecordIds,
     Slots,
-    Streamed,
     UserLoader,
     user_ids,
 )
@@ -64,12 +63,12 @@ from torch_dpsco.step.checkpoint import (
 from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.run import (
     CommonOptimizer,
-    Part,
     Progress,
     Run,
     in_turn,
     make_run,
     new_run,
+    part,
     refuse_copy,
     refuse_load,
     require_room,
@@ -79,14 +78,14 @@ from torch_dpsco.step.run import (
 class RunOptimizer(CommonOptimizer):
     """Holds a run; `PrivateOptimizer`, which adds the step, has the arguments."""
 
-    oracle = Part[MeanOracle]()
-    rule = Part[UpdateRule]()
-    design = Part[Design]()
-    schedule = Part[Schedule]()
-    prox = Part[Prox]()
-    reg = Part[float]()
-    adjacency = Part[Adjacency]()
-    accountant = Part[Accountant]()
+    oracle: MeanOracle = part("oracle")
+    rule: UpdateRule = part("rule")
+    design: Design = part("design")
+    schedule: Schedule = part("schedule")
+    prox: Prox = part("prox")
+    reg: float = part("reg")
+    adjacency: Adjacency = part("adjacency")
+    accountant: Accountant = part("accountant")
 
     def __init__(
         self,
@@ -180,7 +179,7 @@ class RunOptimizer(CommonOptimizer):
 
         Args:
             dataset: map-style data set; tensors in memory (TensorDataset) are gathered fastest. Or a stream, as
-                `sampling.Spilled` or `sampling.Streamed`.
+                `sampling.Spilled`.
             users: where users are protected, and only there, the id of the user of each record: users are drawn, and
                 all their rows are delivered with their ids. Integers in [0, n_users), or strings (and other things that
                 hash), which are numbered in order of appearance. Under replace_one and zero_out n_users is the public
@@ -234,16 +233,16 @@ class RunOptimizer(CommonOptimizer):
             records=drawn.shard,
             dim=sum(p.numel() for p in self._trained()),
         )
-        loader = make_loader(
-            run,
-            drawn,
+        owners: Any = drawn.owners
+        kind = PrivateLoader if owners is None else partial(UserLoader, users=owners)
+        loader = kind(
             dataset,
             sampler,
-            slots=slots,
             physical_batch_size=physical_batch_size,
             collate_fn=collate_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
+            slots=slots,
         )
         self.bind(loader)
         return loader
@@ -386,8 +385,8 @@ class RunOptimizer(CommonOptimizer):
         """Yields what is known about records that reach each other, by attached model."""
         found = [attachment.first.verdicts for attachment in attachments(self._params)]
         for verdicts in found or [self._checks]:
-            for part, verdict in verdicts.items():
-                yield f"Whether records reach each other in the {part}: {verdict}."
+            for name, verdict in verdicts.items():
+                yield f"Whether records reach each other in the {name}: {verdict}."
 
     def _moved(self) -> Iterator[str]:
         if self._progress.public:
@@ -578,8 +577,6 @@ def who_is_drawn(
             f"ids must not be given with users, who are drawn (got a {type(ids).__name__})"
         )
     named: Any = None if ids is None else RecordIds(ids, records)
-    if isinstance(dataset, Streamed):
-        named = checks.ids_of_stream(dataset, ids)
     owners = None if users is None else user_ids(users, records)
     held = records if owners is None else len(owners.unique())
     if owners is not None and shard is not None and world_size() > 1:
@@ -599,32 +596,6 @@ def who_is_drawn(
         return Drawn(size, None, named, shard, held)
     number = checks.number_of_users(owners, run.design, run.adjacency)
     return Drawn(number, owners, named, None if world_size() == 1 else shard, held)
-
-
-def make_loader(
-    run: Run,
-    drawn: Drawn,
-    dataset: Dataset[Any],
-    sampler: DesignSampler,
-    *,
-    slots: Slots | None,
-    physical_batch_size: int | None,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    num_workers: int,
-    pin_memory: bool,
-) -> PrivateLoader:
-    """Returns the loader of a sampler; see `PrivateOptimizer.loader`."""
-    owners = drawn.owners
-    kind = PrivateLoader if owners is None else partial(UserLoader, users=owners)
-    return kind(
-        dataset,
-        sampler,
-        physical_batch_size=physical_batch_size,
-        collate_fn=collate_fn,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-        slots=slots,
-    )
 
 
 def make_slots(

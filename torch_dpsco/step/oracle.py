@@ -300,13 +300,8 @@ def clipped_slopes(rows: LinearBlock, clip: float) -> tuple[LinearBlock, Tensor]
         index = torch.isfinite(norms).nonzero().squeeze(1)
         rows = rows.select(index)
         norms = norms[index]
-    limit = limit_of(clip)
+    limit = clip * _ROUNDED  # within the clip after rounding
     return rows, norms.clamp_(-limit, limit)
-
-
-def limit_of(clip: float) -> float:
-    """Returns the length to which rows are cut, so that they are within the clip after rounding."""
-    return clip * _ROUNDED
 
 
 def in_float32(clip: float) -> bool:
@@ -414,7 +409,7 @@ class ClippedMean(MeanOracle):
     def noise_std(self) -> float:
         """Standard deviation of the noise on the released mean."""
         # PRIVACY: scaled to the sensitivity of the sum as computed, rounding included (test_halved_noise_is_caught)
-        return self.noise_multiplier * self.sensitivity("zero_out")
+        return self._multiplier * self.sensitivity("zero_out")
 
     def open(self, query: Sequence[Tensor], step: int = 0) -> None:
         """Fixes the clip by the public point and forgets an unfinished batch."""
@@ -489,18 +484,14 @@ class ClippedMean(MeanOracle):
             self._flat = torch.empty(size, dtype=self._dtype, device=self._form[0][2])
         return self._flat
 
-    def _draw(
-        self, out: Tensor, noise_std: float, generator: Source, mean: Tensor | None = None
-    ) -> Tensor:
-        if self._multiplier > 0:
-            return normal_(out, noise_std, generator, mean)
-        return out.zero_() if mean is None else out.copy_(mean)
-
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Clips rows and adds them to the mean."""
         clip = self.clip  # raises before open
+        own = type(self)  # rows that fit have weight 1, and nobody else is to see them
+        kept = own.weights is ClippedMean.weights and own.observe is ClippedMean.observe
+        short = kept and "observe" not in self.__dict__ and "weights" not in self.__dict__
         # PRIVACY: elsewhere weights that underflow are rounded up (test_rows_of_one_huge_feature_are_clipped)
-        linear = rows.linear() if in_float32(clip) and self._has_short_way() else None
+        linear = rows.linear() if short and in_float32(clip) else None
         if linear is not None:
             self._observe_linear(linear, clip)
             return
@@ -518,7 +509,7 @@ class ClippedMean(MeanOracle):
         """
         self._count(len(rows))
         # PRIVACY: (test_removed_clip_of_linear_rows_is_caught)
-        total = rows.clipped_sum(limit_of(clip), 1.0 / self.batch_size)
+        total = rows.clipped_sum(clip * _ROUNDED, 1.0 / self.batch_size)
         if total is None:
             rows, norms = clipped_slopes(rows, clip)
             precision = self._precision(clip, norms)
@@ -536,11 +527,6 @@ class ClippedMean(MeanOracle):
             self._total.add_(total)
         else:
             self.__dict__["_total"] = total
-
-    def _has_short_way(self) -> bool:
-        own = type(self)  # rows that fit have weight 1, and nobody else is to see them
-        kept = own.weights is ClippedMean.weights and own.observe is ClippedMean.observe
-        return kept and "observe" not in self.__dict__ and "weights" not in self.__dict__
 
     def _count(self, n_rows: int) -> None:
         n_rows += self._n_rows
@@ -669,10 +655,10 @@ class ClippedMean(MeanOracle):
             answer = self._release_in_place(large, noise_std, generator)
         else:
             # mean + noise is rounded, so after the noise: post-processing
-            flat = self._draw(self._memory(self._dim), noise_std, generator, self._total)
+            flat = normal_(self._memory(self._dim), noise_std, generator, self._total)
             # PRIVACY: views of this release only: who holds an old one (p.grad) may have pointed it to other memory
             # (test_a_gradient_that_is_pointed_elsewhere_leaves_the_noise_in_the_next_release)
-            answer = self.views(flat)
+            answer = views(flat, self._cuts)
             if self._total is None:
                 self._add_to(flat, answer)
         self.discard()
@@ -708,13 +694,13 @@ class ClippedMean(MeanOracle):
         small = cuts(
             [torch.Size([0]) if i in large else shape for i, shape in enumerate(self._shapes)]
         )
-        flat = self._draw(self._memory(small[1]), noise_std, generator)
+        flat = normal_(self._memory(small[1]), noise_std, generator)
         answer = views(flat, small[0])
         for i, mean in enumerate(self._means):
             if i not in large:
                 answer[i].add_(mean)
                 continue
-            answer[i] = add_normal_(mean, noise_std, generator) if self._multiplier > 0 else mean
+            answer[i] = add_normal_(mean, noise_std, generator)
         return answer
 
     def _add_to(self, flat: Tensor, parts: list[Tensor]) -> None:

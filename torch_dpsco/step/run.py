@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from itertools import accumulate
 from types import TracebackType
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar, cast, overload
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -154,24 +154,16 @@ class Progress:
     finalized: bool = False
 
 
-class Part(Generic[_T]):
-    """An attribute of an optimizer that is a part of its run, and no assignment changes."""
+def part(name: str) -> Any:
+    """Returns an attribute of an optimizer that is a part of its run, and no assignment changes."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    @overload
-    def __get__(self, optimizer: None, kind: type) -> Part[_T]: ...
-    @overload
-    def __get__(self, optimizer: object, kind: type) -> _T: ...
-    def __get__(self, optimizer: Any, kind: type) -> Any:
-        return self if optimizer is None else getattr(optimizer._run, self._name)
-
-    def __set__(self, optimizer: Any, value: Any) -> None:
+    def refuse(optimizer: Any, value: Any) -> None:
         # PRIVACY: what the accounting was told must stay true (test_what_the_ledger_relies_on_cannot_be_reassigned)
         raise PrivacyError(
-            f"{self._name} is fixed at construction: make a new optimizer, with the same accountant"
+            f"{name} is fixed at construction: make a new optimizer, with the same accountant"
         )
+
+    return property(lambda optimizer: getattr(optimizer._run, name), refuse)
 
 
 def make_run(  # noqa: D417 (the others are those of `PrivateOptimizer`)
