@@ -130,9 +130,9 @@ def _passes(params: Sequence[nn.Parameter]) -> int:
     attached: set[tuple[int, ...]] = set()
     sizes: set[tuple[int, ...]] = set()  # for rows that Opacus' own modules made
     for p in params:
-        tape = _tape(p)
+        tape = p.__dict__.get("grad_factors")
         rows = getattr(p, "grad_sample", None)
-        if tape is not None:
+        if tape is not None and tape.uses:
             tags = {tag for tag, _ in tape.uses}
             # parts of the model that were called on their own have no number, and one pass
             if tags != {None}:

@@ -33,7 +33,7 @@ from torch_dpsco import compat
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.native import require_full_precision
 from torch_dpsco.rows.forwards import NO_FORWARD, PassCounter
-from torch_dpsco.rows.layers.recorded import require_known
+from torch_dpsco.rows.layers.recorded import refuse_unknown
 
 compat.require_opacus()
 
@@ -153,7 +153,8 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
 
     def _check_use(self, module: nn.Module, inputs: Any, output: Any) -> None:
         name = type(module).__name__
-        require_known(module, module.parameters())
+        if any(p.requires_grad and "dpsco" not in p.__dict__ for p in module.parameters()):
+            refuse_unknown(module)
         tensors = [t for t in inputs if isinstance(t, Tensor)]
         whole = type(module) not in self.GRAD_SAMPLERS
         wrong = whole and (len(inputs) != 1 or not isinstance(output, Tensor))

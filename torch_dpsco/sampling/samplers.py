@@ -547,14 +547,16 @@ class DrawLog:
             SequenceError: the batch before it was not used up by a step, or its draw was given up; it is a part of
                 another draw than the one in progress; another loader has taken the place of this one.
         """
-        self._require_newest()
+        if self._replaced:
+            self._require_newest()
         if self._given_up and (chunk.start or chunk.source is not self.again):
             # PRIVACY: as for an iteration that begins anew (test_a_draw_that_was_given_up_is_the_next_one_again)
             raise SequenceError(_GIVEN_UP)
         # PRIVACY: a loop that has seen several batches could use those that it likes; with parts of two draws in one
         # release a record of both would count twice
         # (test_no_part_of_a_draw_comes_before_the_one_before_it_is_used, test_a_release_never_joins_parts_of_two_draws)
-        self._require_used()
+        if self.waiting or self.taken is not None:
+            raise SequenceError(_UNUSED)
         if self._split is not None:
             raise SequenceError(
                 "the previous draw is not complete: signal_skip_step(True) was called for its last"
@@ -587,7 +589,8 @@ class DrawLog:
             SequenceError: there is no draw, it was given up, or the part before was not used.
         """
         if self._split is not None:
-            self._require_used()
+            if self.waiting or self.taken is not None:
+                raise SequenceError(_UNUSED)
             self.waiting.append(self._split._replace(last=not more))
         elif self.waiting:
             self.waiting[-1] = self.waiting[-1]._replace(last=not more)
@@ -599,10 +602,6 @@ class DrawLog:
                 " loader of optimizer.loader(dataset) to BatchMemoryManager"
             )
         self._split = self.waiting[-1] if more else None
-
-    def _require_used(self) -> None:
-        if self.waiting or self.taken is not None:
-            raise SequenceError(_UNUSED)
 
     def take(self) -> Chunk:
         """Returns the batch that the next step must use; raises SequenceError if there is none."""

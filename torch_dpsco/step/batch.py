@@ -127,12 +127,11 @@ class LogicalBatch:
             self._made = sampler.so_far.made
             self._loader = loader
         self._log.on_restart = on_restart
-        self._log.on_delivery = self._expect
+        self._log.on_delivery = lambda chunk: retire_forwards(
+            self._params, None if chunk.slots is None else chunk.size
+        )
         self._draw_rows = 0
         self.opened = False
-
-    def _expect(self, chunk: Chunk) -> None:
-        retire_forwards(self._params, None if chunk.slots is None else chunk.size)
 
     def _require_secret(self, sampler: Any) -> None:
         """Raises UnknownSamplerError unless the draws of an assigned design are fresh, or those of this run."""

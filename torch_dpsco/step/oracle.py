@@ -487,6 +487,7 @@ class ClippedMean(MeanOracle):
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Clips rows and adds them to the mean."""
         clip = self.clip  # raises before open
+        self.__dict__["_n_rows"] = self._require_few(self._n_rows + len(rows))
         own = type(self)  # rows that fit have weight 1, and nobody else is to see them
         kept = own.weights is ClippedMean.weights and own.observe is ClippedMean.observe
         short = kept and "observe" not in self.__dict__ and "weights" not in self.__dict__
@@ -495,7 +496,6 @@ class ClippedMean(MeanOracle):
         if linear is not None:
             self._observe_linear(linear, clip)
             return
-        self._count(len(rows))
         # PRIVACY: every row passes the clip, whatever was promised (test_removed_clip_is_caught)
         norms = rows.norms()
         weights = self.weights(norms, clip)
@@ -507,7 +507,6 @@ class ClippedMean(MeanOracle):
 
         f_i is the bound of |(x_i, 1)|; w_i = max(-C, min(C, s_i f_i)) / f_i, so that |w_i| f_i <= C.
         """
-        self._count(len(rows))
         # PRIVACY: (test_removed_clip_of_linear_rows_is_caught)
         total = rows.clipped_sum(clip * _ROUNDED, 1.0 / self.batch_size)
         if total is None:
@@ -527,14 +526,6 @@ class ClippedMean(MeanOracle):
             self._total.add_(total)
         else:
             self.__dict__["_total"] = total
-
-    def _count(self, n_rows: int) -> None:
-        n_rows += self._n_rows
-        if n_rows > self._summation.max_rows:
-            raise SequenceError(
-                f"a logical batch must have at most {self._summation.max_rows} rows"
-            )
-        self.__dict__["_n_rows"] = n_rows
 
     def _add(self, means: list[Tensor]) -> None:
         if [m.shape for m in means] != self._shapes:
@@ -618,11 +609,15 @@ class ClippedMean(MeanOracle):
 
     def replace_sum(self, total: Tensor, n_rows: int) -> None:
         """Takes the sum over all processes in place of its own: (d,) float64, of that many rows."""
+        self._require_few(n_rows)
+        self.__dict__.update(_means=None, _total=total)
+
+    def _require_few(self, n_rows: int) -> int:
         if n_rows > self._summation.max_rows:
             raise SequenceError(
                 f"a logical batch must have at most {self._summation.max_rows} rows"
             )
-        self.__dict__.update(_means=None, _total=total)
+        return n_rows
 
     @property
     def dim(self) -> int:

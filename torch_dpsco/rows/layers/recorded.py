@@ -27,7 +27,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch_dpsco import compat
 from torch_dpsco.compat import is_sharded
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.native import inexact_mean, require_full_precision
+from torch_dpsco.native import HALF, inexact_mean, require_full_precision
 from torch_dpsco.rows.blocks import (
     MAX_TIMES,
     Block,
@@ -310,7 +310,8 @@ class Tape:
         if tag is None:
             layer.passes.require_called()
         if self.scale_by_batch:
-            require_full_precision(use.grad)
+            if use.grad.dtype in HALF:
+                require_full_precision(use.grad)
             # a backward through the model's output has been looked at; one from its parts has not
             seen = layer.passes.exact == compat.backward_number() != -1
             if not seen and (problem := inexact_mean((layer,), [use.weight])):
@@ -477,9 +478,11 @@ class RecordedForward:
 
 def make_ready(layer: Any) -> None:
     """Drops the gradients of a recorded layer that is about to run; raises SequenceError if its weights are others."""
-    params = [p for p in layer._parameters.values() if p is not None]
-    require_known(layer, params)
-    for p in params:
+    for p in layer._parameters.values():
+        if p is None:
+            continue
+        if p.requires_grad and "dpsco" not in p.__dict__:
+            refuse_unknown(layer)
         p.grad = None  # one that is there after the backward then comes from outside of the layer (see attach)
 
 
@@ -537,17 +540,16 @@ def reaches(weights: Iterable[tuple[Any, int]]) -> bool:
         return True
 
 
-def require_known(layer: nn.Module, params: Iterable[Tensor]) -> None:
-    """Raises SequenceError if a layer runs with trained parameters that `attach` has not seen."""
-    if any(p.requires_grad and not hasattr(p, "dpsco") for p in params):
-        require_whole(layer)
-        # PRIVACY: rows at one point would be taken for rows at another
-        # (test_weights_that_attach_has_not_seen_are_refused)
-        raise SequenceError(
-            f"layer {type(layer).__name__} has trained parameters that it did not have at dp.attach"
-            " (functional_call, load_state_dict(assign=True), requires_grad_, a copy of a part):"
-            " attach the model after such changes, or use a copy of it that is detached"
-        )
+def refuse_unknown(layer: nn.Module) -> NoReturn:
+    """Raises SequenceError for a layer that runs with trained parameters that `attach` has not seen."""
+    require_whole(layer)
+    # PRIVACY: rows at one point would be taken for rows at another
+    # (test_weights_that_attach_has_not_seen_are_refused)
+    raise SequenceError(
+        f"layer {type(layer).__name__} has trained parameters that it did not have at dp.attach"
+        " (functional_call, load_state_dict(assign=True), requires_grad_, a copy of a part):"
+        " attach the model after such changes, or use a copy of it that is detached"
+    )
 
 
 def require_whole(module: nn.Module, name: str = "") -> None:
