@@ -307,7 +307,7 @@ class Keystream(Stream):
 
     def read(self, size: int) -> bytes:
         """Returns fresh bytes."""
-        return _random_bytes(size)
+        return random_bytes(size)
 
 
 class KeyedStream(Stream):
