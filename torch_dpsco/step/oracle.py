@@ -341,8 +341,6 @@ def split_like(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-__all__ = ["Clipped", "ClippedMean", "clip_weights"]
-
 _LARGE = 2**15  # numbers; larger sums take the noise in place
 
 

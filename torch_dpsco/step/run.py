@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from itertools import accumulate
 from types import TracebackType
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -757,17 +757,11 @@ def is_watched(optimizer: Optimizer) -> bool:
     return bool(own or for_all or is_profiling())
 
 
-class HasTurn(Protocol):
-    """An optimizer with its turn."""
-
-    turn: Turn
-
-
 def in_turn(method: _Method) -> _Method:
     """Returns the method, which raises SequenceError while another thread is in one of the optimizer's."""
 
     @wraps(method)
-    def alone(self: HasTurn, *args: Any, **kwargs: Any) -> Any:
+    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
         with self.turn:
             return method(self, *args, **kwargs)
 
