@@ -68,7 +68,6 @@ def fit(
     ids: Any = None,
     shard: int | None = None,
     steps: int | None = None,
-    delta: float | None = None,
     loss_reduction: str | None = None,
     physical_batch_size: int | None = None,
     num_workers: int = 0,
@@ -98,7 +97,6 @@ def fit(
         ids: see `PrivateOptimizer.loader`: a unique id of each record.
         shard: see `PrivateOptimizer.loader`: where each of several processes has records of its own.
         steps: number of steps; default all that are left of the plan.
-        delta: at which epsilon is shown; default that of the budget. Without either no epsilon is shown.
         loss_reduction: "mean" or "sum": how loss_fn reduces; default that of `per_record`, as the model was attached,
             or "mean".
         physical_batch_size: see `PrivateOptimizer.loader`.
@@ -135,8 +133,6 @@ def fit(
     """
     check.made(loss_fn=loss_fn)
     loss_fn = as_module(loss_fn)
-    if delta is not None:
-        check.open_interval(0.0, 1.0, delta=delta)
     tell: Callable[[Any], None] = log or (lambda optimizer: None)
     if isinstance(optimizer, RowFreeOptimizer):
         # PRIVACY: of ids the kind alone, they may be names (test_no_refusal_quotes_an_id)
@@ -203,7 +199,7 @@ def fit(
         tqdm(total=left, disable=not progress, unit="step", mininterval=0, miniters=1) as bar,
         torch.set_grad_enabled(closed is None),
     ):
-        shown = _Progress(bar, optimizer, _delta_of(optimizer, delta))
+        shown = _Progress(bar, optimizer)
         _make_steps(optimizer, due, saved, tell, shown, goal)
     saved.save()
     tell(optimizer)
@@ -218,12 +214,6 @@ def _require_left_out(optimizer: RowFreeOptimizer, **fixed: Any) -> None:
                 f"{name} must not be given (got {check.shown(value)}): the plan of"
                 f" {type(optimizer).__name__} fixes it"
             )
-
-
-def _delta_of(optimizer: PrivateOptimizer, delta: float | None) -> float | None:
-    """Returns the delta of the bar: as given, or the budget's."""
-    budget = optimizer.accountant.budget
-    return budget.quoted_delta if delta is None and budget is not None else delta
 
 
 def _closed_form(
@@ -452,10 +442,9 @@ def _made(optimizer: PrivateOptimizer, make_step: Callable[[], Any]) -> bool:
 class _Progress:
     """Shows steps made, epsilon and steps left, twice a second, or as often as takes 2 % of the time."""
 
-    def __init__(self, bar: Any, optimizer: PrivateOptimizer, delta: float | None) -> None:
+    def __init__(self, bar: Any, optimizer: PrivateOptimizer) -> None:
         self._bar = bar
         self._optimizer = optimizer
-        self._delta = delta
         self._next_at = -math.inf
 
     def show(self, left: int) -> None:
@@ -464,9 +453,11 @@ class _Progress:
         if self._bar.disable or (left and now < self._next_at):
             return
         figures: dict[str, Any] = {}
-        if self._delta is not None:
+        accountant = self._optimizer.accountant
+        if accountant.budget is not None:
             # PRIVACY: shown figures are quoted (test_the_bar_never_shows_less_epsilon_than_was_spent)
-            figures["epsilon"] = rounded_up(self._optimizer.accountant.get_epsilon(self._delta))
+            epsilon = accountant.get_epsilon(accountant.budget.quoted_delta)
+            figures["epsilon"] = rounded_up(epsilon)
         self._bar.set_postfix(figures | {"left": left}, refresh=False)
         self._bar.update(self._bar.total - left - self._bar.n)
         done = time.monotonic()
