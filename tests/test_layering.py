@@ -32,7 +32,7 @@ _SPEC.loader.exec_module(size)  # type: ignore[union-attr]
 MAX_LINES = 500  # of code
 # Files import from their own row or from rows above it (but for those that gather public names).
 ORDER = (
-    "errors acts _loaded _validate _doors _margin _owned compat native",
+    "errors acts _loaded _validate _doors _margin compat native",
     "accounting.analysis",
     "algorithms.bolt_on_numbers algorithms.clip_numbers algorithms.correlated_numbers"
     " algorithms.heavy_tailed_numbers algorithms.holder_numbers algorithms.localized_numbers"

@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco._owned import owned
 from torch_dpsco.errors import UnitError
 from torch_dpsco.integrations.tar import TarRows
 from torch_dpsco.sampling import PhysicalBatches, RecordIds, Spilled
-from torch_dpsco.sampling.datasets import OneByOne, source_of
+from torch_dpsco.sampling.datasets import OneByOne, owned, source_of
 
 N = 16  # records
 ROWS = torch.eye(N)

@@ -98,7 +98,7 @@ EXEMPT = {
     *(f"oracles.{name}" for name in ("ShuffledMedian", "UserFiltered", "UserSearched")),
     *(
         f"rules.{name}"
-        for name in ("trained", "means", "absorb", "averaged", "Selected", "select_central")
+        for name in ("trained", "absorb", "averaged", "Selected", "select_central")
     ),
     "prox.project_on_two_balls_",
     *(

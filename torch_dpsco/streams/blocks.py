@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from torch_dpsco._owned import owned
 from torch_dpsco.errors import NotCertifiedError
 from torch_dpsco.estimators.records import Prepare, RawPart, Stored
+from torch_dpsco.sampling.datasets import owned
 from torch_dpsco.streams.parts import PartedRecords
 
 
