@@ -16,8 +16,7 @@ import torch
 from timing import digits
 
 from torch_dpsco.accounting.analysis.rounding import exact_grid, with_grid
-from torch_dpsco.noise import normal_
-from torch_dpsco.rng import Keystream
+from torch_dpsco.noise import Keystream, normal_
 from torch_dpsco.step.exact_noise import release_on_grid
 
 SIZES = (1, 100, 10_000, 100_000, 1_000_000)

@@ -307,7 +307,7 @@ def clip_rows(rows: Sequence[Sequence[float]], clip: float) -> list[list[float]]
     """Returns the rows times the weights that the clipped oracle gives them."""
     dense_block = resolve("torch_dpsco.rows", "DenseBlock")
     grad_batch = resolve("torch_dpsco.rows", "GradBatch")
-    clip_weights = resolve("torch_dpsco.step.clipped", "clip_weights")
+    clip_weights = resolve("torch_dpsco.step.oracle", "clip_weights")
     tensor = torch.tensor(rows, dtype=torch.float64)
     weights = clip_weights(grad_batch([dense_block(tensor)]).norms(), clip)
     return (weights.double().unsqueeze(1) * tensor).tolist()

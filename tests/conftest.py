@@ -15,7 +15,7 @@ import pytest
 # Whole and first: pytest's importlib mode would otherwise load the module it collects doctests from a second time when
 # the package's own file imports it, and a class would no longer be the class.
 importlib.import_module("torch_dpsco")
-rng = importlib.import_module("torch_dpsco.rng")
+rng = importlib.import_module("torch_dpsco.noise")
 native = importlib.import_module("torch_dpsco.native")
 
 # No test may depend on the speed of the machine; CI must not fail on a draw that nobody can repeat (without CI every
@@ -79,7 +79,7 @@ def _is_marked(item):
 
 
 def _entropy_of(words: str) -> Callable[[int], bytes]:
-    """Returns what replaces the entropy of `torch_dpsco.rng`: bytes that depend on the words alone, fresh in forks."""
+    """Returns what replaces the entropy of `noise`: bytes that depend on the words alone, fresh in forks."""
     process, stream = os.getpid(), np.random.default_rng(list(words.encode()))
     return lambda size: (stream.bytes if os.getpid() == process else os.urandom)(size)
 

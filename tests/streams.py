@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_dpsco.noise import normal_
-from torch_dpsco.rng import Repeatable, Source, Stream
+from torch_dpsco.noise import Repeatable, Source, Stream, normal_
 
 
 class Counted(Stream):

@@ -22,7 +22,7 @@ from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import Event, Gaussian, PoissonGaussian, Repeat, WORGaussian
 from torch_dpsco.audit.repeated import _epsilon_lower, choose, judge
 from torch_dpsco.errors import AdjacencyError, SequenceError, UtilityWarning
-from torch_dpsco.step.clipped import ClippedMean
+from torch_dpsco.step.oracle import ClippedMean
 
 SURE = 1 - 1e-6
 TAIL = 1e-6
@@ -463,7 +463,7 @@ def test_training_passes_and_an_unclipped_canary_is_refuted(
     assert "not refuted" in str(found)
     loud = torch.tensor([9000.0]), torch.ones(1)
     monkeypatch.setattr(
-        "torch_dpsco.step.clipped.clip_weights", lambda norms, clip: torch.ones_like(norms)
+        "torch_dpsco.step.oracle.clip_weights", lambda norms, clip: torch.ones_like(norms)
     )
     assert dp.audit_training(make, DATA, loud, **arguments).contradicts()
 

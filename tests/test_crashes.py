@@ -18,15 +18,15 @@ import torch
 import torch_dpsco as dp
 from tests.algorithms import user_runs as runs
 from tests.crashes.runs import CASES, EVERY, train
-from torch_dpsco import checkpoint
+from torch_dpsco import train as checkpoint
 from torch_dpsco.errors import (
     PrivacyError,
     SequenceError,
     UnitError,
     UtilityWarning,
 )
-from torch_dpsco.secret import SecretState
-from torch_dpsco.step.payments import Payments
+from torch_dpsco.noise import SecretState
+from torch_dpsco.step.run import Payments
 from torch_dpsco.step.step import PrivateOptimizer
 
 

@@ -18,10 +18,9 @@ import torch_dpsco as dp
 from tests.contract.registry import ROWS
 from tests.contract.runs import LOSS, STEPS, Run
 from tests.streams import Counted, seeded
-from torch_dpsco.noise import normal_
-from torch_dpsco.rng import Repeatable
+from torch_dpsco.noise import Repeatable, normal_
 from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch, row_norms
-from torch_dpsco.step.clipped import Clipped
+from torch_dpsco.step.oracle import Clipped
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),

@@ -42,7 +42,7 @@ from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.algorithms.clips import AdaptiveClipped, AutoClip
 from torch_dpsco.errors import PrivacyError, SequenceError, UtilityWarning
 from torch_dpsco.rules import SGD, TorchRule
-from torch_dpsco.step.clipped import Clipped
+from torch_dpsco.step.oracle import Clipped
 
 # -- what the ranks do ------------------------------------------------------------------------------------------------
 

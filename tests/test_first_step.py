@@ -28,7 +28,7 @@ from torch_dpsco.doctor.probe import Evidence
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rows import GradBatch, clear_rows, first_step
 from torch_dpsco.rows.attach import first_step_of
-from torch_dpsco.rows.layers.table import ENGINES
+from torch_dpsco.rows.layers.kinds import ENGINES
 from torch_dpsco.trial import loss as loss_trace
 
 B = 9

@@ -373,7 +373,7 @@ class Counting(DenseBlock):
         return super().norms() + len(self)
 
     def select(self, index: Tensor) -> DenseBlock:
-        return Counting(self.rows[index])
+        return Counting(self.rows[0][index])
 
 
 def test_norms_do_not_depend_on_how_many_rows_count():
@@ -381,7 +381,7 @@ def test_norms_do_not_depend_on_how_many_rows_count():
     for index in (torch.arange(5), torch.tensor([1, 4])):
         rows = GradBatch([block]).among(index)
         assert torch.equal(rows.norms(), block.norms()[index])
-        assert torch.equal(rows.dense()[0], block.rows[index])
+        assert torch.equal(rows.dense()[0], block.rows[0][index])
         part = OccupiedBlock(block, index).select(torch.tensor([1]))
         assert torch.equal(part.norms(), block.norms()[index[1:2]])
 

@@ -31,20 +31,20 @@ size = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(size)  # type: ignore[union-attr]
 # Files import from their own row or from rows above it (but for those that gather public names).
 ORDER = (
-    "errors acts _loaded _validate _words _doors _margin _owned compat native",
+    "errors acts _loaded _validate _doors _margin compat native",
     "accounting.analysis",
     "algorithms.correlated_numbers"
     " algorithms.heavy_tailed_numbers algorithms.holder_numbers algorithms.localized_numbers"
     " algorithms.output_sgd_numbers algorithms.user_numbers estimators.output_numbers",
-    "problem schedule",
+    "problem",
     "accounting",
-    "noise rng secret trial rows sampling rules prox losses algorithms.mechanisms step.exact_noise",
-    "step.oracle step.clipped step.phased algorithms.clips algorithms.oracles algorithms.user_oracles",
+    "noise trial rows sampling rules prox losses algorithms.mechanisms step.exact_noise",
+    "step.oracle step.phased algorithms.clips algorithms.oracles algorithms.user_oracles",
     "distributed",
     "step algorithms estimators show.look streams",
     "oracles",
     "doctor audit",
-    "show train checkpoint make_private statistics",
+    "show train make_private statistics",
     "estimators.base estimators.models",
     "statistics.prepare",
     "statistics.study statistics.held_out statistics.conformal statistics.search statistics.scores",

@@ -19,8 +19,8 @@ from tests import checks
 from tests.streams import seeded
 from torch_dpsco.accounting.designs import Poisson
 from torch_dpsco.rows import batch
-from torch_dpsco.step import clipped
-from torch_dpsco.step import optimizer as holding
+from torch_dpsco.step import oracle as clipped
+from torch_dpsco.step import step as holding
 from torch_dpsco.step.batch import LogicalBatch
 
 ROOT = Path(__file__).parent.parent
@@ -58,7 +58,7 @@ def test_removed_clip_of_linear_rows_is_caught(where, request):
         patch.setattr(
             clipped, "clipped_slopes", lambda rows, clip: (rows, rows.slopes * rows.factors)
         )
-        patch.setattr(clipped, "limit_of", lambda clip: 1e9)
+        patch.setattr(clipped, "_ROUNDED", 1e9)
 
     assert_caught(checks.check_that_no_row_of_a_fused_fit_passes_the_clip, mutate)
 

@@ -26,7 +26,7 @@ from tests.streams import seeded
 from torch_dpsco import native
 from torch_dpsco.noise import normal_
 from torch_dpsco.rows import GradBatch, LinearBlock
-from torch_dpsco.step.clipped import Clipped
+from torch_dpsco.step.oracle import Clipped
 
 SOURCE = Path(native.__file__).parent / "_kernel.c"
 U, V = Fraction(1, 2**53), Fraction(1, 2**24)  # units of float64 and float32

@@ -24,8 +24,17 @@ from torch_dpsco import noise
 from torch_dpsco.algorithms.mechanisms import draw_quantile
 from torch_dpsco.algorithms.user_oracles import UserFiltered
 from torch_dpsco.estimators import LogisticRegression
-from torch_dpsco.noise import add_normal_, exponential_sum, normal, normal_, uniform, words
-from torch_dpsco.rng import Keystream, Stream, noise_generator
+from torch_dpsco.noise import (
+    Keystream,
+    Stream,
+    add_normal_,
+    exponential_sum,
+    noise_generator,
+    normal,
+    normal_,
+    uniform,
+    words,
+)
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import RankSampler, make_sampler
 
@@ -437,6 +446,6 @@ def test_every_release_reads_from_the_keystream(
     def refuse(size: int) -> bytes:
         raise AssertionError("read")
 
-    monkeypatch.setattr("torch_dpsco.rng._random_bytes", refuse)
+    monkeypatch.setattr("torch_dpsco.noise._random_bytes", refuse)
     with pytest.raises(AssertionError, match="read"):
         RELEASES[name]()

@@ -18,7 +18,7 @@ import torch_dpsco as dp
 from tests.test_mutations import assert_caught
 from torch_dpsco.accounting.designs import AssignedParts
 from torch_dpsco.errors import SequenceError, UnitError, UnknownSamplerError
-from torch_dpsco.rng import KeyedStream
+from torch_dpsco.noise import KeyedStream
 from torch_dpsco.sampling import Partition, make_sampler, one_pass
 from torch_dpsco.sampling.one_pass import (
     AssignedPartsSampler,

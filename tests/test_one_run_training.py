@@ -20,7 +20,7 @@ from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
 from torch_dpsco.audit import OneRunAudit, OneRunResult, loss_scores
-from torch_dpsco.step import clipped
+from torch_dpsco.step import oracle as clipped
 
 pytestmark = pytest.mark.slow
 CLASSES, STEPS, NOISE, CLIP, RECORDS, GUESSES = 1000, 64, 32.0, 0.1, 508, 100

@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco._owned import owned
 from torch_dpsco.errors import UnitError
 from torch_dpsco.integrations.tar import TarRows
-from torch_dpsco.sampling import PhysicalBatches, RecordIds, Spilled, Streamed
-from torch_dpsco.sampling.datasets import OneByOne, source_of
+from torch_dpsco.sampling import PhysicalBatches, RecordIds, Spilled
+from torch_dpsco.sampling.datasets import OneByOne, owned, source_of
 
 N = 16  # records
 ROWS = torch.eye(N)
@@ -196,14 +195,6 @@ def test_fit_gives_each_record_once() -> None:
     model, opt = optimizer(dp.Full(N), steps=1)
     dp.fit(model, opt, Reusing(), dp.per_record(lambda score, y: score * y), progress=False)
     assert (-model.weight.detach()[0] * N).round(decimals=3).tolist() == [1.0] * N
-
-
-def test_a_stream_that_fills_one_tensor_gives_each_record_once() -> None:
-    model, opt = optimizer("allocated", batch_size=4, epochs=1)
-    data = Streamed(Stream(), id_of=lambda record: record[0])
-    assert uses(model, opt, opt.loader(data, collate_fn=pairs), 4) == [1.0] * N
-    kept = [data[k][1] for k in range(N)]
-    assert torch.equal(torch.stack(kept), ROWS)
 
 
 def test_a_spilled_stream_that_fills_one_tensor_has_each_record_once_and_small() -> None:

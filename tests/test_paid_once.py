@@ -17,7 +17,7 @@ from torch_dpsco.accounting.events import PoissonGaussian
 from torch_dpsco.errors import PrivacyError, UtilityWarning
 from torch_dpsco.rules import SGD
 from torch_dpsco.sampling.samplers import fingerprint
-from torch_dpsco.step.clipped import Clipped
+from torch_dpsco.step.oracle import Clipped
 
 EVENT = PoissonGaussian(4.0, 0.01)
 BUDGET = dp.Budget(4.0, 1e-5, adjacency="add_remove")

@@ -12,7 +12,7 @@ from scipy import stats
 import torch_dpsco as dp
 from tests.test_mutations import assert_caught
 from torch_dpsco.errors import UnknownSamplerError
-from torch_dpsco.rng import KeyedStream
+from torch_dpsco.noise import KeyedStream
 from torch_dpsco.sampling import RankAssignedSampler, RankSampler, one_pass
 from torch_dpsco.sampling import samplers as parts
 

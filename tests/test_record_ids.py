@@ -35,18 +35,16 @@ from tests.problems import slots_of
 from tests.test_mutations import assert_caught, nothing
 from torch_dpsco.accounting.designs import Assigned
 from torch_dpsco.errors import PrivacyError, UnitError, UnknownSamplerError
-from torch_dpsco.rng import sampling_key
+from torch_dpsco.noise import SecretState, sampling_key
 from torch_dpsco.sampling import (
     AssignedSampler,
     RankAssignedSampler,
     RecordIds,
-    Streamed,
     UserLoader,
     one_pass,
 )
 from torch_dpsco.sampling import samplers as record_ids
 from torch_dpsco.sampling.samplers import id_bytes
-from torch_dpsco.secret import SecretState
 from torch_dpsco.step.batch import LogicalBatch
 
 __all__ = ["sums"]  # a fixture
@@ -449,103 +447,6 @@ def name_of(record: Any) -> Any:
     return record[0]
 
 
-@pytest.mark.parametrize("held", [1, 12, 1000])
-def test_a_stream_gives_every_record_once_in_a_pass_by_several_readings(held: int) -> None:
-    stream = Stream(IDS)
-    model, optimizer = built()
-    loader = optimizer.loader(Streamed(stream, name_of, held), collate_fn=rows, padding=False)
-    cut, counted = loader.batch_sampler.partition.cut[:32].tobytes(), stream.read  # type: ignore[attr-defined]
-    found: list[list[list[int]]] = []
-    for _ in range(2):
-        found.append([])
-        for x, y in loader:
-            found[-1].append(sorted(x[:, 0].int().tolist()))
-            one_step(model, optimizer, x, y)
-    for k, passed in enumerate(found):
-        picks = RecordIds(IDS).picks(cut, k, T)
-        assert passed == [np.flatnonzero(picks == batch).tolist() for batch in range(T)]
-    assert counted == 1
-    assert stream.read - counted == 2 * math.ceil(T / max(1, held * T // N))
-    assert (optimizer.steps, charged(optimizer)) == (2 * T, [(PASS, 2)])
-
-
-def test_batches_of_a_stream_are_filled_up_and_dealt_in_parts() -> None:
-    model, optimizer = built(passes=1)
-    loader = optimizer.loader(
-        Streamed(Stream(IDS), name_of), collate_fn=rows, physical_batch_size=4
-    )
-    sizes = set()
-    for x, y in loader:
-        sizes.add(len(x))
-        one_step(model, optimizer, x, y)
-    assert (len(sizes), optimizer.steps) == (1, T)
-
-
-def test_a_stream_goes_on_after_a_pause_with_its_own_records_only() -> None:
-    stream, model = Stream(IDS), built()
-    model, optimizer = built()
-    streamed_data = Streamed(stream, name_of)
-    for k, (x, y) in enumerate(optimizer.loader(streamed_data, collate_fn=rows, padding=False)):
-        one_step(model, optimizer, x, y)
-        if k == 1:
-            break
-    refused(
-        lambda: optimizer.loader(
-            Streamed(Stream([*IDS[1:], "patient 99"]), name_of), collate_fn=rows, resume=True
-        ),
-        "dataset must hold the records of the run",
-        PrivacyError,
-    )
-    left = optimizer.loader(
-        streamed_data, collate_fn=rows, padding=False, resume=True, steps=2 * T - 2
-    )
-    count = 0
-    for x, y in left:
-        count += len(x)
-        one_step(model, optimizer, x, y)
-    assert (optimizer.steps, charged(optimizer)) == (2 * T, [(PASS, 2)])
-    assert N <= count < 2 * N
-
-
-def test_a_stream_with_one_id_twice_is_refused() -> None:
-    model, optimizer = built()
-    loader = optimizer.loader(
-        Streamed(Stream([*IDS[:-1], IDS[0]]), name_of), collate_fn=rows, padding=False
-    )
-
-    def run() -> None:
-        for x, y in loader:
-            one_step(model, optimizer, x, y)
-
-    with pytest.raises(UnitError, match="ids must be unique") as error:
-        run()
-    assert "patient" not in str(error.value)
-
-
-def test_a_stream_that_cannot_be_read_again_is_refused() -> None:
-    with pytest.raises(UnitError, match="can be read again"):
-        Streamed((k for k in range(3)), name_of)
-    data = Streamed(Stream(IDS), name_of)
-    assert len(data) == N
-    assert data[0][1].shape == (2,)
-    assert repr(data) == "Streamed(SECRET)"
-    for wrong in (N, -1, ("patient 1", 2.0)):
-        with pytest.raises(IndexError, match="index must be that of a record"):
-            data[wrong]
-    for copied in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(PrivacyError, match="must not be pickled"):
-            copied(data)
-    with pytest.raises(UnitError, match="which has an id_of"):
-        built()[1].loader(data, ids=IDS)
-
-
-def test_a_stream_is_read_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_dpsco.step.checks.world_size", lambda: 2)
-    refused(
-        lambda: built()[1].loader(Streamed(Stream(IDS), name_of)), "must be map-style", UnitError
-    )
-
-
 # -- ids given to fit and make_private --------------------------------------------------------------------------------
 
 
@@ -594,15 +495,6 @@ def test_fit_and_make_private_refuse_ids_before_anything_is_charged() -> None:
     assert (optimizer.steps, charged(optimizer)) == (0, [])
     with pytest.raises(UnknownSamplerError, match="design must be Assigned"):
         private(ids=IDS, sampling="poisson")
-    with pytest.raises(UnitError, match="ids must not be given for a stream"):
-        dp.fit(
-            model,
-            optimizer,
-            Streamed([(i, 0) for i in range(N)], lambda r: r[0]),
-            print,
-            ids=IDS,
-            progress=False,
-        )
 
 
 def test_no_refusal_quotes_an_id() -> None:

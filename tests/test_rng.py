@@ -16,7 +16,7 @@ from scipy import stats
 from tests.streams import picks, seeded
 from torch_dpsco.accounting.designs import Fixed, Poisson, Shuffled
 from torch_dpsco.errors import PrivacyError, UtilityWarning
-from torch_dpsco.rng import (
+from torch_dpsco.noise import (
     KeyedStream,
     Keystream,
     Repeatable,

@@ -27,7 +27,7 @@ from torch_dpsco.accounting.designs import (
 )
 from torch_dpsco.accounting.events import clipped_gaussian
 from torch_dpsco.errors import SequenceError, UnitError, UnknownSamplerError, UtilityWarning
-from torch_dpsco.rng import Repeatable, Stream
+from torch_dpsco.noise import Repeatable, Stream
 from torch_dpsco.sampling import (
     Chunk,
     DesignSampler,

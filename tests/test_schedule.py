@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpsco.schedule import Phase, Schedule
+from torch_dpsco.problem import Phase, Schedule
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))

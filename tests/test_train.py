@@ -148,15 +148,6 @@ def test_without_a_delta_the_bar_shows_the_steps_left(capsys: pytest.CaptureFixt
     assert not any("epsilon" in frame for frame in shown)
 
 
-@pytest.mark.usefixtures("every_step")
-def test_a_delta_of_the_users_is_the_one_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    model = linear()
-    optimizer = holder(model)
-    dp.fit(model, optimizer, records(), LOSS, delta=0.01)
-    epsilon = float(re.search(r"epsilon=([\d.]+)", frames(capsys)[-1])[1])
-    assert epsilon == pytest.approx(optimizer.accountant.get_epsilon(0.01), rel=1e-3)
-
-
 def test_without_progress_nothing_is_written(capfd: pytest.CaptureFixture[str]) -> None:
     model = linear()
     dp.fit(model, planned(model), records(), LOSS, progress=False)
@@ -361,10 +352,9 @@ def test_steps_that_the_budget_does_not_admit_are_refused_and_as_many_as_named_c
     assert optimizer.report().epsilon <= 3.0
 
 
-def test_an_unknown_number_of_steps_and_a_bad_delta_are_refused() -> None:
+def test_an_unknown_number_of_steps_is_refused() -> None:
     model = linear()
     refused(ValueError, r"steps must be given.*\(got None\)", model, holder(model, steps=None))
-    refused(ValueError, r"delta must be in \(0, 1\) \(got 1.5\)", model, holder(model), delta=1.5)
     refused(ValueError, r"steps must be an integer >= 1 \(got 0\)", model, holder(model), steps=0)
     refused(
         ValueError,

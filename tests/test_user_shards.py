@@ -27,8 +27,7 @@ from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import PoissonSampler, RankSampler, UserLoader
 from torch_dpsco.sampling.loader import capacity
 from torch_dpsco.step import checks
-from torch_dpsco.step.clipped import Clipped
-from torch_dpsco.step.oracle import Release
+from torch_dpsco.step.oracle import Clipped, Release
 
 FALSE_ALARM = 1e-6  # of each statistical check
 KINDS = ("poisson", "full")

@@ -34,7 +34,7 @@ from torch_dpsco.algorithms.user_oracles import UserRows
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.sampling import RankSampler, UserLoader
-from torch_dpsco.step.clipped import Clipped, ClippedMean
+from torch_dpsco.step.oracle import Clipped, ClippedMean
 
 FALSE_ALARM = 1e-6
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torch_dpsco as dp
 from torch_dpsco.accounting.ledger_file import LedgerFile
 from torch_dpsco.errors import UtilityWarning
-from torch_dpsco.rng import sampling_generator
+from torch_dpsco.noise import sampling_generator
 
 ROOT = Path(__file__).parents[1]
 N, BATCH, DIM = 60, 12, 3

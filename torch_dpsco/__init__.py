@@ -39,14 +39,12 @@ from torch_dpsco.doctor import doctor
 from torch_dpsco.estimators.schema import Schema
 from torch_dpsco.estimators.solved import NoisyGD, ObjectivePerturbation, OutputPerturbation
 from torch_dpsco.fast import CompiledRows
-from torch_dpsco.losses.per_record import per_record
+from torch_dpsco.losses.base import per_record
 from torch_dpsco.make_private import make_private
-from torch_dpsco.problem import Problem
+from torch_dpsco.problem import Phase, Problem, Schedule
 from torch_dpsco.rows.attach import attach, detach
-from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.show import loggers as loggers
-from torch_dpsco.step.public import public
-from torch_dpsco.step.step import PrivateOptimizer
+from torch_dpsco.step.step import PrivateOptimizer, public
 from torch_dpsco.train import fit
 
 __version__ = "0.1.0"

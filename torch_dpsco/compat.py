@@ -8,7 +8,6 @@ optimizers are read where they are needed (`ATTRIBUTES`). What cannot be done wi
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from torch_dpsco._loaded import missing
 from torch_dpsco._loaded import need as _need
 
 # Of every module, parameter, torch optimizer and Opacus optimizer.
@@ -51,7 +49,6 @@ _GLOBAL_HOOKS = (
     "_global_forward_hooks_always_called",
     "_global_forward_hooks_with_kwargs",
 )
-_GLOBAL_OPTIMIZER_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 _UNKNOWN = {-1: None}  # hooks, where those that there are cannot be read
 _FACTORED = "dp.attach(model, rows='factored') does without"
 _CLIPPED = "HolderSGD and ClippedSGD do without"
@@ -80,74 +77,35 @@ DropoutNd = getattr(
 )
 
 
-def _foreach(name: str) -> Callable[..., Any]:
-    """Returns torch's operation on lists of tensors, or a loop over one that is on tensors."""
+foreach_add_ = _need(torch, "_foreach_add_")
+foreach_lerp_ = _need(torch, "_foreach_lerp_")
+foreach_sub_ = _need(torch, "_foreach_sub_")
+foreach_zero_ = _need(torch, "_foreach_zero_")
 
-    def loop(tensors: Any, *others: Any, **options: Any) -> None:
-        for k, tensor in enumerate(tensors):
-            each = [other[k] if isinstance(other, (list, tuple)) else other for other in others]
-            getattr(tensor, name)(*each, **options)
-
-    return getattr(torch, f"_foreach_{name}", loop)
-
-
-foreach_add_ = _foreach("add_")
-foreach_lerp_ = _foreach("lerp_")
-foreach_sub_ = _foreach("sub_")
-foreach_zero_ = _foreach("zero_")
+_trees = _need(torch.utils, "_pytree")
+tree_map = _trees.tree_map
+tree_leaves = _trees.tree_leaves
+tree_flatten = _trees.tree_flatten
+tree_unflatten = _trees.tree_unflatten
 
 
-class _Trees:
-    """Nested tuples, lists and dicts, where `torch.utils._pytree` is missing; it knows more kinds."""
-
-    def tree_map(self, function: Callable[[Any], Any], tree: Any) -> Any:
-        if type(tree) in (dict, OrderedDict):
-            return type(tree)((key, self.tree_map(function, part)) for key, part in tree.items())
-        if not isinstance(tree, (tuple, list, dict)):
-            return function(tree)
-        parts = [self.tree_map(function, part) for part in tree]
-        if hasattr(tree, "_fields"):
-            return type(tree)(*parts)
-        if type(tree) in (tuple, list):
-            return type(tree)(parts)
-        kind = type(tree).__name__
-        raise missing("torch.utils._pytree", f"a {kind}", "tuples, lists and dicts do without")
-
-    def tree_leaves(self, tree: Any) -> list[Any]:
-        found: list[Any] = []
-        self.tree_map(found.append, tree)
-        return found
-
-    def tree_flatten(self, tree: Any) -> tuple[list[Any], Any]:
-        return self.tree_leaves(tree), self.tree_map(lambda _: None, tree)
-
-    def tree_unflatten(self, leaves: Any, structure: Any) -> Any:
-        rest = iter(leaves)
-        return self.tree_map(lambda _: next(rest), structure)
-
-
-def _trees() -> Any:
-    found = getattr(torch.utils, "_pytree", None)
-    names = ("tree_map", "tree_leaves", "tree_flatten", "tree_unflatten")
-    return found if all(hasattr(found, name) for name in names) else _Trees()
-
-
-tree_map = _trees().tree_map
-tree_leaves = _trees().tree_leaves
-tree_flatten = _trees().tree_flatten
-tree_unflatten = _trees().tree_unflatten
-
-
-def will_run(node: Any) -> bool:
-    """Returns whether the running backward comes to a node."""
-    asked = getattr(torch._C, "_will_engine_execute_node", None)
-    return asked is None or bool(asked(node))
-
-
-def backward_number() -> int:
-    """Returns the number of the backward that runs in this thread, each its own; -1 if none does or nobody knows."""
-    number = getattr(torch._C, "_current_graph_task_id", None)
-    return -1 if number is None else int(number())
+# Whether the running backward comes to a node.
+will_run: Callable[[Any], bool] = getattr(
+    torch._C, "_will_engine_execute_node", lambda node: True
+)
+# The number of the backward that runs in this thread, each its own; -1 if none does or nobody knows.
+backward_number: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+# Whether a profiler of torch is running.
+is_profiling: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
+# Hooks on the steps of all optimizers, as they are at any time.
+OPTIMIZER_HOOKS: list[dict[int, Any]] = [
+    getattr(import_module("torch.optim.optimizer"), name, _UNKNOWN)
+    for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+]
+# (tensor, shape) -> a tensor of a node's own making that the node may give out: in-place operations refuse its views.
+unsafe_view: Callable[..., Any] = getattr(
+    torch.ops.aten, "_unsafe_view", lambda tensor, shape: tensor.clone()
+)
 
 
 def is_replicated(model: nn.Module) -> bool:
@@ -200,22 +158,6 @@ def has_own_forward(module: nn.Module) -> bool:
     return forward is not None and not hasattr(forward, "of_class")
 
 
-def whole(out: Tensor) -> Tensor:
-    """Returns a tensor of a node's own making that the node may give out: in-place operations refuse its views."""
-    if not out._is_view():
-        return out
-    unsafe_view = getattr(torch.ops.aten, "_unsafe_view", None)
-    found: Tensor = out.clone() if unsafe_view is None else unsafe_view(out, out.shape)
-    return found
-
-
-def some_optimizer_hook() -> bool:
-    """Returns whether there is a hook on the steps of all optimizers, except that which looks for plain ones."""
-    module = import_module("torch.optim.optimizer")
-    found = [getattr(module, name, _UNKNOWN) for name in _GLOBAL_OPTIMIZER_HOOKS]
-    return any(not hasattr(hook, "only_looks") for hooks in found for hook in hooks.values())
-
-
 def hooks_made() -> int:
     """Returns a number that grows with each hook that is registered on a tensor, node, module or optimizer."""
     return int(
@@ -223,29 +165,10 @@ def hooks_made() -> int:
     )
 
 
-def is_profiling() -> bool:
-    """Returns whether a profiler of torch is running."""
-    return bool(getattr(torch.autograd, "_profiler_enabled", lambda: True)())
-
-
 def own_step(optimizer: type[torch.optim.Optimizer]) -> Any:
     """Returns the `step` of a class as it was written, without what torch puts around it when an object is made."""
     step: Any = optimizer.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
-
-
-class LeftOut:
-    """A function whose `call` a compiled model makes outside of its graph."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self.call = self._in_any
-
-    def _in_any(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # the compiler, which takes seconds to load, is there
-            self.call = torch.compiler.disable(self._function)
-            return self.call(*args, **kwargs)
-        return self._function(*args, **kwargs)
 
 
 def _require(samples: dict[str, Any], for_: str, instead: str) -> None:

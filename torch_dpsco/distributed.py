@@ -5,7 +5,7 @@ What the ranks of a run tell each other: one call of torch.distributed for each 
 Every rank makes the same calls in the same order. Each comparison starts with the name of the call, so that ranks at
 different places of a script find out instead of taking one message for another.
 
-In a torch.distributed process group of W > 1 ranks (the default one, or that of `use`) every rank runs the same script,
+In a torch.distributed process group of W > 1 ranks (the default one) every rank runs the same script,
 with the whole data set, and its optimizer joins the others by itself. One step:
 
     1 each rank takes the rows of its part of the draw (`sampling.RankSampler`), clips and adds them
@@ -31,8 +31,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,13 +40,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from torch_dpsco import _validate as check
 from torch_dpsco import native
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Assigned, Design, Draw
 from torch_dpsco.algorithms.user_oracles import UserClipped
 from torch_dpsco.errors import PrivacyError, SequenceError, UnitError, UnknownSamplerError
-from torch_dpsco.rng import Source, sampling_key
+from torch_dpsco.noise import Source, sampling_key
+from torch_dpsco.problem import Schedule
 from torch_dpsco.sampling import (
     DesignSampler,
     Partition,
@@ -59,116 +58,57 @@ from torch_dpsco.sampling import (
     require_divisible,
 )
 from torch_dpsco.sampling.samplers import SEVERAL, SPREAD
-from torch_dpsco.schedule import Schedule
-from torch_dpsco.step.clipped import ClippedMean
-from torch_dpsco.step.oracle import MeanOracle, Release
+from torch_dpsco.step.oracle import ClippedMean, MeanOracle, Release
 
 _READ_ROWS = 1024  # of a data set in memory are compared over the ranks, at equal distances
 
-# what is compared in each collective call, and what to do where it differs
-_CALLS: dict[str, dict[str, str]] = {
-    "construction": {
-        "settings": "make the optimizer with the same arguments on every rank",
-        "parameters": (
-            "build the model after the same torch.manual_seed on every rank, or load the same"
-            " weights"
-        ),
-        "ledger": (
-            "give every rank a new Accountant with the same arguments, rank 0 alone one with a"
-            " ledger file"
-        ),
-        "arithmetic": (
-            "install the same builds of torch and torch_dpsco, the accelerator included, on every"
-            " rank"
-        ),
-    },
-    "loader": {
-        "steps": "give the same steps= on every rank",
-        "data": (
-            "give every rank the whole data set, its records in the same order, or shard= (and"
-            " ids=) on all ranks"
-        ),
-    },
-    "step": {
-        "settings": "make the optimizer with the same arguments on every rank",
-        "steps": (
-            "call optimizer.step() for every batch on every rank, and load a checkpoint on all of"
-            " them"
-        ),
-        "draw": (
-            "iterate over the loader and call optimizer.discard() in the same way on every rank"
-        ),
-        "charges": "charge nothing on some ranks only",
-        "mechanism": (
-            "set lr in the same way on every rank, and write to the parameters on all of them or"
-            " none"
-        ),
-    },
-    "finalize": {
-        "settings": "make the optimizer with the same arguments on every rank",
-        "steps": "make the same steps on every rank",
-        "parameters": "write to the parameters on all ranks or none",
-        "ledger": "charge nothing on some ranks only",
-    },
+# what is compared in each collective call
+_CALLS = {
+    "construction": ("settings", "parameters", "ledger", "arithmetic"),
+    "loader": ("steps", "data"),
+    "step": ("settings", "steps", "draw", "charges", "mechanism"),
+    "finalize": ("settings", "steps", "parameters", "ledger"),
+}
+# and what to do where it differs
+_ADVICE = {
+    "settings": "make the optimizer with the same arguments on every rank",
+    "parameters": (
+        "build the model after the same torch.manual_seed on every rank, or load the same weights,"
+        " and write to the parameters on all ranks or none"
+    ),
+    "ledger": (
+        "give every rank a new Accountant with the same arguments, rank 0 alone one with a ledger"
+        " file, and charge nothing on some ranks only"
+    ),
+    "arithmetic": (
+        "install the same builds of torch and torch_dpsco, the accelerator included, on every rank"
+    ),
+    "steps": (
+        "give the same steps= on every rank, call optimizer.step() for every batch on every rank,"
+        " and load a checkpoint on all of them"
+    ),
+    "data": (
+        "give every rank the whole data set, its records in the same order, or shard= (and ids=) on"
+        " all ranks"
+    ),
+    "draw": "iterate over the loader and call optimizer.discard() in the same way on every rank",
+    "charges": "charge nothing on some ranks only",
+    "mechanism": (
+        "set lr in the same way on every rank, and write to the parameters on all of them or none"
+    ),
 }
 _WIDTH = 2 + max(map(len, _CALLS.values()))
 
 _AVAILABLE = dist.is_available()  # a property of the build of torch
 
 
-_ALONE = "alone"
-_current: ContextVar[Any] = ContextVar(
-    "_current", default=None
-)  # None: the default process group, if there is one
-
-
-@contextmanager
-def use(group: Any) -> Iterator[None]:
-    """Lets the runs of a block be made by a process group of yours in place of the default one.
-
-    Make the optimizer and call its loader, `step` and `finalize` (or `fit`) inside of the block, on all ranks of the
-    group. Outside of it, or in another thread, they raise.
-
-    Args:
-        group: of `torch.distributed.new_group`, on processes that are in it. Or "alone": each process makes runs of its
-            own, with its own ledger, noise and data, as in a search for hyperparameters under torchrun.
-
-    Raises:
-        ValueError: anything else, or a group that this process is not in.
-
-    Guarantee:
-        That of each run. Runs of different groups on the same records are as many releases of them: their costs add up,
-        which none of their ledgers knows.
-
-    Example:
-        >>> with use("alone"):
-        ...     world_size()
-        1
-    """
-    member = _AVAILABLE and isinstance(group, dist.ProcessGroup)
-    if not member and not (isinstance(group, str) and group == _ALONE):
-        raise ValueError(
-            "group must be a process group that this process is in, or 'alone' (got"
-            f" {check.shown(group)}): leave the block out for the default group, and on processes"
-            " that are in no group"
-        )
-    token = _current.set(group)
-    try:
-        yield
-    finally:
-        _current.reset(token)
-
-
 def world_size() -> int:
-    """Returns the number of processes of the process group in use, 1 without one."""
-    group = _current.get()
-    if group == _ALONE or (group is None and not (_AVAILABLE and dist.is_initialized())):
-        return 1
-    return dist.get_world_size(group)
+    """Returns the number of processes of the process group, 1 without one."""
+    return dist.get_world_size() if _AVAILABLE and dist.is_initialized() else 1
 
 
 class Group:
-    """The process group in use, seen from one of its ranks.
+    """The process group, seen from one of its ranks.
 
     Args:
         device: of the parameters.
@@ -178,14 +118,10 @@ class Group:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._group = group = _current.get()
-        self.rank = dist.get_rank(group)
-        self.processes = dist.get_world_size(group)
+        self.rank = dist.get_rank()
+        self.processes = dist.get_world_size()
         self.first = self.rank == 0
-        self._root = (
-            0 if group is None else dist.get_global_rank(group, 0)
-        )  # of all processes, as torch counts
-        self.device = _device_of_messages(device, group)
+        self.device = _device_of_messages(device)
 
     def compare(self, call: str, problem: str = "", **values: int) -> None:
         """Raises SequenceError, on all ranks, unless all make this call, are ready for it and give the same values.
@@ -213,11 +149,12 @@ class Group:
                 raise SequenceError(
                     f"rank {rank} has given this {call} up, so that no rank makes it: see its error"
                 )
-        for place, (name, advice) in enumerate(_CALLS[call].items(), start=2):
+        for place, name in enumerate(_CALLS[call], start=2):
             others = [rank for rank, row in enumerate(table) if row[place] != table[0][place]]
             if others:
                 raise SequenceError(
-                    f"{name} must be equal on all ranks (rank {others[0]} differs from 0): {advice}"
+                    f"{name} must be equal on all ranks (rank {others[0]} differs from 0):"
+                    f" {_ADVICE[name]}"
                 )
 
     def exchange(self, call: str, *, ready: bool, values: Sequence[int] = ()) -> list[list[int]]:
@@ -237,36 +174,29 @@ class Group:
 
     def send(self, message: Tensor) -> None:
         """Overwrites a message by that of rank 0."""
-        self._call(dist.broadcast, message, src=self._root)
+        self._call(dist.broadcast, message, src=0)
 
     def send_object(self, thing: Any) -> Any:
         """Returns the thing of rank 0."""
         things = [thing]
-        self._call(dist.broadcast_object_list, things, src=self._root, device=self.device)
+        self._call(dist.broadcast_object_list, things, src=0, device=self.device)
         return things[0]
 
     def add_up(self, message: Tensor) -> None:
         """Leaves the sum of the messages of all ranks on rank 0, and nothing of use on the others."""
-        self._call(dist.reduce, message, dst=self._root)
+        self._call(dist.reduce, message, dst=0)
 
     def _call(self, function: Callable[..., Any], *args: Any, **options: Any) -> None:
-        # PRIVACY: else what asks for the number of processes is told that of another group
-        # (test_outside_of_its_block_an_optimizer_of_a_group_is_refused)
-        if _current.get() is not self._group or world_size() != self.processes:
-            raise SequenceError(
-                f"the process group must be that of the optimizer, of {self.processes} ranks: use"
-                " it inside of the same block of distributed.use(group), if it was made in one"
-            )
         try:
-            function(*args, group=self._group, **options)
-        except RuntimeError as error:
+            function(*args, **options)
+        except (RuntimeError, ValueError) as error:
             raise SequenceError(
                 f"the other ranks cannot be reached, one may have ended or failed: {error}"
             ) from error
 
 
-def _device_of_messages(device: torch.device, group: Any) -> torch.device:
-    backends = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(","))
+def _device_of_messages(device: torch.device) -> torch.device:
+    backends = dict(part.split(":") for part in str(dist.get_backend_config()).split(","))
     if device.type != "cpu" and backends.get(device.type, "gloo") != "gloo":
         return device
     if "cpu" not in backends or backends["cpu"] == "nccl":
@@ -324,7 +254,7 @@ class Run(Protocol):
 
 def is_first() -> bool:
     """Returns whether this process is rank 0, or alone."""
-    return world_size() == 1 or dist.get_rank(_current.get()) == 0
+    return world_size() == 1 or dist.get_rank() == 0
 
 
 def join(device: torch.device) -> World:
@@ -334,6 +264,8 @@ def join(device: torch.device) -> World:
 
 class World:
     """The processes that make one run together: this one alone. `Ranks` replaces every method where there are more."""
+
+    alone = True
 
     def begin(self, run: Run) -> None:
         """Makes sure that all ranks have built the same optimizer on the same parameters."""
@@ -406,8 +338,7 @@ class World:
             # (test_an_optimizer_made_before_the_process_group_is_refused)
             raise SequenceError(
                 f"world_size must be 1 for an optimizer made in one process (got {world_size()}):"
-                " call torch.distributed.init_process_group before the optimizer is made, or make"
-                " and use it inside of distributed.use('alone')"
+                " call torch.distributed.init_process_group before the optimizer is made"
             )
 
 
@@ -423,11 +354,13 @@ _AGREED = "agreed"
 
 
 class Ranks(World):
-    """The ranks of the process group in use.
+    """The ranks of the process group.
 
     Args:
         device: of the parameters.
     """
+
+    alone = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

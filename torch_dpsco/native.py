@@ -15,7 +15,14 @@ errors are smaller, and each row is read by itself. `TORCH_DPSCO_NATIVE=off` in 
 | `Table.logistic` | losses, gradients and curvatures of records: `estimators.objectives.linear` |
 | `logs`, `gaussians` | `noise` |
 
-Proofs: docs/proofs/rounding.md#sums-and-norms-in-c, docs/proofs/rounding.md#records-in-c,
+How precise torch's own products are is told here as well: float32 sums and the 1/B of a mean loss rely on full
+precision. A mean loss divides each record's gradient by the batch size before the backward, and rows are multiplied by
+it again. Where a product on the way rounds to fewer bits than float32 has, the rounding of 1/B is in ALL rows: one
+record more moves each of them by up to 2^-9 of its length, B of them by many clips. `inexact_mean` is the one check; a
+loss that sums has no 1/B, and is never refused.
+
+Proofs: docs/proofs/rounding.md#products-in-reduced-precision,
+docs/proofs/rounding.md#sums-and-norms-in-c, docs/proofs/rounding.md#records-in-c,
 docs/proofs/noise.md#gaussians.
 """
 
@@ -25,13 +32,17 @@ import copy
 import ctypes
 import os
 import zlib
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from torch_dpsco.compat import ConvNd
+from torch_dpsco.errors import SequenceError
 
 WIDEST = 2**26  # columns for which the errors of norms are proved
 _BATCH = 32  # of _kernel.c
@@ -40,73 +51,26 @@ SLOPES = {"given": 0, "sign": 1, "logistic": 2, "square": 3}
 _HERE = Path(__file__).parent
 _NAME = "_kernel.bin"
 _SWITCH = "TORCH_DPSCO_NATIVE"
-_POINTER = ctypes.c_void_p
-_INTEGER = ctypes.c_int64
-_REAL = ctypes.c_double
-_SINGLE = ctypes.c_float
-_ROWS = [_POINTER, _INTEGER, _INTEGER, _INTEGER]  # first number, stride, rows, columns
-_INDEXED = [_POINTER, _INTEGER, _INTEGER, _POINTER, _INTEGER, _INTEGER]
-_TABLE = [
-    _POINTER,
-    _INTEGER,
-    _INTEGER,
-    _INTEGER,
-    _POINTER,
-    _INTEGER,
-]  # first number, wide, stride, d, numbers, width
-_MEASURED = [*_TABLE, _POINTER]  # and norms
-_GAUSSIANS = [
-    ctypes.c_char_p,
-    _INTEGER,
-    _INTEGER,
-    _REAL,
-    _REAL,
-    _REAL,
-    _POINTER,
-    _POINTER,
-    _POINTER,
-]
+_TYPES = {
+    "p": ctypes.c_void_p,
+    "i": ctypes.c_int64,
+    "d": ctypes.c_double,
+    "f": ctypes.c_float,
+    "c": ctypes.c_char_p,
+}
+# of the arguments of each function; rows are "piii": first number, stride, rows, columns
 _ARGUMENTS = {
-    "norms": [*_ROWS, _POINTER],
-    "sum": [*_ROWS, _POINTER, _POINTER],
-    "outer": [
-        _POINTER,
-        _INTEGER,
-        _INTEGER,
-        *_ROWS,
-        _POINTER,
-        _INTEGER,
-        _POINTER,
-        _POINTER,
-        _POINTER,
-    ],
-    "outer_space": [_INTEGER, _INTEGER],
-    "linear": [
-        *_INDEXED,
-        _POINTER,
-        _SINGLE,
-        _INTEGER,
-        _POINTER,
-        _POINTER,
-        _REAL,
-        _REAL,
-        _POINTER,
-    ],
-    "measure": [*_TABLE, _INTEGER, _POINTER, _POINTER, _POINTER],
-    "images": [*_MEASURED, _INTEGER, _INTEGER, _INTEGER, _POINTER, _POINTER],
-    "gram": [*_MEASURED, *[_INTEGER] * 3, _POINTER, _POINTER, _INTEGER, _POINTER, _POINTER],
-    "logistic": [
-        *_MEASURED,
-        _INTEGER,
-        *[_POINTER] * 3,
-        _INTEGER,
-        _INTEGER,
-        _POINTER,
-        _POINTER,
-        _POINTER,
-    ],
-    "logs": [_POINTER, _INTEGER, _REAL, _REAL, _POINTER],
-    "gaussians": _GAUSSIANS,
+    "norms": "piiip",
+    "sum": "piiipp",
+    "outer": "piipiiipippp",
+    "outer_space": "ii",
+    "linear": "piipiipfippddp",
+    "measure": "piiipiippp",  # first number, wide, stride, d, numbers, width, ..
+    "images": "piiipipiiipp",
+    "gram": "piiipipiiippipp",
+    "logistic": "piiipipipppiippp",
+    "logs": "piddp",
+    "gaussians": "ciidddppp",
 }
 _COUNTS = ("linear", "logs", "gaussians", "outer_space")  # what returns a number
 
@@ -121,7 +85,7 @@ def _found() -> tuple[Any, str]:
         return None, "not built: install torch_dpsco again where there is a C compiler"
     try:
         library = ctypes.CDLL(str(path))
-        library.dpsco_version.restype = library.dpsco_kind.restype = _INTEGER
+        library.dpsco_version.restype = library.dpsco_kind.restype = ctypes.c_int64
         version = library.dpsco_version()
     except (OSError, AttributeError) as error:
         return None, f"not usable: {error}"
@@ -130,8 +94,8 @@ def _found() -> tuple[Any, str]:
         return None, "built from another version of _kernel.c: install torch_dpsco again"
     for name, arguments in _ARGUMENTS.items():
         function = getattr(library, f"dpsco_{name}")
-        function.argtypes = arguments
-        function.restype = _INTEGER if name in _COUNTS else None
+        function.argtypes = [_TYPES[letter] for letter in arguments]
+        function.restype = ctypes.c_int64 if name in _COUNTS else None
     return library, "in use"
 
 
@@ -160,23 +124,23 @@ def arithmetic() -> str:
     )
 
 
-def suits(rows: Tensor) -> bool:
-    """Returns whether the accelerator can read rows: (B, k) of float32 in plain memory of the CPU, side by side."""
-    return rows.dtype is torch.float32 and suits_records(rows)
+def suits(rows: Tensor, *, double: bool = False) -> bool:
+    """Returns whether the accelerator can read rows: (B, k) of float32 in plain memory of the CPU, side by side.
 
-
-def suits_records(rows: Tensor) -> bool:
-    """Returns whether it can read rows as records of a linear model: as `suits`, and float64, too."""
+    Args:
+        rows: (B, k).
+        double: whether float64 will do as well, as for records of a linear model.
+    """
     return (
         type(rows) is Tensor  # subclasses may have no memory, or another meaning
-        and rows.dtype in (torch.float32, torch.float64)
+        and (rows.dtype is torch.float32 or (double and rows.dtype is torch.float64))
         and rows.is_cpu
         and rows.dim() == 2
         and rows.layout is torch.strided
         and not rows.is_neg()  # a view whose sign is in its flag
         and (rows.stride(1) == 1 or rows.shape[1] == 1)
         and 0 < rows.shape[1] <= WIDEST
-        and is_available()
+        and _found()[0] is not None
     )
 
 
@@ -340,7 +304,7 @@ class Table:
     """
 
     def __init__(self, rows: Tensor, numbers: list[float]) -> None:
-        if not suits_records(rows):
+        if not suits(rows, double=True):
             raise ValueError(
                 "rows must be float32 or float64 of the CPU, side by side (got strides"
                 f" {rows.stride()})"
@@ -474,3 +438,136 @@ def gaussians(
         bits, *numbers, scale, low, high, given, plus, out.data_ptr()
     )
     return outside
+
+
+HALF = (torch.bfloat16, torch.float16)
+_VARIABLES = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")  # of torch's CPU kernels
+_EXACT = ("none", "ieee")
+_KERNELS = {"conv": ConvNd, "rnn": nn.RNNBase}  # with switches of their own
+
+
+def require_full_precision(backprops: Tensor) -> None:
+    """Raises SequenceError for half-precision gradients of a mean loss: one record more would move all of them."""
+    if backprops.dtype in HALF:
+        raise SequenceError(
+            "a backward in half precision needs a loss that sums over the batch: dp.attach(model,"
+            " loss_reduction='sum') and criterion(..., reduction='sum'); the optimizer divides by"
+            " the batch size"
+        )
+
+
+class Coarse(NamedTuple):
+    """A setting that makes products round to fewer bits than float32 has, and how to switch it off."""
+
+    setting: str
+    cure: str
+
+
+def _coarse_products() -> Coarse | None:
+    """Returns the setting by which all float32 products are rounded to fewer bits; None if there is none."""
+    for name in _VARIABLES:
+        if os.environ.get(name, "strict").upper() != "STRICT":
+            setting = f"the environment variable {name}={os.environ[name]}"
+            return Coarse(setting, f"unset {name} and start anew")
+    try:
+        if torch.get_float32_matmul_precision() == "highest":
+            return None
+    except RuntimeError:
+        pass  # set through torch's newer per-backend switches: unknown, so assume the worst
+    return Coarse(
+        "torch.set_float32_matmul_precision, or another switch of products in reduced precision,",
+        "torch.set_float32_matmul_precision('highest')",
+    )
+
+
+def products_are_exact() -> bool:
+    """Returns whether float32 products run in float32: TensorFloat-32 and bfloat16 shortcuts are off."""
+    return _coarse_products() is None
+
+
+def slack(dtype: torch.dtype) -> float:
+    """Returns how far two ways to compute a gradient may be apart, relative to its size, without one being wrong."""
+    return 3e-2 if dtype in HALF or not products_are_exact() else 1e-3
+
+
+def coarse_setting(layers: Iterable[nn.Module], params: Sequence[Tensor]) -> Coarse | None:
+    """Returns the setting by which a backward rounds to fewer bits than float32 has; None if there is none.
+
+    Args:
+        layers: of the model; convolutions and recurrent layers have switches of their own.
+        params: its trained parameters. Products of float64 numbers have no shortcut.
+    """
+    if not params:
+        return None
+    layers = list(layers)
+    device = params[0].device.type
+    found = _coarse_products()
+    if torch.is_autocast_enabled(device):
+        found = Coarse(f"torch.autocast({device!r})", "leave it before loss and backward")
+    library = "cudnn" if device == "cuda" else "mkldnn"
+    for name, kind in _KERNELS.items():
+        if found is None and any(isinstance(layer, kind) for layer in layers):
+            found = _coarse_kernels(library, name)
+    if found is None or params[0].dtype != torch.float64:
+        return found
+    known = (*params, *(p for layer in layers for p in layer.parameters(recurse=False)))
+    # PRIVACY: frozen ones too lie between the loss and the rows
+    # (test_frozen_single_precision_counts_for_a_mean_loss)
+    return None if all(p.dtype == torch.float64 for p in known) else found
+
+
+def _coarse_kernels(library: str, kernels: str) -> Coarse | None:
+    """Returns the switch by which convolutions or recurrent layers are rounded; torch < 2.9 has one for CUDA only."""
+    backend = getattr(torch.backends, library)
+    switch = getattr(backend, kernels, None)
+    for_all = f"torch.backends.{library}.allow_tf32"
+    if switch is None:
+        coarse = getattr(backend, "allow_tf32", False)
+        return Coarse(f"{for_all}=True", f"{for_all} = False") if coarse else None
+    if switch.fp32_precision in _EXACT:
+        return None
+    own = f"torch.backends.{library}.{kernels}.fp32_precision"
+    # on by default on CUDA, where nothing was asked for
+    default = (library, switch.fp32_precision, backend.fp32_precision) == (
+        "cudnn",
+        "tf32",
+        "none",
+    )
+    cure = f"{for_all} = False" if default else f"{own} = 'ieee'"
+    return Coarse(f"{own}={switch.fp32_precision!r}", cure)
+
+
+def switches() -> tuple[object, ...]:
+    """Returns everything that says how products are rounded on any device, to tell whether it was changed."""
+    try:
+        for_all = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        for_all = "mixed"
+    products = [
+        getattr(getattr(torch.backends, name), "matmul", None) for name in ("cuda", "mkldnn")
+    ]
+    return (
+        for_all,
+        _coarse_products(),
+        *(getattr(product, "fp32_precision", None) for product in products),
+        *(_coarse_kernels(library, name) for library in ("cudnn", "mkldnn") for name in _KERNELS),
+    )
+
+
+def inexact_mean(layers: Iterable[nn.Module], params: Sequence[Tensor]) -> str | None:
+    """Returns why a mean loss must be refused, None where it is divided by B in all the bits of its numbers.
+
+    Args:
+        layers: of the model, as far as they are known.
+        params: its trained parameters.
+    """
+    found = coarse_setting(layers, params)
+    if found is None:
+        return None
+    # PRIVACY: one record more moves all rows of a mean (test_a_mean_loss_in_reduced_matmul_precision_is_refused)
+    return (
+        f"a mean loss needs products in full precision, and {found.setting} rounds its 1/B to fewer"
+        " bits, in the rows of all records: use a loss that sums, dp.attach(model,"
+        " loss_reduction='sum') and criterion(..., reduction='sum') (the optimizer divides by the"
+        f" batch size), or switch it off: {found.cure}"
+    )

@@ -15,13 +15,34 @@ V has 63 bits and, where it is within 2^-20 of 0 or 1, 192 bits more; the angle 
 * support: +- 18.8 std, with no gap (64 bits alone would end at 9.4, 32 bits at 6.7).
 
 Proof: docs/proofs/noise.md. The error in arithmetic is what remains of floating point: see docs/guarantees.md.
+
+Streams of secret bits for noise and batches; earlier draws reveal nothing about later ones.
+
+`Keystream` is the default everywhere: a cryptographic generator that the operating system seeds (AES-256 in counter
+mode, by OpenSSL). It holds no state here, so that nothing can be saved, copied or pickled; a fork draws bytes of its
+own. Statistical generators (torch's Mersenne Twister, numpy's PCG) are no substitute: their outputs are linear in, or
+easily inverted to, a state of a few thousand bits, and the noise of one release reveals that of all others.
+
+| stream | bits | for |
+|---|---|---|
+| `Keystream` | fresh for every call | noise, batches |
+| `KeyedStream` | a function of 256 secret bits (SHAKE256; 256-bit security) | what is drawn twice alike: ranks, cuts |
+| `Repeatable` | of a generator of the caller's, torch's or numpy's | tests: its seed reveals all |
+
+A type for states that must stay secret: it shows no value, and a checkpoint that holds one says so.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import warnings
+from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from copy import deepcopy
+from hashlib import shake_256
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +50,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import native
-from torch_dpsco.rng import Source, Stream, stream_of
+from torch_dpsco.errors import PrivacyError, UtilityWarning
 
 _PAIRS = 2**15  # of numbers at a time, that stay in cache
 _SMALL = 2**8  # numbers for which a call of torch is dear
@@ -55,27 +76,29 @@ def normal_(out: Tensor, std: float, source: Source, mean: Tensor | None = None)
         ValueError: numbers of another kind, or that share places; std out of range.
     """
     _require(out, std)
+    if not std:
+        return out.zero_() if mean is None else out.copy_(mean.view(out.shape))
     if out.device.type != "cpu" or not out.is_contiguous():
         out.copy_(add_normal_(torch.zeros_like(out), std, source))
         return out if mean is None else out.add_(mean.view(out.shape))
-    pairs = _Pairs(out, std, source)
-    if out.numel() <= 2 * _PAIRS:
-        pairs.write(out, mean)
-        return out
+    stream = stream_of(source)
+    numbers = out.detach().view(-1)
     for start in range(0, out.numel(), 2 * _PAIRS):
         part = slice(start, start + 2 * _PAIRS)
-        pairs.write(out.detach().view(-1)[part], None if mean is None else mean[part])
+        _write(numbers[part], std, stream, None if mean is None else mean[part])
     return out
 
 
 def add_normal_(out: Tensor, std: float, source: Source) -> Tensor:
     """Adds independent numbers N(0, std^2) to a tensor, piece by piece, and returns it; arguments as in `normal_`."""
     _require(out, std)
+    if not std:
+        return out
     flat = out.detach().reshape(-1)  # a copy where the numbers do not lie side by side
     noise = torch.empty(min(len(flat), 2 * _PAIRS), dtype=out.dtype)
-    pairs = _Pairs(noise, std, source)
+    stream = stream_of(source)
     for part in flat.split(2 * _PAIRS):
-        pairs.write(noise[: len(part)])
+        _write(noise[: len(part)], std, stream)
         part.add_(noise[: len(part)].to(out.device))
     return out if out.is_contiguous() else out.copy_(flat.view(out.shape))
 
@@ -127,64 +150,50 @@ def words(shape: Sequence[int], bits: int, source: Source) -> Tensor:
     return torch.from_numpy(drawn.view(np.int64)).view(tuple(shape)).to(source.device)
 
 
-class _Pairs:
-    """Writes pairs of Gaussians into tensors of the CPU, contiguous and of one precision.
+def _write(part: Tensor, std: float, stream: Stream, mean: Tensor | None = None) -> None:
+    """Fills a vector of the CPU, of at most 2 `_PAIRS` numbers, with noise around a mean.
 
     Args:
-        like: the first of them; none has more than 2 `_PAIRS` numbers, but the first may.
-        std: their standard deviation.
-        source: of the bits.
+        part: float32 or float64, contiguous.
+        std: standard deviation.
+        stream: of the bits.
+        mean: as many numbers, float64; default zeros.
     """
-
-    def __init__(self, like: Tensor, std: float, source: Source) -> None:
-        self._stream = stream_of(source)
+    if part.dtype is torch.float32 and not _SCALES[0] < std < _SCALES[1]:
         # a scale that float32 does not hold is applied in float64, and the result rounded
-        self._converts = like.dtype is torch.float32 and not _SCALES[0] < std < _SCALES[1]
-        self._wide = self._converts or like.dtype is torch.float64
-        # PRIVACY: float32 would round a standard deviation down (test_a_standard_deviation_is_never_rounded_down)
-        self._scale = std if self._wide else std * (1.0 + 2.0**-22)
-        self._size = 8 if self._wide else 4  # bytes of an angle
-        self._memory: tuple[_Any, _Any] | None = None
+        wide = torch.empty_like(part, dtype=torch.float64)
+        _write(wide, std, stream, mean)
+        part.copy_(wide)
+        return
+    size = part.element_size()  # bytes of an angle
+    # PRIVACY: float32 would round a standard deviation down (test_a_standard_deviation_is_never_rounded_down)
+    scale = std if size == 8 else std * (1.0 + 2.0**-22)
+    count = (part.numel() + 1) // 2
+    bits = stream.read(count * (8 + size))
+    if not native.is_available():
+        _write_in_torch(part, scale, stream, bits)
+        if mean is not None:
+            part.add_(mean)
+    elif native.gaussians(bits, part, scale, _LOW, _HIGH, mean):
+        logs = _logarithms(np.frombuffer(bits, np.int64, count), stream, np.empty(count))
+        native.gaussians(bits, part, scale, _LOW, _HIGH, mean, logs)
 
-    def write(self, part: Tensor, mean: Tensor | None = None) -> None:
-        """Fills a tensor of at most 2 `_PAIRS` numbers with noise around a mean."""
-        if self._converts:
-            wide = torch.empty_like(part, dtype=torch.float64)
-            self._fill(wide, mean)
-            part.detach().copy_(wide)
-        elif part.numel():
-            self._fill(part, mean)
 
-    def _fill(self, part: Tensor, mean: Tensor | None) -> None:
-        count = (part.numel() + 1) // 2
-        bits = self._stream.read(count * (8 + self._size))
-        if not native.is_available():
-            self._fill_in_torch(part, bits, count)
-            if mean is not None:
-                part.add_(mean.view(part.shape))
-        elif native.gaussians(bits, part, self._scale, _LOW, _HIGH, mean):
-            logs = _logarithms(
-                np.frombuffer(bits, np.int64, count), self._stream, np.empty(count)
-            )
-            native.gaussians(bits, part, self._scale, _LOW, _HIGH, mean, logs)
-
-    def _fill_in_torch(self, part: Tensor, bits: bytes, count: int) -> None:
-        if self._memory is None:  # always the same: fresh memory costs as much as the arithmetic
-            self._memory = (
-                np.empty(count),
-                np.empty((2, count), np.float64 if self._wide else np.float32),
-            )
-        values, (radius, angle) = self._memory[0][:count], self._memory[1][:, :count]
-        radius[:] = _logarithms(np.frombuffer(bits, np.int64, count), self._stream, values)
-        radius *= -2.0
-        np.sqrt(radius, out=radius)
-        radius *= self._scale
-        angle[:] = np.frombuffer(bits, np.int64 if self._wide else np.int32, count, 8 * count)
-        angle *= math.pi * 2.0 ** (1 - 8 * self._size)
-        numbers = part.detach().numpy().reshape(-1)
-        for name, half in (("cos", numbers[:count]), ("sin", numbers[count:])):
-            _turned(name, angle[: len(half)], half)
-            half *= radius[: len(half)]
+def _write_in_torch(part: Tensor, scale: float, stream: Stream, bits: bytes) -> None:
+    count = (part.numel() + 1) // 2
+    size = part.element_size()
+    radius: _Any = np.empty(count, np.float64 if size == 8 else np.float32)
+    radius[:] = _logarithms(np.frombuffer(bits, np.int64, count), stream, np.empty(count))
+    radius *= -2.0
+    np.sqrt(radius, out=radius)
+    radius *= scale
+    angle: _Any = np.empty_like(radius)
+    angle[:] = np.frombuffer(bits, np.int64 if size == 8 else np.int32, count, 8 * count)
+    angle *= math.pi * 2.0 ** (1 - 8 * size)
+    numbers = part.numpy()
+    for name, half in (("cos", numbers[:count]), ("sin", numbers[count:])):
+        _turned(name, angle[: len(half)], half)
+        half *= radius[: len(half)]
 
 
 def _turned(name: str, angle: _Any, out: _Any) -> None:
@@ -221,3 +230,217 @@ def _refined(word: int, more: int) -> float:
     if 2 * k < whole // 2:
         return math.log((2 * k + 1) / whole)  # integers, so that the quotient is rounded once
     return math.log1p(-(whole - 2 * k - 1) / whole)
+
+
+try:  # ten times as fast as the system calls
+    from ssl import RAND_bytes as _random_bytes
+except ImportError:  # a Python without OpenSSL
+    _random_bytes = os.urandom
+
+
+def random_bytes(size: int) -> bytes:
+    """Returns that many bytes of a cryptographic generator that the operating system seeds; forks draw their own."""
+    return _random_bytes(size)
+
+
+class Stream(ABC):
+    """A source of random bits. SECRET: anybody who knows them can subtract the noise, or knows who was in a batch."""
+
+    device = torch.device("cpu")  # where tensors of what is drawn belong
+
+    @abstractmethod
+    def read(self, size: int) -> bytes:
+        """Returns the next `size` bytes, uniform and independent of all others."""
+
+    def words(self, count: int) -> npt.NDArray[np.int64]:
+        """Returns `count` uniform words of 64 bits, signed; read-only."""
+        return np.frombuffer(self.read(8 * count), dtype=np.int64)
+
+    def integer(self, bits: int) -> int:
+        """Returns a uniform integer of that many bits, >= 0."""
+        size = (bits + 7) // 8
+        return int.from_bytes(self.read(size), "little") >> (8 * size - bits)
+
+    def integers(self, limit: int, count: int) -> npt.NDArray[np.int64]:
+        """Returns integers that are exactly uniform in 0..limit - 1, limit <= 2^63."""
+        most = 2**64 // limit * limit - 1
+        words = self.words(count).view(np.uint64)
+        kept = [words[words <= most]]
+        while (missing := count - sum(map(len, kept))) > 0:
+            # PRIVACY: drawn again, not folded (test_integers_are_exactly_uniform)
+            words = self.words(missing).view(np.uint64)
+            kept.append(words[words <= most])
+        return (np.concatenate(kept) % np.uint64(limit)).astype(np.int64)
+
+    def permutation(self, size: int) -> npt.NDArray[np.int64]:
+        """Returns 0..size - 1 in an order that is exactly uniform: by keys of 64 bits, all drawn again if two agree."""
+        while True:
+            keys = self.words(size)
+            order = np.argsort(keys)
+            ranked = keys[order]
+            # PRIVACY: equal keys would be put in order of their places (test_permutations_are_exactly_uniform)
+            if not (ranked[1:] == ranked[:-1]).any():
+                return order
+
+    def subset(self, size: int, count: int) -> npt.NDArray[np.int64]:
+        """Returns `count` of 0..size - 1, sorted: a subset that is exactly uniform."""
+        if 8 * count >= size:
+            return np.sort(self.permutation(size)[:count])
+        drawn = np.empty(0, dtype=np.int64)
+        while True:
+            # the first `count` different ones of independent draws
+            drawn = np.concatenate([drawn, self.integers(size, count + count // 8 + 8)])
+            found, places = np.unique(drawn, return_index=True)
+            if len(found) >= count:
+                return np.sort(drawn[np.sort(places)[:count]])
+
+
+class Keystream(Stream):
+    """Fresh bytes of the operating system's generator. No state: copies and forks draw bytes of their own.
+
+    Args:
+        device: where the tensors that are filled belong; bits are drawn on the host.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+
+    def read(self, size: int) -> bytes:
+        """Returns fresh bytes."""
+        return random_bytes(size)
+
+
+class KeyedStream(Stream):
+    """Bytes that every holder of the key draws alike: SHAKE256 of key, label and the number of the call.
+
+    Args:
+        key: 32 secret bytes.
+        label: public; streams of different labels are distinct and independent.
+    """
+
+    def __init__(self, key: bytes, label: str) -> None:
+        if len(key) != 32:
+            raise ValueError(f"key must have 32 bytes (got {len(key)})")
+        self._start = shake_256(key + label.encode())
+        self._calls = 0
+
+    def read(self, size: int) -> bytes:
+        """Returns the next bytes."""
+        block = self._start.copy()
+        # PRIVACY: a fixed length, so that no call of one label is that of another
+        # (test_no_call_of_a_keyed_stream_repeats_another)
+        block.update(b"\0" + self._calls.to_bytes(8, "little"))
+        self._calls += 1
+        return block.digest(size)
+
+    def __reduce__(self) -> NoReturn:
+        # PRIVACY: a copy would draw the same bits (test_a_keyed_stream_is_not_copied)
+        raise PrivacyError(
+            "a keyed stream must not be copied or saved: its key is as confidential as the data"
+        )
+
+
+class Repeatable(Stream):
+    """Bytes of the caller's own generator: not secret, for tests only.
+
+    Args:
+        generator: its seed, or enough of what it drew, reveals all of it.
+    """
+
+    def __init__(self, generator: torch.Generator | np.random.Generator) -> None:
+        self._generator: Any = generator
+        if isinstance(generator, torch.Generator):
+            self.device = generator.device
+
+    def read(self, size: int) -> bytes:
+        """Returns the next bytes."""
+        if isinstance(self._generator, np.random.Generator):
+            return self._generator.bytes(size)
+        words = torch.empty(-(-size // 8), dtype=torch.int64, device=self.device)
+        words.random_(-(2**63), None, generator=self._generator)  # all 64 bits
+        return words.cpu().numpy().tobytes()[:size]
+
+
+Source = Stream | torch.Generator  # a generator as it is stands for `Repeatable`
+
+
+def stream_of(source: Source) -> Stream:
+    """Returns the stream of a source."""
+    return source if isinstance(source, Stream) else Repeatable(source)
+
+
+def noise_generator(
+    device: torch.device | str = "cpu", generator: torch.Generator | None = None
+) -> Stream:
+    """Returns the stream of noise for tensors on a device.
+
+    Args:
+        device: of the tensors; on every device the bits come from the host.
+        generator: a generator of the caller's; it makes runs repeatable and warns.
+
+    Raises:
+        ValueError: the caller's generator is on another device.
+    """
+    device = torch.device(device)
+    if generator is None:
+        return Keystream(device)
+    if generator.device.type != device.type:
+        raise ValueError(
+            f"generator must be on {device.type}, where the parameters are (got {generator.device})"
+        )
+    warnings.warn(
+        "generator= makes the noise repeatable: anybody who knows its seed can subtract the noise;"
+        " for tests only",
+        UtilityWarning,
+        stacklevel=3,
+    )
+    return Repeatable(generator)
+
+
+def sampling_generator(seed: int | None = None) -> Stream:
+    """Returns the stream for drawing batches: the operating system's, unless a seed is given."""
+    if seed is None:
+        return Keystream()
+    warnings.warn(
+        "seed= makes the batches repeatable: amplification by sampling holds only while they are"
+        " secret; tests only",
+        UtilityWarning,
+        stacklevel=3,
+    )
+    return Repeatable(np.random.Generator(np.random.PCG64DXSM(seed)))
+
+
+def sampling_key() -> bytes:
+    """Returns 256 fresh bits, from which processes derive the streams of their batches."""
+    return random_bytes(32)
+
+
+def rank_generator(key: bytes, rank: int) -> KeyedStream:
+    """Returns the stream for the batches of one of several processes that share a key.
+
+    Args:
+        key: 32 bytes of `sampling_key`, used for one sampler only.
+        rank: of the process, >= 0; different ranks have distinct and independent streams.
+    """
+    return KeyedStream(key, f"rank {rank}")
+
+
+class SecretState(dict[str, Any]):
+    """A state dict with what must stay secret: iterates without noise, noise of a threshold, or who is in which batch.
+
+    It shows no value; torch.save stores it as a plain mapping, which torch.load reads with weights_only=True.
+    """
+
+    def __repr__(self) -> str:
+        return f"SecretState(CONFIDENTIAL, {sorted(self)})"
+
+    def __copy__(self) -> SecretState:
+        return SecretState(self)
+
+    copy = __copy__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SecretState:
+        return SecretState({key: deepcopy(value, memo) for key, value in self.items()})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (), None, None, iter(self.items())

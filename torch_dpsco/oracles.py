@@ -15,8 +15,15 @@ from torch_dpsco.algorithms.oracles import (
 )
 from torch_dpsco.algorithms.user_numbers import UserFilter
 from torch_dpsco.algorithms.user_oracles import UserClipped, UserFiltered
-from torch_dpsco.step.clipped import Clipped, ClippedMean
-from torch_dpsco.step.oracle import Charge, MeanOracle, Release, clip_weights, joint_norm
+from torch_dpsco.step.oracle import (
+    Charge,
+    Clipped,
+    ClippedMean,
+    MeanOracle,
+    Release,
+    clip_weights,
+    joint_norm,
+)
 from torch_dpsco.step.phased import Phased
 
 __all__ = [

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco import compat
 from torch_dpsco._doors import type_members
+from torch_dpsco.problem import Phase, Schedule
 from torch_dpsco.prox import Ball, Identity, Prox, project_on_two_balls_
-from torch_dpsco.schedule import Phase, Schedule
 
 Groups: TypeAlias = list[dict[str, Any]]
 State: TypeAlias = defaultdict[Tensor, Any]
@@ -106,11 +106,6 @@ def trained(group: dict[str, Any]) -> list[Tensor]:
     return [p for p in group["params"] if p.requires_grad]
 
 
-def means(params: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the private means, which `p.grad` holds."""
-    return [p.grad for p in params if p.grad is not None]
-
-
 def absorb(params: Sequence[Tensor], state: State, k: int, average: str) -> None:
     """Adds the iterates w_{k+1}, before their update, to the running averages (float64).
 
@@ -153,7 +148,9 @@ class SGD(UpdateRule):
             absorb(params, state, k, self.average)
             if params:
                 compat.foreach_add_(
-                    params, means(params), alpha=-self.step_size(float(group["lr"]), k, phase)
+                    params,
+                    [p.grad for p in params],
+                    alpha=-self.step_size(float(group["lr"]), k, phase),
                 )
 
     def settings(self) -> dict[str, Any]:
@@ -182,18 +179,20 @@ class Momentum(UpdateRule):
 
     def step_size(self, lr: float, k: int, phase: Phase) -> float:
         """Returns lr / (1 - momentum), the step size of the inner iterates."""
-        return super().step_size(lr, k, phase) / (1.0 - self.momentum)
+        return (lr if phase.lr is None else phase.lr) / (1.0 - self.momentum)
 
     def update(self, groups: Groups, state: State, k: int, phase: Phase) -> None:
         """Moves the inner iterates; the parameters stay until `settle`."""
         for group in groups:
             params = trained(group)
             absorb(params, state, k, self.average)
-            inner = [_inner(state, p, k) for p in params]
+            for p in params:
+                if k == 0 or "inner" not in state[p]:  # it may have been unfrozen since
+                    state[p]["inner"] = p.detach().clone()
             if params:
-                compat.foreach_add_(
-                    inner, means(params), alpha=-self.step_size(float(group["lr"]), k, phase)
-                )
+                step = self.step_size(float(group["lr"]), k, phase)
+                inner = [state[p]["inner"] for p in params]
+                compat.foreach_add_(inner, [p.grad for p in params], alpha=-step)
 
     def constrain(
         self,
@@ -215,14 +214,6 @@ class Momentum(UpdateRule):
     def settings(self) -> dict[str, Any]:
         """Returns name, average and momentum."""
         return {"rule": "Momentum", "average": self.average, "momentum": self.momentum}
-
-
-def _inner(state: State, p: Tensor, k: int) -> Tensor:
-    """Returns the inner iterate of a parameter, which starts where that is (it may have been unfrozen since)."""
-    kept: dict[str, Tensor] = state[p]
-    if k == 0 or "inner" not in kept:
-        kept["inner"] = p.detach().clone()
-    return kept["inner"]
 
 
 class TorchRule(UpdateRule):
@@ -380,7 +371,9 @@ class Accelerated(UpdateRule):
             if params:
                 step = self.step_size(float(group["lr"]), k, phase)
                 compat.foreach_add_(
-                    [_kept(state, p)["inner"] for p in params], means(params), alpha=-step
+                    [_kept(state, p)["inner"] for p in params],
+                    [p.grad for p in params],
+                    alpha=-step,
                 )
 
     def constrain(
@@ -456,7 +449,9 @@ class Anchored(UpdateRule):
             compat.foreach_lerp_(
                 params, [state[p]["anchor"] for p in params], self._factor(lr, k, phase)
             )
-            compat.foreach_add_(params, means(params), alpha=-self.step_size(lr, k, phase))
+            compat.foreach_add_(
+                params, [p.grad for p in params], alpha=-self.step_size(lr, k, phase)
+            )
 
     def constrain(
         self,

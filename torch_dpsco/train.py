@@ -1,10 +1,15 @@
-"""A ready-made training loop: `fit` draws private batches, shows progress, and installs the answer."""
+"""A ready-made training loop: `fit` draws private batches, shows progress, and installs the answer.
+
+Checkpoints of `fit`: written whole or not at all, and continued by the next call with the same path.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import pickle
 import time
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -19,20 +24,27 @@ import torch_dpsco
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.calibrate import rounded_up
+from torch_dpsco.accounting.ledger_file import sync_folder
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
-from torch_dpsco.checkpoint import Unsaved, open_checkpoint
 from torch_dpsco.compat import own_step
-from torch_dpsco.distributed import is_first
-from torch_dpsco.errors import BudgetExceeded, InfeasibleError, PrivacyError, SequenceError, warn
+from torch_dpsco.distributed import is_first, world_size
+from torch_dpsco.errors import (
+    BudgetExceeded,
+    InfeasibleError,
+    PrivacyError,
+    SequenceError,
+    UtilityWarning,
+    warn,
+)
 from torch_dpsco.estimators.solved import SolvedOptimizer
-from torch_dpsco.losses.base import as_module
-from torch_dpsco.losses.per_record import PerRecord
+from torch_dpsco.losses.base import PerRecord, as_module
 from torch_dpsco.make_private import attach_sound, loss_of, note_probed, require_sound
 from torch_dpsco.rows.attach import attach, detach, first_step_of, is_attached
 from torch_dpsco.rows.closed_form import closed_form
-from torch_dpsco.rows.layers.table import ENGINES, Engine
+from torch_dpsco.rows.layers.kinds import ENGINES, Engine
 from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.sampling.loader import to_device
+from torch_dpsco.step import checks
 from torch_dpsco.step.checks import require_same_parameters
 from torch_dpsco.step.step import PrivateOptimizer
 
@@ -55,7 +67,6 @@ def fit(
     ids: Any = None,
     shard: int | None = None,
     steps: int | None = None,
-    delta: float | None = None,
     loss_reduction: str | None = None,
     physical_batch_size: int | None = None,
     num_workers: int = 0,
@@ -85,7 +96,6 @@ def fit(
         ids: see `PrivateOptimizer.loader`: a unique id of each record.
         shard: see `PrivateOptimizer.loader`: where each of several processes has records of its own.
         steps: number of steps; default all that are left of the plan.
-        delta: at which epsilon is shown; default that of the budget. Without either no epsilon is shown.
         loss_reduction: "mean" or "sum": how loss_fn reduces; default that of `per_record`, as the model was attached,
             or "mean".
         physical_batch_size: see `PrivateOptimizer.loader`.
@@ -122,8 +132,6 @@ def fit(
     """
     check.made(loss_fn=loss_fn)
     loss_fn = as_module(loss_fn)
-    if delta is not None:
-        check.open_interval(0.0, 1.0, delta=delta)
     tell: Callable[[Any], None] = log or (lambda optimizer: None)
     if isinstance(optimizer, RowFreeOptimizer):
         # PRIVACY: of ids the kind alone, they may be names (test_no_refusal_quotes_an_id)
@@ -188,7 +196,7 @@ def fit(
         tqdm(total=left, disable=not progress, unit="step", mininterval=0, miniters=1) as bar,
         torch.set_grad_enabled(closed is None),
     ):
-        shown = _Progress(bar, optimizer, _delta_of(optimizer, delta))
+        shown = _Progress(bar, optimizer)
         _make_steps(optimizer, due, saved, tell, shown, goal)
     saved.save()
     tell(optimizer)
@@ -203,12 +211,6 @@ def _require_left_out(optimizer: RowFreeOptimizer, **fixed: Any) -> None:
                 f"{name} must not be given (got {check.shown(value)}): the plan of"
                 f" {type(optimizer).__name__} fixes it"
             )
-
-
-def _delta_of(optimizer: PrivateOptimizer, delta: float | None) -> float | None:
-    """Returns the delta of the bar: as given, or the budget's."""
-    budget = optimizer.accountant.budget
-    return budget.quoted_delta if delta is None and budget is not None else delta
 
 
 def _closed_form(
@@ -431,10 +433,9 @@ def _made(optimizer: PrivateOptimizer, make_step: Callable[[], Any]) -> bool:
 class _Progress:
     """Shows steps made, epsilon and steps left, twice a second, or as often as takes 2 % of the time."""
 
-    def __init__(self, bar: Any, optimizer: PrivateOptimizer, delta: float | None) -> None:
+    def __init__(self, bar: Any, optimizer: PrivateOptimizer) -> None:
         self._bar = bar
         self._optimizer = optimizer
-        self._delta = delta
         self._next_at = -math.inf
 
     def show(self, left: int) -> None:
@@ -443,10 +444,154 @@ class _Progress:
         if self._bar.disable or (left and now < self._next_at):
             return
         figures: dict[str, Any] = {}
-        if self._delta is not None:
+        accountant = self._optimizer.accountant
+        if accountant.budget is not None:
             # PRIVACY: shown figures are quoted (test_the_bar_never_shows_less_epsilon_than_was_spent)
-            figures["epsilon"] = rounded_up(self._optimizer.accountant.get_epsilon(self._delta))
+            epsilon = accountant.get_epsilon(accountant.budget.quoted_delta)
+            figures["epsilon"] = rounded_up(epsilon)
         self._bar.set_postfix(figures | {"left": left}, refresh=False)
         self._bar.update(self._bar.total - left - self._bar.n)
         done = time.monotonic()
         self._next_at = done + max(_SHOW_EVERY, (done - now) / _SHARE)
+
+
+class Unsaved:
+    """A run without checkpoints."""
+
+    def is_over(self, dataset: Dataset[Any]) -> bool:
+        """Returns whether the run that was taken up has no steps to make, after installing its answer."""
+        return False
+
+    def step_made(self) -> None:
+        """Saves if it is time to."""
+
+    def save(self) -> None:
+        """Saves the current state."""
+
+
+class Checkpoint(Unsaved):
+    """The checkpoint file of one run.
+
+    CONFIDENTIAL: it may hold secret iterates, who was in which batch, and noise that is still to be used. It is written
+    with rights for its owner only.
+
+    Args:
+        path: of the file; a file of this run is taken up at once, which may lose steps (see `PrivateOptimizer.resume`).
+        every: steps between two checkpoints.
+        model: with the optimizer's parameters.
+        optimizer: whose accountant has a ledger file.
+
+    Raises:
+        PrivacyError: no ledger file, another one than that of the run, or a checkpoint of another run.
+        ValueError: a checkpoint of another plan, or no checkpoint.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        every: int,
+        model: nn.Module,
+        optimizer: PrivateOptimizer,
+    ) -> None:
+        self.path = os.fspath(path)
+        self.every = check.positive_count(every=every)
+        self._model = model
+        self._optimizer = optimizer
+        if world_size() > 1:
+            raise SequenceError(
+                f"checkpoint must be None in a run of several processes (got {world_size()})"
+            )
+        if optimizer.accountant.ledger_path is None:
+            # PRIVACY: a checkpoint alone does not know what was released after it
+            # (test_a_checkpoint_needs_a_ledger_file)
+            raise PrivacyError(
+                "accountant must have a ledger file for a run with checkpoints, which knows what"
+                " was released after the last one: accountant=dp.Accountant(budget,"
+                " ledger_path=...)"
+            )
+        self._finished = False  # whether the file is of a run that was over
+        if os.path.exists(self.path):
+            self._take_up()
+
+    def _take_up(self) -> None:
+        try:
+            state = torch.load(self.path, weights_only=True)
+            model = state["model"]
+            optimizer = state["optimizer"]
+            run = state["optimizer"]["dpsco"]["run"]
+        except (RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as error:
+            raise ValueError(
+                f"checkpoint must be a file that fit has written (got {self.path!r},"
+                f" {type(error).__name__}): name another file"
+            ) from error
+        self._finished = bool(state["optimizer"]["dpsco"]["finalized"])
+        if not self._optimizer.steps and not self._optimizer.finalized:
+            self._model.load_state_dict(model)
+            self._optimizer.resume(optimizer)
+        elif run != self._optimizer.run:
+            raise PrivacyError(
+                f"checkpoint must be a file of this run (got {self.path!r}, of another one): name"
+                " another file"
+            )
+
+    def is_over(self, dataset: Dataset[Any]) -> bool:
+        """Returns whether the run that was taken up has no steps to make, after installing its answer.
+
+        Warns if that was installed before: nothing is left of the records by which a finished run could know them.
+
+        Raises:
+            UnitError: the data set is another one, as its public number of records shows.
+        """
+        optimizer = self._optimizer
+        planned = optimizer.schedule.steps
+        if not optimizer.finalized and (planned is None or optimizer.steps < planned):
+            return False
+        if optimizer.accountant.unit == "example":
+            checks.require_universe(
+                optimizer.design, optimizer.adjacency, checks.number_of_records(dataset)
+            )
+        if self._finished:
+            warnings.warn(
+                f"nothing was trained: checkpoint={self.path!r} is of a finished run, whose model"
+                " is returned, whatever dataset holds; to train another one, name another file",
+                UtilityWarning,
+                stacklevel=4,
+            )
+        else:
+            optimizer.finalize()
+            self.save()
+        return True
+
+    def step_made(self) -> None:
+        """Saves if it is time to."""
+        if self._optimizer.steps % self.every == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Replaces the file by the current state, which is on the disk before it gets the name."""
+        state: dict[str, Any] = {
+            "model": self._model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+        }
+        draft = f"{self.path}.draft"
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, self.path)
+        sync_folder(self.path)
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str] | None,
+    every: int,
+    model: nn.Module,
+    optimizer: PrivateOptimizer,
+) -> Unsaved:
+    """Returns the checkpoint of a run, taken up if it is there; `Unsaved` without a path."""
+    every = check.positive_count(every=every)
+    if path is None:
+        return Unsaved()
+    require_same_parameters(model, optimizer)
+    return Checkpoint(path, every, model, optimizer)

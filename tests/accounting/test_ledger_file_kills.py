@@ -18,7 +18,7 @@ from torch_dpsco.accounting import ledger_file
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.errors import UtilityWarning
 from torch_dpsco.rules import SGD
-from torch_dpsco.step.clipped import Clipped
+from torch_dpsco.step.oracle import Clipped
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This process .* is multi-threaded:DeprecationWarning"

@@ -44,14 +44,13 @@ from torch_dpsco.errors import (
     SequenceError,
     UnknownSamplerError,
 )
+from torch_dpsco.noise import SecretState
+from torch_dpsco.problem import Phase, Schedule
 from torch_dpsco.sampling import AssignedSampler, FullSampler, PrivateLoader
-from torch_dpsco.schedule import Phase, Schedule
-from torch_dpsco.secret import SecretState
 from torch_dpsco.step import optimizer as saved
-from torch_dpsco.step import payments as charges
+from torch_dpsco.step import run as charges
 from torch_dpsco.step.batch import LogicalBatch
-from torch_dpsco.step.clipped import Clipped
-from torch_dpsco.step.oracle import MeanOracle
+from torch_dpsco.step.oracle import Clipped, MeanOracle
 from torch_dpsco.step.phased import Phased
 
 N, T, Z = 24, 4, 2.0
@@ -306,7 +305,7 @@ def test_a_pass_whose_steps_are_not_alike_is_refused() -> None:
             )  # type: ignore[misc]
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr("torch_dpsco.step.payments.is_pass", lambda *args: True)
+        patch.setattr("torch_dpsco.step.run.is_pass", lambda *args: True)
 
     assert_caught(check, mutate)
 

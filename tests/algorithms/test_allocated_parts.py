@@ -34,16 +34,14 @@ from torch_dpsco.accounting.events import (
 )
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, PrivacyError, UnknownSamplerError
-from torch_dpsco.rng import KeyedStream
+from torch_dpsco.noise import KeyedStream, SecretState
+from torch_dpsco.problem import Phase, Schedule
 from torch_dpsco.sampling import FullSampler, PrivateLoader, one_pass
 from torch_dpsco.sampling.one_pass import AssignedPartsSampler
-from torch_dpsco.schedule import Phase, Schedule
-from torch_dpsco.secret import SecretState
 from torch_dpsco.step import optimizer as saved
-from torch_dpsco.step import payments as charges
+from torch_dpsco.step import run as charges
 from torch_dpsco.step.batch import LogicalBatch
-from torch_dpsco.step.clipped import Clipped
-from torch_dpsco.step.oracle import MeanOracle
+from torch_dpsco.step.oracle import Clipped, MeanOracle
 from torch_dpsco.step.phased import Phased
 from torch_dpsco.step.run import sizes_are_private
 
@@ -324,7 +322,7 @@ def test_parts_whose_passes_are_not_fixed_before_are_refused() -> None:
             refused(lambda pair=pair: built(oracles=pair), "amplification=False", AdjacencyError)  # type: ignore[misc]
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr("torch_dpsco.step.payments.is_pass", lambda *args: True)
+        patch.setattr("torch_dpsco.step.run.is_pass", lambda *args: True)
         patch.setattr(dp.Accountant, "require_adaptive", nothing)
 
     assert_caught(check, mutate)
@@ -395,7 +393,7 @@ def test_a_copy_of_one_batch_of_a_pass_is_refused() -> None:
         )
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr("torch_dpsco.step.payments.pass_of", nothing)
+        patch.setattr("torch_dpsco.step.run.pass_of", nothing)
         patch.setattr(charges, "require_planned", nothing)
 
     assert_caught(check, mutate)

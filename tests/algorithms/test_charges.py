@@ -24,12 +24,11 @@ from tests.test_mutations import assert_caught, nothing
 from torch_dpsco.accounting.designs import Design, Draw, positional_event
 from torch_dpsco.accounting.events import REPLACE_ONE, Sequential
 from torch_dpsco.errors import SequenceError, UtilityWarning
-from torch_dpsco.schedule import Phase, Schedule
-from torch_dpsco.secret import SecretState
+from torch_dpsco.noise import SecretState
+from torch_dpsco.problem import Phase, Schedule
 from torch_dpsco.step import optimizer as saved
-from torch_dpsco.step import payments as charges
-from torch_dpsco.step.clipped import Clipped
-from torch_dpsco.step.oracle import Charge, Release
+from torch_dpsco.step import run as charges
+from torch_dpsco.step.oracle import Charge, Clipped, Release
 
 N, STEPS = 24, 6
 

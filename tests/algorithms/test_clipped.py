@@ -20,9 +20,7 @@ from tests.streams import gaussians, seeded
 from torch_dpsco.accounting.events import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows import Block, DenseBlock, FactoredBlock, GradBatch, plan_summation
-from torch_dpsco.rows.blocks import DenseBlocks
-from torch_dpsco.step.clipped import Clipped
-from torch_dpsco.step.oracle import clip_weights, joint_norm
+from torch_dpsco.step.oracle import Clipped, clip_weights, joint_norm
 
 UNITS = {ADD_REMOVE: 1, ZERO_OUT: 1, REPLACE_ONE: 2}
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -370,9 +368,7 @@ def test_large_sums_become_releases_with_fresh_noise_in_every_coordinate(in_torc
     for _ in range(2):
         oracle.open([torch.zeros(shape) for shape in shapes])
         oracle.observe(
-            GradBatch(
-                [DenseBlocks([DenseBlock(torch.full((2, *shape), row)) for shape in shapes])]
-            )
+            GradBatch([DenseBlock(*(torch.full((2, *shape), row) for shape in shapes))])
         )
         assert (
             oracle._means[0].dtype == torch.float32
@@ -396,9 +392,7 @@ def test_large_sums_become_releases_with_fresh_noise_in_every_coordinate(in_torc
         oracle.open([torch.zeros(shape) for shape in shapes])
         if means:
             oracle.observe(
-                GradBatch(
-                    [DenseBlocks([DenseBlock(torch.full((2, *shape), row)) for shape in shapes])]
-                )
+                GradBatch([DenseBlock(*(torch.full((2, *shape), row) for shape in shapes))])
             )
         large, _ = oracle.release(generator).mean
         assert torch.all(large == summed) if means else large.std() > 0.4

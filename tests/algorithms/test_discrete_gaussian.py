@@ -199,7 +199,7 @@ def test_bytes_that_are_all_equal_do_not_stop_the_sampler_for_good():
 
 
 def test_draws_come_from_the_library_source_of_entropy(monkeypatch):
-    import torch_dpsco.rng as rng
+    import torch_dpsco.noise as rng
 
     asked = []
     real = rng._random_bytes

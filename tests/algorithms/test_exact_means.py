@@ -21,9 +21,9 @@ from torch_dpsco.accounting.designs import Fixed, Full, Poisson
 from torch_dpsco.algorithms.clips import AdaptiveClipped, PilotClipped, QuantilePilot
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.losses import Squared
-from torch_dpsco.rng import Keystream
+from torch_dpsco.noise import Keystream
 from torch_dpsco.rows import DenseBlock, GradBatch
-from torch_dpsco.step import clipped as clipped_module
+from torch_dpsco.step import oracle as clipped_module
 from torch_dpsco.step.exact_noise import on_grid
 
 IDEAL = "floating-point attacks on the noise are out of scope"

@@ -24,7 +24,7 @@ from torch_dpsco.accounting.events import (
     event_to_json,
 )
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.rng import Keystream, Stream
+from torch_dpsco.noise import Keystream, Stream
 from torch_dpsco.step.exact_noise import exact_release, on_grid, release_on_grid
 
 IDEAL = "ideal Gaussian noise (floating-point attacks on the noise are out of scope)"

@@ -23,7 +23,7 @@ from torch_dpsco.algorithms.mechanisms import (
     quantile_law,
     score_law,
 )
-from torch_dpsco.rng import Repeatable
+from torch_dpsco.noise import Repeatable
 
 GRID = geometric_grid(1e-4, 1e4)
 ODD = [math.nan, math.inf, -math.inf, 0.0, 5e-324, 1e308, 1.0]

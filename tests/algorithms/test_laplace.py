@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
-from torch_dpsco.rng import noise_generator
+from torch_dpsco.noise import noise_generator
 from torch_dpsco.step import exact_noise as laplace
 from torch_dpsco.step.exact_noise import draw_laplace
 

@@ -49,7 +49,7 @@ from torch_dpsco.estimators.solvers import (
     solver_tolerance,
     sum_terms,
 )
-from torch_dpsco.losses.classification import logistic_gradient_diameter
+from torch_dpsco.losses.table import logistic_gradient_diameter
 
 scales = st.floats(-5.0, 5.0).map(lambda x: 10**x)
 counts = st.integers(1, 10**7)

@@ -10,8 +10,6 @@ import torch
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.errors import UnknownSamplerError
-from torch_dpsco.sampling import Streamed
 from torch_dpsco.step.chooser import Given, choose_design, noise_for
 
 N, DELTA = 10_000, 1e-6
@@ -170,11 +168,3 @@ def test_a_default_plan_runs(epochs: int, adjacency: str) -> None:
     )
     assert optimizer.steps == 3 * epochs
     assert optimizer.report().epsilon == plan.epsilon() <= 1.0
-
-
-def test_a_stream_that_no_poisson_batch_can_be_drawn_of_says_what_can() -> None:
-    stream = Streamed([(torch.ones(3), torch.ones(1))] * 60, id_of=id)
-    model = dp.attach(torch.nn.Linear(3, 1))
-    plan = heavy(n=60, noise_multiplier=20.0, batch_size=20, epochs=2)
-    with pytest.raises(UnknownSamplerError, match="sampling='allocated'"):
-        dp.ClippedSGD(model.parameters(), plan).loader(stream)

@@ -15,7 +15,7 @@ from tests.problems import Folded, TwoHeads, column, gradients, make_optimizer, 
 from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch
-from torch_dpsco.step.clipped import Clipped
+from torch_dpsco.step.oracle import Clipped
 
 
 def scores() -> nn.Linear:

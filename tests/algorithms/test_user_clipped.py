@@ -28,7 +28,7 @@ from torch_dpsco.errors import (
     SequenceError,
     UnitError,
 )
-from torch_dpsco.step.clipped import Clipped
+from torch_dpsco.step.oracle import Clipped
 from torch_dpsco.step.plan import Plan
 
 # Seeds warn in every test here.

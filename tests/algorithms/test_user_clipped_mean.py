@@ -19,7 +19,7 @@ from torch_dpsco.algorithms.user_oracles import UserClipped
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.losses import Squared
 from torch_dpsco.rows import DenseBlock, GradBatch
-from torch_dpsco.step.clipped import Clipped
+from torch_dpsco.step.oracle import Clipped
 
 CLIP = 0.5
 BAD = [math.nan, math.inf, -math.inf, 3e38, 1e300, 5e-324]

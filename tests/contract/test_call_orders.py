@@ -6,7 +6,6 @@ Mutations show that it can fail: the library is broken in one place, and the mac
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable
 
 import pytest
@@ -23,17 +22,16 @@ from tests.problems import make_optimizer
 from torch_dpsco.accounting.events import clipped_gaussian
 from torch_dpsco.accounting.ledger_file import Journal
 from torch_dpsco.errors import PrivacyError, SequenceError
+from torch_dpsco.rows import forwards
+from torch_dpsco.rows.forwards import Attachment
 from torch_dpsco.sampling import DrawLog
-from torch_dpsco.step import clipped
+from torch_dpsco.step import oracle as clipped
 from torch_dpsco.step.batch import LogicalBatch
-from torch_dpsco.step.clipped import Clipped
+from torch_dpsco.step.oracle import Clipped
 
 # Momentum, Adam and another lr warn about utility.
 pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 Patch = pytest.MonkeyPatch
-Attachment = importlib.import_module(
-    "torch_dpsco.rows.attach"
-)._Attachment  # the package's `attach` is the function
 SETTINGS = settings(
     stateful_step_count=25, suppress_health_check=list(HealthCheck), database=None
 )
@@ -132,7 +130,10 @@ def joins_two_draws(patch: Patch) -> None:
 
 
 def counts_no_rows(patch: Patch) -> None:
-    patch.setattr(LogicalBatch, "admit", lambda self, *_: None)
+    def admit(self: LogicalBatch, rows: int, *_: object) -> torch.Tensor | None:
+        return self._log.taken.records(0, rows) if self.declared else None
+
+    patch.setattr(LogicalBatch, "admit", admit)
 
 
 def clips_nothing(patch: Patch) -> None:
@@ -144,7 +145,9 @@ def clips_nothing(patch: Patch) -> None:
 
 def keeps_raw_gradients(patch: Patch) -> None:
     patch.setattr(
-        Attachment, "_drop_dense", lambda self, p: p.dpsco_passes.append(self.passes.number)
+        forwards._Drop,
+        "__call__",
+        lambda self, p: p.dpsco_passes.append(self._held().passes.number),
     )
 
 

@@ -16,7 +16,7 @@ from tests.contract.registry import ROWS, having
 from tests.contract.runs import DIM, STEPS, Row, Run, Settings, same, zeros
 from tests.streams import seeded
 from torch_dpsco.errors import PrivacyError, SequenceError
-from torch_dpsco.secret import SecretState
+from torch_dpsco.noise import SecretState
 
 # Seeds, momentum and Adam warn about utility in every test here.
 pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")

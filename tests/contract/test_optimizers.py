@@ -25,7 +25,7 @@ from torch_dpsco.errors import (
     UnknownSamplerError,
 )
 from torch_dpsco.step.oracle import MeanOracle
-from torch_dpsco.step.payments import planned_event
+from torch_dpsco.step.run import planned_event
 
 # Seeds, momentum and Adam warn about utility in every test here.
 pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")

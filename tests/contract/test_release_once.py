@@ -25,8 +25,8 @@ from torch_dpsco.errors import (
     SequenceError,
     UnitError,
 )
-from torch_dpsco.secret import SecretState
-from torch_dpsco.step.common import CommonOptimizer
+from torch_dpsco.noise import SecretState
+from torch_dpsco.step.run import CommonOptimizer
 
 # Twelve records are few, and seeds warn as well.
 pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")

@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.algorithms import user_runs as runs
-from torch_dpsco import checkpoint
+from torch_dpsco import train as checkpoint
 from torch_dpsco.errors import BudgetExceeded
 from torch_dpsco.step.step import PrivateOptimizer
 

@@ -26,7 +26,7 @@ from tests.doctor.scripts import (
 from tests.doctor.scripts import with_opacus as opacus
 from torch_dpsco.errors import UtilityWarning
 from torch_dpsco.rules import SGD
-from torch_dpsco.step.clipped import Clipped
+from torch_dpsco.step.oracle import Clipped
 
 RATE = BATCH / N
 

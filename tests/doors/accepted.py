@@ -115,7 +115,6 @@ FINE = {
         "none",
     ),
     "dp.sampling.RecordIds.ids": "Array",
-    "dp.sampling.Streamed.stream": "tuple list set",
     "dp.UserClippedSGD.plan.dim": "none Model",
     "dp.UserClippedSGD.plan[noise].dim": "none Model",
     "dp.UserClippedSGD.plan[searched].dim": "none Model",

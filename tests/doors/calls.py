@@ -66,13 +66,6 @@ CALLS["dp.sampling.PrivateLoader"] = lambda: (
 )
 simple("dp.sampling.RecordIds", dp.sampling.RecordIds, ids=["a", "b"], records=2)
 simple(
-    "dp.sampling.Streamed",
-    dp.sampling.Streamed,
-    stream=[("a", 1.0), ("b", 2.0)],
-    id_of=min,
-    held=5,
-)
-simple(
     "dp.sampling.PhysicalBatches",
     dp.sampling.PhysicalBatches,
     loader=lambda: loader(),

@@ -176,7 +176,6 @@ simple(
     bound_x=2.0,
     trials=3,
 )
-simple("dp.losses.clip_rows", dp.losses.clip_rows, features=lambda: torch.ones(4, 3), bound_x=1.0)
 simple(
     "dp.losses.enforce_bounds",
     dp.losses.enforce_bounds,

@@ -30,8 +30,8 @@ from tests.doors.shared import made
 from torch_dpsco.accounting import events
 from torch_dpsco.show import loggers
 from torch_dpsco.show.cli import main
-from torch_dpsco.step.common import CommonOptimizer
 from torch_dpsco.step.plan import FromPlan
+from torch_dpsco.step.run import CommonOptimizer
 
 FEW = 5  # values per argument in the default run
 # what nobody calls with arguments of their own; `family.*` is all of a family
@@ -91,7 +91,7 @@ EXEMPT = {
     *("Budget.quoted", "Problem.require", "errors.warn", "show.loggers.in_single"),
     *(f"oracles.{name}" for name in ("Charge", "Release", "clip_weights", "joint_norm")),
     *(f"oracles.{name}" for name in ("ShuffledMedian", "UserFiltered")),
-    *(f"rules.{name}" for name in ("trained", "means", "absorb", "averaged")),
+    *(f"rules.{name}" for name in ("trained", "absorb", "averaged")),
     "prox.project_on_two_balls_",
     *(
         f"sampling.{kind}Sampler"
@@ -123,7 +123,6 @@ EXEMPT = {
         "sampling.Chunk.*",
         "sampling.DrawLog.*",
         "sampling.Slots.*",
-        "sampling.Streamed.*",
     ),
     *(
         "integrations.parquet.ParquetRows.gather",

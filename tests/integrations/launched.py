@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.step.clipped import ClippedMean
+from torch_dpsco.step.oracle import ClippedMean
 
 N, DIM, STEPS = 200, 4, 10
 BUDGET = dp.Budget(2.0, 1e-5)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco import rng
+from torch_dpsco import noise as rng
 from torch_dpsco.errors import SequenceError
 
 pytest.importorskip("lightning")

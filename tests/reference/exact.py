@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco import compat
 from torch_dpsco.accounting.events import Adjacency, NonPrivate
-from torch_dpsco.rng import Source
+from torch_dpsco.noise import Source
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.step.oracle import MeanOracle, Release
 

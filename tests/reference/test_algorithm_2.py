@@ -25,7 +25,7 @@ from tests.reference.papers.holder import paper_grad_bound
 from tests.streams import gaussians, seeded
 from torch_dpsco.rules import AVERAGES as AVERAGE_POWERS
 from torch_dpsco.sampling import PrivateLoader, make_sampler
-from torch_dpsco.step.clipped import ClippedMean
+from torch_dpsco.step.oracle import ClippedMean
 
 pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")  # seeds
 Vector = np.ndarray

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.rows.test_norms import DTYPES, assert_certified, rows, squares
 from torch_dpsco.rows import FLOAT64, DenseBlock, FactoredBlock, Summation, plan_summation
-from torch_dpsco.rows.blocks import DenseBlocks, joined, piece_norms
+from torch_dpsco.rows.blocks import _flat, joined
 
 SHAPES = [(3,), (2, 1024), (), (5, 700), (1, 2048)]
 
@@ -21,10 +21,14 @@ def blocks(n: int, dtype: torch.dtype = torch.float32) -> list[DenseBlock]:
     return [DenseBlock(torch.randn(n, *shape, generator=generator).to(dtype)) for shape in SHAPES]
 
 
+def as_one(parts: list[DenseBlock]) -> DenseBlock:
+    return DenseBlock(*(row for part in parts for row in part.rows))
+
+
 @pytest.mark.weekly
 @given(st.lists(rows(), min_size=1, max_size=4))
 def test_joined_norms_are_never_below_the_exact_norm(parts):
-    bound = float(DenseBlocks([DenseBlock(row[None]) for row in parts]).norms())
+    bound = float(DenseBlock(*(row[None] for row in parts)).norms())
     coarse = min((row.dtype for row in parts), key=lambda dtype: dtype == torch.float64)
     square, width = sum(squares(row.tolist()) for row in parts), sum(map(len, parts))
     if math.isinf(bound):  # of the coarser numbers, or of finer ones in a joint norm
@@ -38,10 +42,10 @@ def test_joined_norms_are_never_below_the_exact_norm(parts):
 def test_norms_are_those_of_one_long_row(dtype):
     parts = blocks(4, dtype)
     flat = torch.cat(
-        [part.rows.flatten(1) if part.rows.dim() > 1 else part.rows[:, None] for part in parts],
+        [row.flatten(1) if row.dim() > 1 else row[:, None] for row in as_one(parts).rows],
         dim=1,
     )
-    for bound, row in zip(DenseBlocks(parts).norms().tolist(), flat, strict=True):
+    for bound, row in zip(as_one(parts).norms().tolist(), flat, strict=True):
         assert_certified(bound, squares(row.tolist()), dtype, len(row))
 
 
@@ -55,10 +59,10 @@ def test_sums_are_those_of_the_blocks_one_by_one(n, dtype, precision):
     parts = blocks(n, dtype)
     weights = torch.linspace(0.1, 1.0, n, dtype=torch.float64)
     exact = [
-        (part.rows.double().flatten(1) if n and part.rows.dim() > 1 else None) for part in parts
+        (row.double().flatten(1) if n and row.dim() > 1 else None) for row in as_one(parts).rows
     ]
     for shape, total, row in zip(
-        SHAPES, DenseBlocks(parts).weighted_sum(weights, precision), exact, strict=True
+        SHAPES, as_one(parts).weighted_sum(weights, precision), exact, strict=True
     ):
         assert total.shape == shape
         if row is not None:
@@ -71,11 +75,11 @@ def test_the_error_of_a_sum_in_one_tile_is_within_the_plan():
     n, dim = 64, sum(math.prod(shape) for shape in SHAPES)
     parts, plan = blocks(n), plan_summation(n, dim)
     assert plan.vector_tile >= n  # so that float32 is used here
-    norms = DenseBlocks(parts).norms()
+    norms = as_one(parts).norms()
     weights = 1.0 / norms  # clip 1
-    sums = DenseBlocks(parts).weighted_sum(weights, plan)
+    sums = as_one(parts).weighted_sum(weights, plan)
     assert {total.dtype for total in sums} == {torch.float32}
-    exact = [torch.einsum("b,b...->...", weights, part.rows.double()) for part in parts]
+    exact = [torch.einsum("b,b...->...", weights, row.double()) for row in as_one(parts).rows]
     error = math.hypot(
         *(float((a.double() - b).norm()) for a, b in zip(sums, exact, strict=True))
     )
@@ -89,7 +93,7 @@ def test_only_dense_blocks_that_follow_each_other_are_joined():
     assert [type(block) for block in found] == [
         DenseBlock,
         FactoredBlock,
-        DenseBlocks,
+        DenseBlock,
         FactoredBlock,
         FactoredBlock,
     ]
@@ -118,25 +122,10 @@ def test_rows_in_another_order_of_memory_are_read_without_a_copy_and_summed_in_t
 ):
     block = permuted(n)
     if n:
-        assert block.flat().data_ptr() == block.rows.data_ptr()
+        assert _flat(block.rows[0]).data_ptr() == block.rows[0].data_ptr()
     weights = torch.linspace(0.1, 1.0, n, dtype=torch.float64)
-    exact = torch.einsum("b,b...->...", weights, block.rows.double())
-    for each in (block, DenseBlocks([block]), DenseBlocks([*blocks(n), block])):
+    exact = torch.einsum("b,b...->...", weights, block.rows[0].double())
+    for each in (block, as_one([*blocks(n), block])):
         total = each.weighted_sum(weights, precision)[-1]
         assert total.is_contiguous()
         torch.testing.assert_close(total.double(), exact, rtol=1e-5, atol=1e-5)
-
-
-def test_known_norms_of_pieces_give_the_certified_norms_of_the_rows(in_torch):
-    block = permuted(5)
-    known = DenseBlock(block.rows, piece_norms(block.flat()))
-    assert known.pieces.shape == (5, 3)  # 1024 + 1024 + 352
-    index = torch.tensor([4, 1])
-    for one, other in (
-        (known, block),
-        (known.select(index), block.select(index)),
-        (DenseBlocks([known]), block),
-    ):
-        for bound, row in zip(one.norms().tolist(), other.rows.flatten(1).tolist(), strict=True):
-            assert_certified(bound, squares(row), torch.float32, 2400)
-        torch.testing.assert_close(one.norms(), other.norms(), rtol=1e-6, atol=0.0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torch_dpsco.rows import FLOAT64, DenseBlock, GradBatch, ItemBlock, Summation, plan_summation
-from torch_dpsco.rows.layers.embedding import coalesced
+from torch_dpsco.rows.layers.kinds import coalesced
 
 RECORDS, ITEMS, WIDTH = 6, 9, 3
 

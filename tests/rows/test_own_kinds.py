@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import torch_dpsco as dp
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.rows import DenseBlock, GradBatch
-from torch_dpsco.rows.layers import Formed, Kept, Kind, Use, register, table
+from torch_dpsco.rows.layers import Formed, Kept, Kind, Use, register
+from torch_dpsco.rows.layers import kinds as table
 
 
 class Scale(nn.Module):

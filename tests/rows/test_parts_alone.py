@@ -73,7 +73,7 @@ def test_parts_of_a_model_make_no_rows_without_the_model(
     assert train(rows, Net.__call__).steps == 3
     with pytest.raises(SequenceError, match="attached model itself must be called"):
         train(rows, parts)
-    monkeypatch.setattr(PassCounter, "require_one", lambda self, tag: None)
+    monkeypatch.setattr(PassCounter, "require_called", lambda self: None)
     assert train(rows, parts).steps == 3  # else nothing has refused them
 
 

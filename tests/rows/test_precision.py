@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import torch_dpsco as dp
 from tests.problems import gradients
+from torch_dpsco import native as precision
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows import GradBatch
-from torch_dpsco.rows import supported as precision
 
 B = 3927  # between it and the next, 1/B crosses the middle of two bfloat16 numbers
 

@@ -25,8 +25,7 @@ from torch_dpsco.rows import (
     SequenceBlock,
     has_rows,
 )
-from torch_dpsco.rows.blocks import DenseBlocks
-from torch_dpsco.rows.layers.table import RECORDED
+from torch_dpsco.rows.layers.kinds import RECORDED
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Using padding='same' with even kernel:UserWarning"
@@ -149,7 +148,7 @@ def alone(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 def recorded(model: nn.Module, x: Tensor) -> GradBatch:
     each = losses(model(x))
-    (each.mean() if trained(model)[0].dpsco_mean else each.sum()).backward()
+    (each.mean() if trained(model)[0].dpsco.mean else each.sum()).backward()
     return GradBatch.consume(trained(model))
 
 
@@ -331,7 +330,7 @@ def blocks(model: nn.Module, x: Tensor) -> list[type]:
 
 
 def test_the_form_of_rows_is_the_one_that_takes_less():
-    formed, factors = [DenseBlocks], [SequenceBlock, DenseBlock]
+    formed, factors = [DenseBlock], [SequenceBlock, DenseBlock]
     assert blocks(nn.Linear(30, 40), torch.randn(B, 30)) == [FactoredBlock]
     # 30 * 40 <= 4 T (30 + 40) from T = 5 on
     assert blocks(nn.Linear(30, 40), torch.randn(B, 4, 30)) == factors

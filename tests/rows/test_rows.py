@@ -15,7 +15,6 @@ import torch_dpsco as dp
 from tests.problems import TwoHeads
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch, clear_rows, has_rows
-from torch_dpsco.rows.blocks import DenseBlocks
 
 B = 5
 
@@ -230,10 +229,10 @@ def test_linear_layers_are_factored_where_that_is_possible():
         return [type(block) for block in batch(dp.attach(model), [x]).blocks]
 
     assert kinds("mlp") == [FactoredBlock, FactoredBlock]
-    assert kinds("layer norm") == [DenseBlocks, FactoredBlock, DenseBlocks, FactoredBlock]
-    assert kinds("layer used twice") == [DenseBlocks, FactoredBlock]
-    assert kinds("tied weights") == [DenseBlocks, FactoredBlock]
-    assert kinds("sequences") == [DenseBlocks]
+    assert kinds("layer norm") == [DenseBlock, FactoredBlock, DenseBlock, FactoredBlock]
+    assert kinds("layer used twice") == [DenseBlock, FactoredBlock]
+    assert kinds("tied weights") == [DenseBlock, FactoredBlock]
+    assert kinds("sequences") == [DenseBlock]
 
 
 @pytest.mark.cases(1, 1)

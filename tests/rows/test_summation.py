@@ -15,8 +15,7 @@ from torch import Tensor
 
 from tests.problems import released
 from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch, Summation, plan_summation
-from torch_dpsco.step.clipped import Clipped
-from torch_dpsco.step.oracle import clip_weights
+from torch_dpsco.step.oracle import Clipped, clip_weights
 
 pytestmark = pytest.mark.usefixtures("arithmetic")
 SCALE = 2.0**300  # all numbers here are multiples of 2^-300

@@ -18,7 +18,7 @@ from tests.streams import picks
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.errors import UtilityWarning
 from torch_dpsco.rules import SGD
-from torch_dpsco.step.clipped import Clipped
+from torch_dpsco.step.oracle import Clipped
 
 FALSE_ALARM = 1e-6
 STEPS = 2500

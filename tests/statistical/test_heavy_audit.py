@@ -25,7 +25,7 @@ import torch_dpsco as dp
 from torch_dpsco.audit import Audit
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import PrivateLoader, make_sampler
-from torch_dpsco.step.clipped import ClippedMean
+from torch_dpsco.step.oracle import ClippedMean
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::torch_dpsco.errors.UtilityWarning"

@@ -20,7 +20,7 @@ import torch_dpsco as dp
 from tests.streams import picks
 from torch_dpsco.algorithms.output_sgd_numbers import HIT_CONSTANTS
 from torch_dpsco.audit import Audit
-from torch_dpsco.step.clipped import ClippedMean
+from torch_dpsco.step.oracle import ClippedMean
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::torch_dpsco.errors.UtilityWarning"

@@ -19,9 +19,9 @@ from torch import Tensor
 from tests.streams import gaussians
 from torch_dpsco.accounting.events import ADJACENCIES
 from torch_dpsco.errors import UtilityWarning
-from torch_dpsco.rng import Source, noise_generator
+from torch_dpsco.noise import Source, noise_generator
 from torch_dpsco.rows import DenseBlock, GradBatch
-from torch_dpsco.step.clipped import Clipped
+from torch_dpsco.step.oracle import Clipped
 
 FALSE_ALARM = 1e-6
 SHAPES = [(100, 300), (20_000,), (1,), (7, 3, 2)]

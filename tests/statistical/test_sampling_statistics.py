@@ -19,7 +19,7 @@ from scipy import stats
 
 from torch_dpsco.accounting.designs import Design, Fixed, Poisson, Shuffled
 from torch_dpsco.errors import UtilityWarning
-from torch_dpsco.rng import Repeatable
+from torch_dpsco.noise import Repeatable
 from torch_dpsco.sampling import make_sampler, poisson_positions
 
 FALSE_ALARM = 1e-6

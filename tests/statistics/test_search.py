@@ -24,7 +24,7 @@ from torch_dpsco.errors import (
     UnitError,
 )
 from torch_dpsco.estimators import LinearSVC, LogisticRegression, Ridge, SoftmaxRegression
-from torch_dpsco.rng import Repeatable
+from torch_dpsco.noise import Repeatable
 from torch_dpsco.statistics import scores
 from torch_dpsco.statistics import search as module
 from torch_dpsco.statistics.search import PrivateSearch, draw_count

@@ -16,7 +16,7 @@ from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.report import HELD
 from torch_dpsco.errors import BudgetExceeded, ConditionError, PrivacyError, UnitError
 from torch_dpsco.estimators import Category, LinearSVC, LogisticRegression, Number, Ridge, Schema
-from torch_dpsco.rng import Repeatable
+from torch_dpsco.noise import Repeatable
 from torch_dpsco.show import plots
 from torch_dpsco.statistics import study as module
 from torch_dpsco.statistics.held_out import split

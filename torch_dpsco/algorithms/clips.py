@@ -45,13 +45,11 @@ from torch_dpsco.errors import (
     UtilityWarning,
     warn,
 )
-from torch_dpsco.noise import normal
+from torch_dpsco.noise import Source, normal
 from torch_dpsco.problem import Problem
-from torch_dpsco.rng import Source
 from torch_dpsco.rows import GradBatch
-from torch_dpsco.step.clipped import ClippedMean
 from torch_dpsco.step.exact_noise import release_on_grid
-from torch_dpsco.step.oracle import MeanOracle, Release, clip_weights, joint_norm
+from torch_dpsco.step.oracle import ClippedMean, MeanOracle, Release, clip_weights, joint_norm
 
 C_MIN, C_MAX = 1e-4, 1e4  # default range of thresholds
 LEAST_PILOT = 200  # records

@@ -37,12 +37,10 @@ from torch_dpsco.algorithms.clips import (
 )
 from torch_dpsco.algorithms.mechanisms import geometric_grid
 from torch_dpsco.errors import AdjacencyError, MissingConstantError
-from torch_dpsco.problem import Problem
+from torch_dpsco.problem import Phase, Problem, Schedule
 from torch_dpsco.prox import Ball, Box, Identity, Prox, Simplex
 from torch_dpsco.rules import Accelerated, ScheduledSGD, UpdateRule
-from torch_dpsco.schedule import Phase, Schedule
-from torch_dpsco.step.clipped import Clipped
-from torch_dpsco.step.oracle import MeanOracle
+from torch_dpsco.step.oracle import Clipped, MeanOracle
 from torch_dpsco.step.phased import Phased
 from torch_dpsco.step.plan import CLIPPED, StepPlan, expected, noise_on_mean
 

@@ -47,14 +47,12 @@ from torch_dpsco.errors import (
     InfeasibleError,
     MissingConstantError,
 )
-from torch_dpsco.problem import Problem
+from torch_dpsco.problem import Phase, Problem, Schedule
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import Anchored, UpdateRule
-from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import agreed, dimension, noise_for, release_noise
-from torch_dpsco.step.clipped import Clipped
-from torch_dpsco.step.oracle import MeanOracle
+from torch_dpsco.step.oracle import Clipped, MeanOracle
 from torch_dpsco.step.phased import Phased
 from torch_dpsco.step.plan import CLIPPED, LABELS, PlannedOptimizer, StepPlan, costs, expected
 

@@ -134,8 +134,7 @@ from torch_dpsco.accounting.analysis.shuffle import ShuffleCost, zcdp_shuffle
 from torch_dpsco.accounting.events import REPLACE_ONE, ZCDP, ZERO_OUT, Adjacency
 from torch_dpsco.accounting.events import AboveThreshold as AboveThresholdEvent
 from torch_dpsco.errors import ConditionError, InfeasibleError, SequenceError
-from torch_dpsco.noise import uniform, words
-from torch_dpsco.rng import Source, stream_of
+from torch_dpsco.noise import Source, stream_of, uniform, words
 from torch_dpsco.step.exact_noise import draw_laplace
 
 _STEPS = 2**32  # of the grid within the sensitivity
@@ -404,7 +403,7 @@ def draw(law: IntArray, generator: Source) -> int:
 
     Args:
         law: (K,) integers >= 0 that add up to 2^53.
-        generator: of the draw; from `torch_dpsco.rng.noise_generator`.
+        generator: of the draw; from `torch_dpsco.noise.noise_generator`.
 
     Raises:
         ValueError: they do not.
@@ -465,7 +464,7 @@ def draw_quantile(
         quantile: public target in [0, 1].
         epsilon: > 0.
         n: public (reference) number of values.
-        generator: of the draw; from `torch_dpsco.rng.noise_generator`.
+        generator: of the draw; from `torch_dpsco.noise.noise_generator`.
 
     Raises:
         ValueError: as `quantile_law`.

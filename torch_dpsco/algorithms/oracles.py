@@ -139,12 +139,11 @@ from torch_dpsco.errors import (
     ConditionError,
     SequenceError,
 )
-from torch_dpsco.noise import normal_
-from torch_dpsco.rng import Source
+from torch_dpsco.noise import Source, normal_
 from torch_dpsco.rows import GradBatch
-from torch_dpsco.step.clipped import Clipped
 from torch_dpsco.step.oracle import (
     Charge,
+    Clipped,
     MeanOracle,
     Release,
     clip_weights,
@@ -700,7 +699,7 @@ class CorrelatedClipped(Clipped):
     def release(self, generator: Source) -> Release:
         """Adds fresh noise, subtracts part of the past noise, and ends the batch."""
         fresh = torch.zeros(self._dim, dtype=torch.float64, device=self._form[0][2])
-        self._draw(fresh, self.noise_std, generator)
+        normal_(fresh, self.noise_std, generator)
         if not self._follows():
             self.forget()
         noise = self.strategy.correlated(fresh, self._past)

@@ -36,8 +36,8 @@ from torch_dpsco.algorithms.row_free_plan import (
     require_linear,
 )
 from torch_dpsco.errors import PrivacyError, SequenceError
-from torch_dpsco.rng import noise_generator
-from torch_dpsco.rows.forwards import note_owner
+from torch_dpsco.noise import noise_generator
+from torch_dpsco.rows.batch import note_owner
 from torch_dpsco.rules import absorb, averaged
 from torch_dpsco.sampling import (
     BoundedLoader,
@@ -49,15 +49,15 @@ from torch_dpsco.sampling import (
 )
 from torch_dpsco.sampling.datasets import source_of
 from torch_dpsco.step import checks
-from torch_dpsco.step.common import (
+from torch_dpsco.step.exact_noise import exact_release, gaussian_vector, knorm_vector
+from torch_dpsco.step.plan import FromPlan
+from torch_dpsco.step.run import (
     CommonOptimizer,
     Uncopied,
     check_call,
+    in_turn,
     require_one_process,
 )
-from torch_dpsco.step.exact_noise import exact_release, gaussian_vector, knorm_vector
-from torch_dpsco.step.plan import FromPlan
-from torch_dpsco.step.turn import in_turn
 
 _GIVEN_UP = "the run has ended without an answer: its loss broke a promise; make a new optimizer"
 _IN_MEMORY = 2**26  # numbers of a data set that is copied in double precision (0.5 GB)

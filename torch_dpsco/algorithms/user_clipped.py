@@ -20,8 +20,8 @@ from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency
 from torch_dpsco.algorithms.clips import AdaptiveClipped
 from torch_dpsco.algorithms.user_oracles import UserClipped
 from torch_dpsco.errors import MissingConstantError
+from torch_dpsco.problem import Phase
 from torch_dpsco.prox import Prox
-from torch_dpsco.schedule import Phase
 from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import (
     Draws,
@@ -35,8 +35,7 @@ from torch_dpsco.step.chooser import (
     dimension,
     with_batches,
 )
-from torch_dpsco.step.clipped import Clipped, ClippedMean
-from torch_dpsco.step.oracle import Release
+from torch_dpsco.step.oracle import Clipped, ClippedMean, Release
 from torch_dpsco.step.plan import PlannedOptimizer, StepPlan, noise_on_mean
 
 _FULL_STEPS = 30

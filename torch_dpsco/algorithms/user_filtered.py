@@ -47,9 +47,8 @@ from torch_dpsco.algorithms.user_numbers import (
 )
 from torch_dpsco.algorithms.user_oracles import UserFiltered
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, MissingConstantError, warn
-from torch_dpsco.problem import Problem
+from torch_dpsco.problem import Phase, Problem, Schedule
 from torch_dpsco.prox import Prox
-from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import agreed, dimension
 from torch_dpsco.step.oracle import Release

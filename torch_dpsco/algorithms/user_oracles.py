@@ -70,13 +70,10 @@ from torch_dpsco.accounting.events import (
 from torch_dpsco.algorithms.mechanisms import AboveThreshold
 from torch_dpsco.algorithms.user_numbers import UserFilter, ramp_start
 from torch_dpsco.errors import AdjacencyError, SequenceError
-from torch_dpsco.noise import add_normal_
-from torch_dpsco.rng import Source
+from torch_dpsco.noise import SecretState, Source, add_normal_
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.rows.neighbors import mean_rounding, neighbor_counts, read, tiles, within
-from torch_dpsco.secret import SecretState
-from torch_dpsco.step.clipped import ClippedMean
-from torch_dpsco.step.oracle import Charge, MeanOracle, Release, split_like
+from torch_dpsco.step.oracle import Charge, ClippedMean, MeanOracle, Release, split_like
 
 _UNIT = 2.0**-53
 
@@ -241,7 +238,7 @@ class UserClipped(UserMean):
 
     Example:
         >>> import torch
-        >>> from torch_dpsco.step.clipped import Clipped
+        >>> from torch_dpsco.step.oracle import Clipped
         >>> oracle = UserClipped(Clipped(1.0, 0.0, batch_size=2), n_users=2)
         >>> oracle.open([torch.zeros(1)])
         >>> rows = GradBatch([DenseBlock(torch.tensor([[0.5], [0.25], [9.0]]))])

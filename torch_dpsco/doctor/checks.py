@@ -36,8 +36,8 @@ from torch_dpsco.doctor.script import (
 )
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.sampling import PrivateLoader
-from torch_dpsco.step.clipped import ClippedMean
-from torch_dpsco.step.common import CommonOptimizer
+from torch_dpsco.step.oracle import ClippedMean
+from torch_dpsco.step.run import CommonOptimizer
 from torch_dpsco.trial import HALF
 
 _NAMED = 4  # names listed in an evidence

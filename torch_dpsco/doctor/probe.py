@@ -28,6 +28,7 @@ from torch_dpsco.compat import hooks_made, tree_flatten, tree_leaves, tree_map, 
 from torch_dpsco.doctor.script import Finding, OfBatch, Script, is_ghost_loss_value
 from torch_dpsco.rows import Tape, clear_rows
 from torch_dpsco.rows.attach import attach, first_step_of
+from torch_dpsco.rows.batch import attachments
 from torch_dpsco.rows.blocks import Block, FactoredBlock
 from torch_dpsco.rows.forwards import forget_uses
 from torch_dpsco.sampling import PrivateLoader
@@ -480,10 +481,8 @@ class _Probe:
 def _clear(state: Untouched, moved: Mapping[int, Tensor] | None = None) -> None:
     """Puts everything back, and then forgets rows, gradients and forwards in progress, as at a fresh start."""
     state.restore(moved or {})
-    for p in state.params:
-        reset = getattr(p, "dpsco_reset", None)
-        if reset is not None:
-            reset()
+    for attachment in attachments(state.params):
+        attachment.reset()
     forget_uses([p for p in state.params if hasattr(p, "_forward_counter")], state.modules)
     clear_rows(state.params)
 

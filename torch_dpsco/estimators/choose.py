@@ -39,7 +39,7 @@ from torch_dpsco.estimators.task import (
     make_records,
     make_stored_records,
 )
-from torch_dpsco.rng import noise_generator
+from torch_dpsco.noise import noise_generator
 
 _NOISY_LABELS, _NOISY_TARGETS = 400, 20_000  # n mu / sqrt(d)
 MECHANISMS = (

@@ -54,7 +54,7 @@ from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.solvers import gradient_rounding, project
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective, weight_guess
 from torch_dpsco.losses import Logistic
-from torch_dpsco.rng import Source
+from torch_dpsco.noise import Source
 from torch_dpsco.step.chooser import smooth_pace, steps_to
 from torch_dpsco.step.exact_noise import gaussian_vector
 

@@ -103,8 +103,8 @@ from torch_dpsco.estimators.preparation import level_left, signal_to_noise
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.solvers import project, sum_terms
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective
+from torch_dpsco.noise import Source
 from torch_dpsco.problem import round_up
-from torch_dpsco.rng import Source
 from torch_dpsco.step.exact_noise import exact_release, gaussian_vector, symmetric_noise
 from torch_dpsco.step.plan import exact_cost
 

@@ -61,7 +61,7 @@ from torch_dpsco.estimators.solvers import (
     solver_tolerance,
 )
 from torch_dpsco.estimators.task import KINK, LinearPlan, LinearTask, build_objective
-from torch_dpsco.rng import Source
+from torch_dpsco.noise import Source
 from torch_dpsco.step.exact_noise import exact_release, gaussian_vector, knorm_vector
 from torch_dpsco.step.plan import exact_cost
 

@@ -34,9 +34,9 @@ from torch_dpsco.accounting.analysis.rounding import DOUBLE
 from torch_dpsco.accounting.events import GDP, Adjacency
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.solvers import sum_terms
-from torch_dpsco.losses import clip_rows
+from torch_dpsco.losses import enforce_bounds
+from torch_dpsco.noise import Source
 from torch_dpsco.problem import round_up
-from torch_dpsco.rng import Source
 from torch_dpsco.step.exact_noise import gaussian_vector
 
 _MOST_ROWS = 2**40  # of a sum; more would change what is counted for rounding
@@ -135,7 +135,7 @@ class Preparation:
         clipped = rows * torch.where(norms > most, most / norms, 1.0).unsqueeze(1)
         odd = ~((norms > _LEAST) & (norms < _MOST))  # NaN and 0 are, too
         if bool(odd.any()):
-            clipped[odd] = clip_rows(rows[odd], most)
+            clipped[odd] = enforce_bounds(rows[odd], bound_x=most)
         return clipped
 
     @property

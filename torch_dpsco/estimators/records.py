@@ -354,7 +354,9 @@ def _table(features: Tensor, prepare: Callable[[Tensor], Tensor] | None) -> nati
     """Returns the rows for C, by public facts; None where torch reads them."""
     dim = features.shape[1]
     numbers = getattr(prepare, "numbers", None)
-    if (prepare is not None and numbers is None) or not native.suits_records(features[:, :1]):
+    if (prepare is not None and numbers is None) or not native.suits(
+        features[:, :1], double=True
+    ):
         return None
     # columns of a table lie side by side: they are copied where prepared rows would be
     rows = (
@@ -367,7 +369,11 @@ def _table(features: Tensor, prepare: Callable[[Tensor], Tensor] | None) -> nati
         if numbers is None
         else numbers(dim)
     )
-    return native.Table(rows, given) if given is not None and native.suits_records(rows) else None
+    return (
+        native.Table(rows, given)
+        if given is not None and native.suits(rows, double=True)
+        else None
+    )
 
 
 def _require_integers(targets: Tensor) -> None:

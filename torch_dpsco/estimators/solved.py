@@ -39,17 +39,17 @@ from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, make_records
 from torch_dpsco.losses.base import TableLoss
-from torch_dpsco.rng import noise_generator
+from torch_dpsco.noise import noise_generator
 from torch_dpsco.sampling.datasets import one_by_one
 from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import agreed
-from torch_dpsco.step.common import (
+from torch_dpsco.step.plan import FromPlan
+from torch_dpsco.step.run import (
     CommonOptimizer,
     Uncopied,
+    in_turn,
     require_one_process,
 )
-from torch_dpsco.step.plan import FromPlan
-from torch_dpsco.step.turn import in_turn
 
 _Planned = TypeVar("_Planned", bound=LinearPlan)
 

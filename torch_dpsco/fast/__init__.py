@@ -1,4 +1,4 @@
-"""Faster ways to the same rows, which register themselves in `rows.layers.table`, as a stranger would."""
+"""Faster ways to the same rows, which register themselves in `rows.layers.kinds`, as a stranger would."""
 
 from torch_dpsco.fast.compiled import CompiledRows
 from torch_dpsco.fast.stack import run_as_one

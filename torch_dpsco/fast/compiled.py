@@ -57,10 +57,9 @@ from torch_dpsco.accounting.designs import Assigned, Design, Full, Parts, Poisso
 from torch_dpsco.compat import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch_dpsco.errors import PrivacyError, SequenceError, warn
 from torch_dpsco.losses.base import as_module, read_for
-from torch_dpsco.rows.attach import is_attached
+from torch_dpsco.rows.attach import is_attached, require_supported
 from torch_dpsco.rows.batch import forget_rows, leave_rows
-from torch_dpsco.rows.layers.table import ENGINES
-from torch_dpsco.rows.supported import require_supported
+from torch_dpsco.rows.layers.kinds import ENGINES
 from torch_dpsco.sampling import PrivateLoader, UserLoader
 from torch_dpsco.sampling.loader import to_device
 from torch_dpsco.step.checks import require_same_parameters

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_dpsco import compat
-from torch_dpsco.rows.layers.recorded import Use, make_ready, reaches, records, require_recordable
-from torch_dpsco.rows.layers.table import SHORTCUTS, is_recorded
+from torch_dpsco.rows.layers.kinds import SHORTCUTS, is_recorded
+from torch_dpsco.rows.layers.recorded import Use, make_ready, reaches, records
 
 _ops: Any = torch.ops.aten
 
@@ -158,7 +158,8 @@ class _Stack(torch.autograd.Function):
         ctx.save_for_backward(*kept, *params)
         ctx.steps = steps
         ctx.tag = steps[0].module.passes.tag
-        return compat.whole(values[-1])
+        out = values[-1]
+        return compat.unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -170,7 +171,6 @@ class _Stack(torch.autograd.Function):
         places = ctx.next_functions[1:]
         g = grad.detach()
         end = len(params)
-        checked = False
         with torch.no_grad():
             for (module, weights), value in zip(reversed(steps), reversed(kept), strict=True):
                 if not weights:
@@ -179,15 +179,12 @@ class _Stack(torch.autograd.Function):
                 start = end - weights
                 use = Use(module, value.detach(), params[start].detach(), (), g)
                 if reaches(places[start:end]):
-                    if not checked:
-                        require_recordable(ctx.tag, use)
-                        checked = True
                     module.tape.record(ctx.tag, use)
                 if start or wanted:
                     g = module.kind.input_gradient(use)
                 end = start
         if torch.is_grad_enabled():  # the gradient of a gradient is wanted too
-            steps[0].module.passes.note_differentiated()
+            steps[0].module.passes.differentiated = True
         if wanted and torch.is_grad_enabled():
             (g,) = torch.autograd.grad(
                 _values(steps, kept[0], params)[-1], kept[0], grad, create_graph=True

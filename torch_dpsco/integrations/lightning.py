@@ -45,11 +45,10 @@ from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.doctor.script import OfBatch
 from torch_dpsco.errors import PrivacyError, SequenceError, warn
-from torch_dpsco.make_private import attach_sound, note_probed, require_sound
+from torch_dpsco.make_private import attach_sound, note_probed, require_replaceable, require_sound
+from torch_dpsco.noise import SecretState
 from torch_dpsco.rows.attach import detach, is_attached
 from torch_dpsco.sampling import PrivateLoader
-from torch_dpsco.sampling.replaced import require_replaceable
-from torch_dpsco.secret import SecretState
 from torch_dpsco.show.loggers import Logger, in_single, public_numbers
 from torch_dpsco.step.checks import require_same_parameters
 from torch_dpsco.step.step import PrivateOptimizer

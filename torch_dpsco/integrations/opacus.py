@@ -37,14 +37,13 @@ from torch_dpsco.algorithms.heavy_plan import ClippedPlan
 from torch_dpsco.algorithms.heavy_tailed import ClippedSGD
 from torch_dpsco.doctor.script import grad_sample_hooks
 from torch_dpsco.errors import PrivacyError, SequenceError, UnknownSamplerError, warn
-from torch_dpsco.make_private import attach_sound
-from torch_dpsco.rows.supported import require_supported
+from torch_dpsco.make_private import attach_sound, require_replaceable
+from torch_dpsco.problem import Phase
+from torch_dpsco.rows.attach import require_supported
 from torch_dpsco.rules import Groups, State, TorchRule, trained
 from torch_dpsco.sampling import PhysicalBatches, PrivateLoader
-from torch_dpsco.sampling.replaced import require_replaceable
-from torch_dpsco.schedule import Phase
 from torch_dpsco.step.checks import number_of_records, require_same_parameters
-from torch_dpsco.step.common import CommonOptimizer
+from torch_dpsco.step.run import CommonOptimizer
 
 know_opacus()
 

@@ -16,7 +16,7 @@ once, from start to end, into an unnamed private file of rows (`sampling.dataset
 | a file that is there twice, under one name or two, or by a link | UnitError |
 
 A null record has inputs of NaN and the target 0. It is a record like any other, and is drawn; its row is not finite and
-contributes exactly 0 (`step.clipped`). A loss that raises for outputs of NaN would tell of it: `BCEWithLogitsLoss`
+contributes exactly 0 (`step.oracle`). A loss that raises for outputs of NaN would tell of it: `BCEWithLogitsLoss`
 does not, `BCELoss` does.
 """
 

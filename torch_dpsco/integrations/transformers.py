@@ -37,17 +37,16 @@ from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.algorithms.heavy_plan import ClippedPlan
 from torch_dpsco.algorithms.heavy_tailed import ClippedSGD
-from torch_dpsco.checkpoint import Checkpoint
 from torch_dpsco.compat import tree_leaves
 from torch_dpsco.distributed import world_size
 from torch_dpsco.errors import SequenceError, UnknownSamplerError
-from torch_dpsco.losses.per_record import per_record
-from torch_dpsco.make_private import attach_sound, note_probed
+from torch_dpsco.losses.base import per_record
+from torch_dpsco.make_private import PART, WEIGHTS, attach_sound, note_probed
 from torch_dpsco.rows.attach import detach, is_attached
 from torch_dpsco.rules import TorchRule
-from torch_dpsco.sampling.replaced import PART, WEIGHTS
 from torch_dpsco.show.loggers import public_numbers
-from torch_dpsco.step.common import CommonOptimizer
+from torch_dpsco.step.run import CommonOptimizer
+from torch_dpsco.train import Checkpoint
 
 _STATE, _SCHEDULER = "private.pt", "scheduler.pt"  # files of a checkpoint
 _IGNORED = -100  # a label that does not count

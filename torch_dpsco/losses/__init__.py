@@ -29,22 +29,20 @@ from __future__ import annotations
 
 from torch_dpsco.losses.base import Loss, TableLoss
 from torch_dpsco.losses.check import check_holder
-from torch_dpsco.losses.classification import (
-    Hinge,
-    Logistic,
-    MarginLoss,
-    SmoothedHinge,
-    SoftmaxCrossEntropy,
-)
-from torch_dpsco.losses.clipped import ResidualClipped, clip_rows, enforce_bounds
-from torch_dpsco.losses.regression import (
+from torch_dpsco.losses.clipped import ResidualClipped, enforce_bounds
+from torch_dpsco.losses.table import (
     Absolute,
     EpsilonInsensitive,
+    Hinge,
     Huber,
+    Logistic,
+    MarginLoss,
     Pinball,
     PowerLoss,
     ResidualLoss,
+    SmoothedHinge,
     SmoothedPinball,
+    SoftmaxCrossEntropy,
     Squared,
 )
 
@@ -66,6 +64,5 @@ __all__ = [
     "SoftmaxCrossEntropy",
     "ResidualClipped",
     "check_holder",
-    "clip_rows",
     "enforce_bounds",
 ]

@@ -22,7 +22,7 @@ from torch_dpsco._doors import typed
 from torch_dpsco._validate import positive
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.losses.base import ScalarLoss, TableLoss, record_bounds
-from torch_dpsco.losses.classification import Logistic as Logistic  # of the example
+from torch_dpsco.losses.table import Logistic as Logistic  # of the example
 
 _BLOCK_ROWS = 4096
 
@@ -126,17 +126,6 @@ def _into_interval(targets: Tensor, bound: float) -> Tensor:
         limit = float(torch.tensor(bound * (1 - info.eps), dtype=torch.float64).to(targets.dtype))
     limit = min(limit, info.max)
     return torch.where(targets.isnan(), 0, targets).clamp(-limit, limit)
-
-
-@typed
-def clip_rows(features: Tensor, bound_x: float) -> Tensor:
-    """Maps the features of every record into the ball of radius bound_x: `enforce_bounds` without targets.
-
-    Example:
-        >>> clip_rows(torch.tensor([[3.0, 4.0]]), 1.0).norm() <= 1
-        tensor(True)
-    """
-    return enforce_bounds(features, bound_x=bound_x)
 
 
 _GUARD = 1e-9  # relative; more than the rounding of a norm of up to 10^6 coordinates, of C/||x|| and of the product

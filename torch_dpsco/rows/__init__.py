@@ -1,6 +1,14 @@
 """Per-sample gradients: dense rows from Opacus' grad samplers and rows that layers record themselves, one interface."""
 
-from torch_dpsco.rows.batch import GradBatch, clear_rows, has_rows, retire_forwards
+from torch_dpsco.rows.batch import (
+    GradBatch,
+    attachments,
+    clear_rows,
+    forget_wrappers,
+    has_rows,
+    require_unwrapped,
+    retire_forwards,
+)
 from torch_dpsco.rows.blocks import (
     FLOAT64,
     Block,
@@ -17,9 +25,8 @@ from torch_dpsco.rows.blocks import (
     weighted_rows,
 )
 from torch_dpsco.rows.forwards import PassCounter
-from torch_dpsco.rows.layers.embedding import ItemBlock
+from torch_dpsco.rows.layers.kinds import ItemBlock
 from torch_dpsco.rows.layers.recorded import Tape
-from torch_dpsco.rows.supported import forget_wrappers, require_unwrapped
 
 __all__ = [
     "FLOAT64",
@@ -33,6 +40,7 @@ __all__ = [
     "SequenceBlock",
     "Summation",
     "Tape",
+    "attachments",
     "clear_rows",
     "forget_wrappers",
     "has_rows",

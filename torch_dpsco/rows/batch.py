@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from torch_dpsco.errors import SequenceError
+from torch_dpsco.native import inexact_mean, slack
 from torch_dpsco.rows.blocks import (
     FLOAT64,
     Block,
     DenseBlock,
-    DenseBlocks,
     FactoredBlock,
     LinearBlock,
     Summation,
     joined,
     joint_norms,
 )
-from torch_dpsco.rows.layers.recorded import Tape
-from torch_dpsco.rows.supported import inexact_mean, require_unprocessed, slack
 
 _T = TypeVar("_T")
 _LEFT = "dpsco_left"  # the attribute of a parameter that holds left rows until a step takes them
@@ -36,8 +36,9 @@ _LEAST_NORMAL = 2.0**-126  # of float32
 _TILE_ELEMENTS = 2**20  # numbers of rows that are added to the sums of users at once
 
 
-def _tape(p: Tensor) -> Tape | None:
-    tape: Tape | None = p.__dict__.get("grad_factors")
+def _tape(p: Tensor) -> Any:
+    """Returns the tape of a recorded layer whose parameter this is, None where it holds no rows."""
+    tape = p.__dict__.get("grad_factors")
     return tape if tape is not None and tape.uses else None
 
 
@@ -50,16 +51,21 @@ def has_rows(params: Sequence[nn.Parameter]) -> bool:
 def clear_rows(params: Sequence[nn.Parameter]) -> None:
     """Forgets all per-sample gradients of the parameters, and their non-private `grad`."""
     for p in params:
-        tape = _tape(p)
-        if tape is not None:
-            tape.clear()
-        if getattr(p, "grad_sample", None) is not None:
-            p.grad_sample = None  # type: ignore[attr-defined]
-        if hasattr(p, "dpsco_passes"):
-            p.dpsco_passes = []
-        p.__dict__.pop("dpsco_first_backward", None)
-        p.__dict__.pop(_LEFT, None)
+        held = p.__dict__
+        if "grad_factors" in held:
+            held["grad_factors"].uses = []
+        if held.get("grad_sample") is not None:
+            held["grad_sample"] = None
+        if "dpsco_passes" in held:
+            held["dpsco_passes"] = []
+        held.pop("dpsco_first_backward", None)
+        held.pop(_LEFT, None)
         p.grad = None
+
+
+def attachments(params: Iterable[nn.Parameter]) -> list[Any]:
+    """Returns the attachments of the models of some parameters."""
+    return list(dict.fromkeys(p.__dict__["dpsco"] for p in params if "dpsco" in p.__dict__))
 
 
 def retire_forwards(params: Sequence[nn.Parameter], filled: int | None = None) -> None:
@@ -69,10 +75,8 @@ def retire_forwards(params: Sequence[nn.Parameter], filled: int | None = None) -
         params: of the optimizer.
         filled: rows of the batch that comes next, if some of them may be filling.
     """
-    for p in params:
-        retire = p.__dict__.get("dpsco_retire")
-        if retire is not None:
-            retire(filled)
+    for attachment in attachments(params):
+        attachment.retire(filled)
 
 
 def _check_backwards(params: Sequence[nn.Parameter]) -> None:
@@ -126,9 +130,9 @@ def _passes(params: Sequence[nn.Parameter]) -> int:
     attached: set[tuple[int, ...]] = set()
     sizes: set[tuple[int, ...]] = set()  # for rows that Opacus' own modules made
     for p in params:
-        tape = _tape(p)
+        tape = p.__dict__.get("grad_factors")
         rows = getattr(p, "grad_sample", None)
-        if tape is not None:
+        if tape is not None and tape.uses:
             tags = {tag for tag, _ in tape.uses}
             # parts of the model that were called on their own have no number, and one pass
             if tags != {None}:
@@ -196,19 +200,18 @@ class GradBatch:
         try:
             for p in params:
                 if _LEFT in p.__dict__:
-                    return cls._of_left(p.__dict__[_LEFT], places)
+                    owners_of_rows, left = p.__dict__[_LEFT]
+                    return cls._of_left(owners_of_rows, left, places)
             blocks: list[Block] = []
             order: list[int] = []
-            taken: set[int] = set()
             loose: list[nn.Parameter] = []
             for i, p in enumerate(params):
-                tape = _tape(p)
-                if tape is None:
+                tape = p.__dict__.get("grad_factors")
+                if tape is None or not tape.uses:
                     loose.append(p)
                     blocks.append(DenseBlock(_dense_rows(p, i)))
                     order.append(i)
-                elif id(tape) not in taken:
-                    taken.add(id(tape))
+                elif p is tape.weight or places.get(id(tape.weight)) is None:  # once for both
                     weight, bias = (places.get(id(q)) for q in (tape.weight, tape.bias))
                     blocks += tape.blocks(weight=weight is not None, bias=bias is not None)
                     order += [index for index in (weight, bias) if index is not None]
@@ -219,25 +222,30 @@ class GradBatch:
                     f" them (got {len(sizes)} different numbers): run the whole model on every"
                     " batch"
                 )
-            _check_backwards(params)
             # unknown of rows of Opacus' own modules
-            averaged = any(getattr(p, "dpsco_mean", True) for p in params)
-            # recorded layers have looked in their backward
-            if averaged and loose and (problem := inexact_mean((), loose)):
-                raise SequenceError(problem)
-            return cls(joined(blocks), order, _passes(params), averaged)
+            averaged = any(getattr(p.__dict__.get("dpsco"), "mean", True) for p in params)
+            if loose:
+                _check_backwards(params)
+                # recorded layers have looked in their backward
+                if averaged and (problem := inexact_mean((), loose)):
+                    raise SequenceError(problem)
+            if len(blocks) > 1:
+                blocks = joined(blocks)
+            return cls(blocks, order, _passes(params), averaged)
         finally:
             clear_rows(params)
 
     @classmethod
-    def _of_left(cls, left: LeftRows, places: dict[int, int]) -> GradBatch:
-        if places.keys() != {id(p) for p in left.params}:
+    def _of_left(
+        cls, params: Sequence[nn.Parameter], left: DenseBlock, places: dict[int, int]
+    ) -> GradBatch:
+        if places.keys() != {id(p) for p in params}:
             # PRIVACY: else a parameter would move by rows that are not its own, or by none
             # (test_left_rows_are_taken_in_the_order_of_the_optimizer)
             raise SequenceError(
                 "the optimizer must train exactly the parameters whose rows were left"
             )
-        return cls([left], [places[id(p)] for p in left.params])
+        return cls([left], [places[id(p)] for p in params])
 
     def __len__(self) -> int:
         return len(self.blocks[0])
@@ -259,7 +267,7 @@ class GradBatch:
         block = self.blocks[0]
         if self._scale != 1.0 or len(self.blocks) > 1 or self.order != [0, 1]:
             return None
-        return block.linear() if len(block) else None
+        return block.linear()
 
     @property
     def has_one_output(self) -> bool:
@@ -420,19 +428,6 @@ def _turns(users: Tensor) -> Iterator[Tensor]:
         yield order[nth == k]
 
 
-class LeftRows(DenseBlocks):
-    """Dense rows that know their parameters.
-
-    Args:
-        params: at least one.
-        rows: (B, *p.shape) for each of them.
-    """
-
-    def __init__(self, params: Sequence[nn.Parameter], rows: Sequence[Tensor]) -> None:
-        super().__init__([DenseBlock(part) for part in rows])
-        self.params = list(params)
-
-
 def leave_rows(params: Sequence[nn.Parameter], rows: Sequence[Tensor]) -> None:
     """Leaves rows for the next step of the optimizer of these parameters.
 
@@ -449,10 +444,149 @@ def leave_rows(params: Sequence[nn.Parameter], rows: Sequence[Tensor]) -> None:
         raise SequenceError(
             "rows are waiting for a step already: make it, or call optimizer.discard()"
         )
-    params[0].__dict__[_LEFT] = LeftRows(params, rows)
+    params[0].__dict__[_LEFT] = list(params), DenseBlock(*rows)
 
 
 def forget_rows(params: Sequence[nn.Parameter]) -> None:
     """Drops what `leave_rows` has left and no step has taken."""
     for p in params:
         p.__dict__.pop(_LEFT, None)
+
+
+_ON_PARAMETERS = "summed_grad"
+
+
+_ON_ROWS = "_processed"
+
+
+_WRAPPED = (
+    "the parameters belong to an Opacus DPOptimizer: it must not wrap a private optimizer (by"
+    " PrivacyEngine.make_private, say), nor train a model of dp.attach; leave Opacus' engine out"
+    " and use optimizer.loader(dataset)"
+)
+
+
+def forget_wrappers(params: Iterable[nn.Parameter]) -> None:
+    """Removes what an earlier Opacus optimizer left on the parameters, so that a later one can be recognized."""
+    for p in params:
+        p.__dict__.pop(_ON_PARAMETERS, None)
+
+
+def require_unwrapped(params: Sequence[nn.Parameter]) -> None:
+    """Raises SequenceError if an Opacus optimizer took the parameters since a private optimizer was made."""
+    # PRIVACY: it would count ordinary steps while ours runs on what it left of the rows
+    # (test_an_opacus_optimizer_around_ours_cannot_step)
+    marked = [p for p in params if _ON_PARAMETERS in p.__dict__]
+    if marked:
+        for p in params:  # sums of rows, which no ledger of ours knows; the mark stays
+            p.grad = None
+        for p in marked:
+            p.__dict__[_ON_PARAMETERS] = None
+        raise SequenceError(_WRAPPED)
+
+
+def require_unprocessed(rows: Sequence[Tensor]) -> None:
+    """Raises SequenceError if an Opacus optimizer has clipped and noised these rows already."""
+    if any(hasattr(chunk, _ON_ROWS) for chunk in rows):
+        raise SequenceError(_WRAPPED)
+
+
+def batch_sizes(inputs: Any, dim: int) -> frozenset[int] | None:
+    """Returns the sizes that a batch may have by the inputs of a model; None if something in them is not understood.
+
+    Args:
+        inputs: nested tuples, lists and dicts of tensors and plain values.
+        dim: of the batch in each tensor.
+    """
+    if isinstance(inputs, Tensor):
+        return frozenset([inputs.shape[dim]] if inputs.dim() > dim else [])
+    if inputs is None or isinstance(inputs, (bool, int, float, str)):
+        return frozenset()
+    if not isinstance(inputs, (tuple, list, dict)):
+        return None
+    entries = inputs.values() if isinstance(inputs, dict) else inputs
+    parts = [batch_sizes(part, dim) for part in entries]
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    lengths = [frozenset([len(inputs)])] if isinstance(inputs, list) else []  # a record per entry
+    return frozenset().union(*known, *lengths)
+
+
+_OWNERS = "dpsco_optimizers"  # attribute of parameters
+
+
+class Owners:
+    """The private optimizers of a parameter; none in copies, which have optimizers of their own."""
+
+    def __init__(self) -> None:
+        self.alive: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __reduce__(self) -> tuple[type[Owners], tuple[()]]:
+        return Owners, ()
+
+
+def note_owner(params: Iterable[nn.Parameter], optimizer: Any) -> None:
+    """Notes on parameters that a private optimizer trains them."""
+    for p in params:
+        p.__dict__.setdefault(_OWNERS, Owners()).alive.add(optimizer)
+
+
+def owners(params: Iterable[nn.Parameter]) -> list[Any]:
+    """Returns the private optimizers that train some of the parameters."""
+    found: dict[int, Any] = {}
+    for p in params:
+        if _OWNERS in p.__dict__:
+            found.update((id(owner), owner) for owner in p.__dict__[_OWNERS].alive)
+    return list(found.values())
+
+
+class _Watch:
+    """The hook, installed while something is attached."""
+
+    only_looks = True  # private steps need not go through torch's wrapper for it
+
+    def __init__(self) -> None:
+        self._attached = 0
+        self._handle: Any = None
+
+    def start(self, attachment: Any) -> weakref.finalize[Any, Any]:
+        """Watches until the attachment is undone, by calling what is returned, or gone."""
+        self._attached += 1
+        if self._handle is None:
+            self._handle = register_optimizer_step_pre_hook(self)
+        stop = weakref.finalize(attachment, self._stop)
+        stop.atexit = False
+        return stop
+
+    def _stop(self) -> None:
+        self._attached -= 1
+        if not self._attached:
+            self._handle.remove()
+            self._handle = None
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for p in _recorded(optimizer):
+            mine = owners([p])
+            if optimizer in mine or any(owner.in_step for owner in mine):
+                return
+            raise SequenceError(
+                "a plain optimizer must not step on an attached model (got"
+                f" {type(optimizer).__name__}): its gradients are recorded row by row, so that"
+                " nothing would move. For private records call step() of a private optimizer, that"
+                " of dp.make_private or dp.ClippedSGD(model.parameters(), plan); for public data"
+                " write `with dp.public(model):` around zero_grad, backward and step; after"
+                " private training dp.detach(model)"
+            )
+
+
+def _recorded(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    """Yields the parameters of an optimizer whose gradients are rows now."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            attachment = getattr(p, "__dict__", {}).get("dpsco")
+            if attachment is not None and not attachment.passes.paused:
+                yield p
+
+
+WATCH = _Watch()

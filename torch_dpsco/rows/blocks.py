@@ -43,13 +43,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from torch_dpsco import native
-from torch_dpsco.rows.supported import products_are_exact
+from torch_dpsco.native import products_are_exact
 
 PIECE = 1024
 # Relative error of a norm: (PIECE + 2)/2 roundings of the working precision and d/(2 PIECE) of float64, doubled.
@@ -118,6 +117,8 @@ def piece_norms(rows: Tensor) -> Tensor:
 def joint_norms(parts: Iterable[Tensor]) -> Tensor:
     """Returns certified upper bounds of the joint norms of rows from those of their parts: (B,) float64 each."""
     first, *others = parts
+    if not others:
+        return first
     squares = first.square()
     for norms in others:
         squares.addcmul_(norms, norms)
@@ -364,89 +365,34 @@ class Block(ABC):
 
 
 class DenseBlock(Block):
-    """Rows of one parameter.
+    """Rows of some parameters, with as few calls and passes over memory as one long row would take.
 
     Args:
-        rows: (B, *shape) floating.
-        pieces: `piece_norms` of the rows, where they are known.
+        rows: (B, *shape) floating, at least one, for each parameter.
     """
 
-    def __init__(self, rows: Tensor, pieces: Tensor | None = None) -> None:
-        if rows.dim() < 1 or not rows.is_floating_point():
-            raise ValueError(
-                f"rows must be a floating tensor of shape (B, *shape) (got {rows.dtype},"
-                f" {rows.shape})"
-            )
-        self.rows = rows
-        self.pieces = pieces
-        self.shapes = [rows.shape[1:]]
+    def __init__(self, *rows: Tensor) -> None:
+        for part in rows:
+            if part.dim() < 1 or not part.is_floating_point():
+                raise ValueError(
+                    f"rows must be a floating tensor of shape (B, *shape) (got {part.dtype},"
+                    f" {part.shape})"
+                )
+        self.rows = list(rows)
+        self.shapes = [part.shape[1:] for part in rows]
 
     def __len__(self) -> int:
-        return self.rows.shape[0]
-
-    def _order(self) -> list[int]:
-        """Returns the dimensions of a row as they are in memory, outermost first."""
-        strides = self.rows.stride()
-        return sorted(range(1, self.rows.dim()), key=lambda dim: -strides[dim])
-
-    def flat(self) -> Tensor:
-        """Returns the rows as vectors, (B, k), with the coordinates in the order of memory, so that none are copied."""
-        rows = self.rows if self.rows.is_contiguous() else self.rows.permute(0, *self._order())
-        return rows.reshape(len(self), self.rows.shape[1:].numel())
-
-    def shaped(self, vector: Tensor) -> Tensor:
-        """Returns a vector whose coordinates are in the order of `flat` in the shape of the parameter."""
-        shape = self.rows.shape[1:]
-        if self.rows.is_contiguous():
-            return vector.view(shape)
-        order = self._order()
-        places = [order.index(dim) for dim in range(1, self.rows.dim())]
-        return vector.view([shape[dim - 1] for dim in order]).permute(places).contiguous()
-
-    def norms(self) -> Tensor:
-        """Returns certified upper bounds of the rows' norms: (B,) float64."""
-        return row_norms(self.flat()) if self.pieces is None else DenseBlocks([self]).norms()
-
-    def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
-        """Returns [sum_i weights[i] * rows[i]]."""
-        return [self.shaped(weighted_rows(self.flat(), weights, precision))]
-
-    def select(self, index: Tensor) -> DenseBlock:
-        """Returns the block of some rows."""
-        return DenseBlock(self.rows[index], None if self.pieces is None else self.pieces[index])
-
-    def dense(self) -> list[Tensor]:
-        """Returns [rows]."""
-        return [self.rows]
-
-
-class DenseBlocks(Block):
-    """Rows of several parameters, with as few calls and passes over memory as one long row would take.
-
-    Args:
-        blocks: at least one, of the same rows.
-    """
-
-    def __init__(self, blocks: Sequence[DenseBlock]) -> None:
-        self.blocks = list(blocks)
-        self.shapes = [shape for block in blocks for shape in block.shapes]
-
-    def __len__(self) -> int:
-        return len(self.blocks[0])
+        return self.rows[0].shape[0]
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds of the joint norms of the rows: (B,) float64."""
-        flat = [block.flat() for block in self.blocks]
-        if all(block.pieces is None for block in self.blocks) and all(map(native.suits, flat)):
-            return joint_norms([row_norms(rows) for rows in flat])
+        flat = [_flat(part) for part in self.rows]
+        if len(flat) == 1 or all(map(native.suits, flat)):
+            return joint_norms([row_norms(part) for part in flat])
         # pieces of at most PIECE coordinates, joined in float64: the bound of `row_norms`
-        known = [block.pieces for block in self.blocks]
-        parts = [
-            piece_norms(rows) if own is None else own
-            for rows, own in zip(flat, known, strict=True)
-        ]
-        norms: Tensor = torch.linalg.vector_norm(torch.cat(parts, dim=1).double(), dim=1)
-        dtypes = [work_dtype(block.rows.dtype) for block in self.blocks]
+        pieces = torch.cat([piece_norms(part) for part in flat], dim=1)
+        norms: Tensor = torch.linalg.vector_norm(pieces.double(), dim=1)
+        dtypes = [work_dtype(part.dtype) for part in flat]
         error = max(NORM_ERROR[dtype] for dtype in dtypes)
         width = sum(shape.numel() for shape in self.shapes)
         hidden = max(UNDERFLOW[dtype] for dtype in dtypes) * width**0.5
@@ -455,29 +401,54 @@ class DenseBlocks(Block):
 
     def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
         """Returns [sum_i weights[i] * rows[i]], a tensor per parameter."""
-        tile = precision.vector_tile
-        double = any(block.rows.dtype == torch.float64 for block in self.blocks)
-        if double or not 0 < len(self) <= tile:
-            return [block.weighted_sum(weights, precision)[0] for block in self.blocks]
-        small = weights.float()[None]  # one tile, which the bound of `plan_summation` covers
-        return [block.shaped(torch.mm(small, block.flat().float())[0]) for block in self.blocks]
+        double = any(part.dtype == torch.float64 for part in self.rows)
+        if len(self.rows) == 1 or double or not 0 < len(self) <= precision.vector_tile:
+            sums = [weighted_rows(_flat(part), weights, precision) for part in self.rows]
+        else:  # one tile, which the bound of `plan_summation` covers
+            small = weights.float()[None]
+            sums = [torch.mm(small, _flat(part).float())[0] for part in self.rows]
+        return [_shaped(total, part) for total, part in zip(sums, self.rows, strict=True)]
 
-    def select(self, index: Tensor) -> DenseBlocks:
+    def select(self, index: Tensor) -> DenseBlock:
         """Returns the block of some rows."""
-        return DenseBlocks([block.select(index) for block in self.blocks])
+        return DenseBlock(*(part[index] for part in self.rows))
 
     def dense(self) -> list[Tensor]:
         """Returns the rows per parameter."""
-        return [block.rows for block in self.blocks]
+        return self.rows
 
 
-def joined(blocks: list[Block]) -> list[Block]:
+def _order(rows: Tensor) -> list[int]:
+    """Returns the dimensions of a row as they are in memory, outermost first."""
+    strides = rows.stride()
+    return sorted(range(1, rows.dim()), key=lambda dim: -strides[dim])
+
+
+def _flat(rows: Tensor) -> Tensor:
+    """Returns rows as vectors, (B, k), with the coordinates in the order of memory, so that none are copied."""
+    rows = rows if rows.is_contiguous() else rows.permute(0, *_order(rows))
+    return rows.reshape(rows.shape[0], rows.shape[1:].numel())
+
+
+def _shaped(vector: Tensor, rows: Tensor) -> Tensor:
+    """Returns a vector whose coordinates are in the order of `_flat` in the shape of the parameter."""
+    shape = rows.shape[1:]
+    if rows.is_contiguous():
+        return vector.view(shape)
+    order = _order(rows)
+    places = [order.index(dim) for dim in range(1, rows.dim())]
+    return vector.view([shape[dim - 1] for dim in order]).permute(places).contiguous()
+
+
+def joined(blocks: Sequence[Block]) -> list[Block]:
     """Returns blocks with the same rows, in their order, those dense ones as one that follow each other."""
     found: list[Block] = []
-    for _, run in groupby(blocks, key=lambda block: isinstance(block, DenseBlock)):
-        others = list(run)
-        dense = [block for block in others if isinstance(block, DenseBlock)]
-        found += [DenseBlocks(dense)] if len(dense) > 1 else others
+    for block in blocks:
+        last = found[-1] if found else None
+        if isinstance(last, DenseBlock) and isinstance(block, DenseBlock):
+            found[-1] = DenseBlock(*last.rows, *block.rows)
+        else:
+            found.append(block)
     return found
 
 

@@ -32,9 +32,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 from torch_dpsco import compat, native
 from torch_dpsco.losses.base import CHANCE, CLASS, REAL, SIGN, Loss, read
-from torch_dpsco.losses.classification import Logistic
+from torch_dpsco.losses.table import Logistic
 from torch_dpsco.rows import FactoredBlock, GradBatch, LinearBlock, input_factors, linear_factors
-from torch_dpsco.rows.layers.table import is_recorded
+from torch_dpsco.rows.layers.kinds import is_recorded
 from torch_dpsco.sampling import PrivateLoader
 
 # scores (B, K) or (B,), targets -> derivatives of the losses, as scores

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torch_dpsco.compat import tree_flatten, tree_leaves, tree_unflatten
 from torch_dpsco.errors import PrivacyError
-from torch_dpsco.rows.forwards import batch_sizes
+from torch_dpsco.rows.batch import batch_sizes
 from torch_dpsco.trial import (
     SEED,
     Leaf,

@@ -1,11 +1,13 @@
-"""Numbered forwards of an attached model, and what is known about their batches.
+"""Forwards of an attached model: numbered, looked at before and after, and their batches told apart.
 
-State that a loop carries from batch to batch: outputs of an earlier batch among the inputs of a later one.
+What `attach` adds to a model is an `Attachment`. Its hooks number the training forwards, whose rows belong together,
+and refuse backwards that are out of order, forwards that change buffers, and state that a loop carries from batch to
+batch: outputs of an earlier batch among the inputs of a later one.
 
     out, state = net(x, state)
     state = state.detach()
 
-Records of one batch would be in the rows of the next one, which no charge covers; `attach` refuses it. A batch ends by
+Records of one batch would be in the rows of the next one, which no charge covers. A batch ends by
 a step, `accumulate()` or `discard()`, and by the delivery of the next one. An input of a training forward must not be
 
 * in the memory of an output of an earlier batch, or of a forward of this one whose backward has left its rows. A mark
@@ -18,25 +20,43 @@ a step, `accumulate()` or `discard()`, and by the delivery of the next one. An i
 Inputs that a forward returns as they came are not its outputs. Parameters and buffers are released, and may be given to
 any forward. Forwards in evaluation mode leave no marks: what they give for public data may be the input of all batches.
 What is not seen (numbers that were changed, or went through numpy or Python) is in docs/before_you_start.md.
-
-Steps of plain optimizers on attached models, whose gradients are rows, are refused, since they would move nothing.
-While a model is attached, torch's public hook on the steps of all optimizers looks at their parameters; it is the only
-thing here that is global. Private optimizers, and those that an update rule steps on a private mean, go on.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from torch_dpsco.compat import backward_number, without_subclasses
-from torch_dpsco.errors import PrivacyError, SequenceError
+from torch_dpsco.compat import (
+    backward_number,
+    is_replicated,
+    is_sharded,
+    tree_leaves,
+    tree_map,
+    without_subclasses,
+)
+from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError
+from torch_dpsco.native import inexact_mean
+from torch_dpsco.rows.batch import (
+    WATCH,
+    batch_sizes,
+    clear_rows,
+    forget_wrappers,
+    has_rows,
+    require_unwrapped,
+)
+from torch_dpsco.rows.first_step import FirstStep
+from torch_dpsco.rows.layers.recorded import require_whole
+from torch_dpsco.trial.loss import plain
 
 ONE_MODULE = (
     "where a loss needs several forwards of one model (real and generated images, views of a"
@@ -58,83 +78,40 @@ _OUTSIDE = (
 )
 
 
-def batch_sizes(inputs: Any, dim: int) -> frozenset[int] | None:
-    """Returns the sizes that a batch may have by the inputs of a model; None if something in them is not understood.
-
-    Args:
-        inputs: nested tuples, lists and dicts of tensors and plain values.
-        dim: of the batch in each tensor.
-    """
-    if isinstance(inputs, Tensor):
-        return frozenset([inputs.shape[dim]] if inputs.dim() > dim else [])
-    if inputs is None or isinstance(inputs, (bool, int, float, str)):
-        return frozenset()
-    if not isinstance(inputs, (tuple, list, dict)):
-        return None
-    entries = inputs.values() if isinstance(inputs, dict) else inputs
-    parts = [batch_sizes(part, dim) for part in entries]
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
-        return None
-    lengths = [frozenset([len(inputs)])] if isinstance(inputs, list) else []  # a record per entry
-    return frozenset().union(*known, *lengths)
-
-
 class PassCounter:
-    """Numbers the training forwards of an attached model."""
+    """Numbers the training forwards of an attached model.
+
+    Attributes:
+        number: of the newest pass.
+        tag: number of the running pass, None outside of one.
+        used: number of the newest pass when rows were last used or dropped.
+        paused: whether plain gradients are computed, of public data.
+        exact: number of the last backward that was seen to run in full precision.
+        differentiated: whether a backward of the running batch is to be differentiated itself (create_graph=True).
+        sizes: that the batch of the running pass may have, if they are known.
+    """
 
     def __init__(self) -> None:
         self.number = 0
-        self.tag: int | None = None  # number of the running pass, None outside of one
-        self.used = 0  # number of the newest pass when rows were last used or dropped
-        self.paused = False  # whether plain gradients are computed, of public data
-        self._sizes: frozenset[int] | None = None
-        self._exact = -1  # number of the last backward that was seen to run in full precision
-        self._differentiated = (
-            False  # whether a backward of the running batch is to be differentiated itself
-        )
-
-    def note_exact(self) -> None:
-        """Notes that the running backward is in full precision."""
-        self._exact = backward_number()
-
-    def note_differentiated(self) -> None:
-        """Notes that the running backward makes a graph of its own (create_graph=True)."""
-        self._differentiated = True
-
-    def why_not_of_rows(self, layer_is_trained: bool) -> str:
-        """Returns why a weight of a factored layer has a gradient that is in no row.
-
-        Args:
-            layer_is_trained: whether its layer, and the model, are in training mode.
-        """
-        if not layer_is_trained:
-            return (
-                "came from a forward in eval mode, which records no rows: call model.train()"
-                f" before it {_PARTS}"
-            )
-        return _TWICE if self._differentiated else _OUTSIDE
-
-    def is_exact(self) -> bool:
-        """Returns whether that was noted of the running backward."""
-        return -1 != self._exact == backward_number()
+        self.tag: int | None = None
+        self.used = 0
+        self.paused = False
+        self.exact = -1
+        self.differentiated = False
+        self.sizes: frozenset[int] | None = None
 
     def open(self, sizes: frozenset[int] | None = None) -> None:
         """Starts the next pass, of a batch of one of these sizes, if they are known."""
         self.number += 1
         self.tag = self.number
-        self._sizes = sizes
-        self._differentiated = self._differentiated and self.number - 1 > self.used
+        self.sizes = sizes
+        self.differentiated = self.differentiated and self.number - 1 > self.used
 
-    def close(self) -> None:
-        """Ends the pass."""
-        self.tag = self._sizes = None
-
-    def require_one(self, tag: int | None) -> None:
+    def require_called(self) -> None:
         """Raises SequenceError for rows of a layer that ran outside of a pass, where the batch has had none so far."""
         # PRIVACY: parts are run past the checks of a forward: buffers, records that reach each other, the batch
         # (test_parts_of_a_model_make_no_rows_without_the_model); a reentrant checkpoint runs after the model has
-        if tag is None and self.number == self.used:
+        if self.number == self.used:
             raise SequenceError(
                 "the attached model itself must be called, in training mode (model.train()), not"
                 " its parts: move what combines them into its forward, or attach the module that"
@@ -150,7 +127,7 @@ class PassCounter:
                 " not known: call x.to_dense() before the model, or give indices to an"
                 " EmbeddingBag"
             )
-        if self._sizes and (len(shape) <= dim or shape[dim] not in self._sizes):
+        if self.sizes and (len(shape) <= dim or shape[dim] not in self.sizes):
             # PRIVACY: rows would be times or parts of a record, or one row for all of them
             # (test_a_layer_that_sees_no_batch_is_refused); no size in the message, that of the draw is private
             raise SequenceError(
@@ -158,6 +135,344 @@ class PassCounter:
                 " the model: expand constants to one per record, leave time out of it, do not cut"
                 " the batch up, and say where it is by dp.attach(model, batch_first=...)"
             )
+
+
+class Attachment:
+    """What `attach` added to a model, for the hooks to use and `detach` to undo.
+
+    Args:
+        model: it.
+        factored: layers that record their own rows.
+        hooks: those of Opacus on the other trained layers, None where there are none.
+        passes: counter of the forwards, which the layers know.
+        mean: whether the loss is a mean over the batch.
+        first: check of the first step.
+        batch_dim: where the batch is in the inputs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        factored: Sequence[nn.Module],
+        hooks: Any,
+        passes: PassCounter,
+        mean: bool,
+        first: FirstStep,
+        batch_dim: int,
+    ) -> None:
+        self.mean = mean
+        self.passes = passes
+        self.batch_dim = batch_dim
+        self.carried = CarriedState(model)
+        self.filled: int | None = None  # rows of the batch, if some of them may be filling
+        self.factored = [p for layer in factored for p in layer.parameters() if p.requires_grad]
+        done = {id(p) for p in self.factored}
+        self.dense = [p for p in model.parameters() if p.requires_grad and id(p) not in done]
+        self.layers = list(model.modules())
+        self.hooks = hooks
+        self.handles: list[Any] = [
+            model.register_forward_pre_hook(_before_forward, with_kwargs=True),
+            model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True),
+        ]
+        self.buffers: list[tuple[int, int]] = []
+        self.values: list[tuple[str, str]] | None = None  # during the first forward
+        self.compared = False
+        self.first = first
+        self.looks = True  # whether the check of the first step may still look
+        self.through_training = True  # whether the last backward came through a training forward
+        forget_wrappers(self.factored + self.dense)
+        self.hook_parameters()
+
+    def hook_parameters(self) -> None:
+        """Puts the hooks on the parameters; a deepcopy of a model keeps its modules' hooks but not these."""
+        self.hooked = True
+        self.stop_watching = WATCH.start(self)
+        for p in self.factored + self.dense:
+            p.dpsco = self  # type: ignore[attr-defined]
+            # torch registers on no other tensor; a copy of a model may have frozen parameters
+            required = p.requires_grad
+            drop = _Drop(self)
+            self.handles.append(p.requires_grad_(True).register_post_accumulate_grad_hook(drop))
+            p.requires_grad_(required)
+        for p in self.dense:
+            p.grad_sample, p._forward_counter, p.dpsco_passes = None, 0, []  # type: ignore[attr-defined]
+
+    def __getstate__(self) -> dict[str, Any]:
+        waiting = any(getattr(layer, "activations", None) for layer in self.layers)
+        if waiting or has_rows(self.factored + self.dense):
+            # PRIVACY: a file or copy would hold records (test_a_model_is_neither_saved_nor_copied_with_rows_in_it)
+            raise SequenceError(
+                "a model must be saved or copied between steps: it holds rows of records now; call"
+                " optimizer.step() or optimizer.discard() first"
+            )
+        # hooks of parameters are neither copied nor pickled
+        return self.__dict__ | {"hooked": False, "stop_watching": None}
+
+    def retire(self, filled: int | None = None) -> None:
+        """Refuses backwards of all forwards so far, and their outputs as inputs: their batch was used, or given up.
+
+        Args:
+            filled: rows of the batch that comes next, if some of them may be filling.
+        """
+        self.filled = filled
+        self.passes.used = self.passes.number
+        self.carried.ended = next(_CLOCK)
+
+    def require_fresh(self, number: int | None, forward: Forward | None) -> None:
+        """Raises SequenceError for a backward, through a forward of this number (None: in eval mode), out of order."""
+        self.through_training = number is not None
+        if forward is not None:
+            forward.has_left_rows = True
+        if self.mean:
+            if problem := inexact_mean(self.layers, self.factored + self.dense):
+                self.refuse(problem)
+            self.passes.exact = backward_number()
+        # PRIVACY: rows of an earlier batch could hold a record a second time, and Opacus would join gradients of one
+        # forward with inputs of another (test_a_backward_of_an_earlier_batch_is_refused)
+        if number is None:
+            if self.dense:
+                self.refuse(NO_FORWARD)
+            return
+        if number <= self.passes.used or (self.dense and number != self.passes.number):
+            self.refuse(
+                "a backward must follow its own forward, before a step, a discard() or (where"
+                " layers are not factored) another forward: compute the loss anew for each batch,"
+                " without retain_graph"
+            )
+
+    def refuse(self, message: str) -> NoReturn:
+        """Drops all rows that wait, since a part of the refused backward may be among them, and raises."""
+        clear_rows(self.factored + self.dense)
+        self.reset()
+        raise SequenceError(message)
+
+    def reset(self) -> None:
+        """Forgets forwards that no backward followed."""
+        self.retire()
+        self.passes.tag = self.passes.sizes = None
+        forget_uses(self.dense, self.layers)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Lets gradients be plain ones in the block; raises SequenceError if rows or a forward are waiting."""
+        params = self.factored + self.dense
+        if not self.hooked:
+            self.hook_parameters()
+        if has_rows(params) or self.passes.number != self.passes.used:
+            # PRIVACY: rows of records and gradients of public data would meet
+            # (test_public_steps_within_a_private_batch_are_refused)
+            raise SequenceError(
+                "dp.public must not begin within a private batch, between its forward and its step:"
+                " call optimizer.step() or optimizer.discard() first"
+            )
+        self.passes.paused = True
+        if self.hooks is not None:
+            self.hooks.disable_hooks()
+        try:
+            yield
+        finally:
+            self.passes.paused = False
+            if self.hooks is not None:
+                self.hooks.enable_hooks()
+            for p in params:
+                p.grad = None
+
+    def refuse_gradient(self, p: Tensor) -> NoReturn:
+        """Raises SequenceError for a weight of a factored layer that has a gradient, which is in no row."""
+        used_in = [m for m in self.layers if any(q is p for q in m._parameters.values())]
+        why = _TWICE if self.passes.differentiated else _OUTSIDE
+        if not self.through_training or not all(layer.training for layer in used_in):
+            why = (
+                "came from a forward in eval mode, which records no rows: call model.train()"
+                f" before it {_PARTS}"
+            )
+        raise SequenceError(f"the gradient of a weight of {used_in[0]} {why}")
+
+
+class _Drop:
+    """Drops `p.grad` as soon as it is accumulated; keeps no model alive: hooks of parameters are seen by no collector.
+
+    Args:
+        attachment: of the model; None in copies, which are hooked anew.
+    """
+
+    def __init__(self, attachment: Attachment | None) -> None:
+        self._held = None if attachment is None else weakref.ref(attachment)
+
+    def __call__(self, p: Tensor) -> None:
+        attachment = None if self._held is None else self._held()
+        if attachment is None or attachment.passes.paused:
+            return
+        grad = p.grad
+        p.grad = None
+        passes = p.__dict__.get("dpsco_passes")
+        if passes is not None:
+            passes.append(attachment.passes.number)
+            if grad is not None and not hasattr(p, "dpsco_compared"):
+                p.dpsco_first_backward = grad.detach(), attachment.mean  # type: ignore[attr-defined]
+        elif grad is not None:
+            attachment.refuse_gradient(p)
+
+    def __reduce__(self) -> tuple[type[_Drop], tuple[None]]:
+        return _Drop, (None,)
+
+
+def _everything(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for m in layers:
+        for tensors in (m._buffers, m._parameters):
+            for name, t in tensors.items():
+                if t is not None:
+                    yield m, name, t
+
+
+def _states(layers: Iterable[nn.Module]) -> list[tuple[int, int]]:
+    """Returns what tells whether a forward has written to a buffer or to a parameter, trained ones included."""
+    tensors = (t for m in layers for held in (m._buffers, m._parameters) for t in held.values())
+    return [(id(t), t._version) for t in tensors if t is not None]
+
+
+def _values(layers: Iterable[nn.Module]) -> list[tuple[str, str]]:
+    """Returns what no optimizer privatizes, buffers and frozen parameters: the name of each, and a fingerprint."""
+    found = []
+    for m, name, t in _everything(layers):
+        if not t.requires_grad:
+            sizes = t.detach().abs().double()
+            # text, so that NaN equals NaN
+            fingerprint = f"{float(sizes.sum())!r} {float(sizes.square().sum())!r}"
+            found.append((f"{type(m).__name__}.{name}", fingerprint))
+    return found
+
+
+def _changed(attachment: Attachment) -> set[str]:
+    """Returns what a forward has written to; values are compared once, since `.data` leaves no trace in the version."""
+    changed: set[str] = set()
+    if attachment.values is not None:
+        pairs = zip(attachment.values, _values(attachment.layers), strict=False)
+        changed = {name for (_, old), (name, new) in pairs if old != new}
+        attachment.values = None
+    if _states(attachment.layers) != attachment.buffers:
+        found = {
+            f"{type(m).__name__}.{name}"
+            for m, name, t in _everything(attachment.layers)
+            if (id(t), t._version) not in attachment.buffers
+        }
+        changed |= found or {"tensors removed or exchanged"}
+    return changed
+
+
+def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    # out of the graph of a compiled model
+    begin = torch.compiler.disable(_begin) if torch.compiler.is_compiling() else _begin
+    return begin(model, args, kwargs)
+
+
+def _begin(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    attachment: Attachment = model._dpsco  # type: ignore[assignment]
+    if not attachment.hooked:
+        # in eval mode too: a backward there would leave a raw gradient on a copy
+        attachment.hook_parameters()
+    if attachment.passes.paused or not model.training:
+        return None
+    leaves_rows = torch.is_grad_enabled()
+    attachment.carried.begin((args, kwargs), leaves_rows=leaves_rows)
+    if not leaves_rows:
+        return None
+    if attachment.looks:
+        attachment.first.begin(attachment.layers)
+    require_unwrapped(attachment.dense + attachment.factored)
+    if dist.is_available() and dist.is_initialized():
+        _require_alone(model)
+    # Opacus sums two forwards into one row per position, which would clip two records as one.
+    if any(p._forward_counter for p in attachment.dense):  # type: ignore[attr-defined]
+        raise SequenceError(
+            "a training forward is still waiting for its backward: run backward after each"
+            " forward, compute metrics under torch.no_grad() or in eval mode, or call"
+            f" optimizer.discard() to start over; {ONE_MODULE}"
+        )
+    for p in attachment.dense:
+        p.grad = None  # a released mean that nobody cleared would be taken for a part of the next gradient
+    attachment.passes.open(batch_sizes((*args, *kwargs.values()), attachment.batch_dim))
+    if not attachment.compared:
+        attachment.values = _values(attachment.layers)
+        attachment.compared = True
+    attachment.buffers = _states(attachment.layers)
+    if attachment.looks:  # they may be outputs of another attached model
+        args, kwargs = plain((args, kwargs))
+    # PRIVACY: rows are made of inputs until the step, when their memory may have the next batch
+    # (test_a_batch_is_used_as_it_was_at_the_forward)
+    args, kwargs = tree_map(_copied, (args, kwargs))
+    attachment.carried.take((args, kwargs))
+    return args, kwargs
+
+
+def _copied(leaf: Any) -> Any:
+    """Returns an input in memory of its own; what another computation has made is nobody's buffer."""
+    return leaf.clone() if isinstance(leaf, Tensor) and leaf.grad_fn is None else leaf
+
+
+def _require_alone(model: nn.Module) -> None:
+    """Raises an error in a forward of an attached model that FSDP has taken, or that DistributedDataParallel makes."""
+    if is_sharded(model):  # FSDP 1 takes the parameters away, so that no layer would look at them
+        require_whole(model)
+    if is_replicated(model):
+        raise SequenceError(
+            "model must not be replicated (got a forward of DistributedDataParallel): its backward"
+            " waits for all ranks, of which some may have no rows; call the module inside, whose"
+            " optimizer joins the ranks by itself"
+        )
+
+
+def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    end = torch.compiler.disable(_end) if torch.compiler.is_compiling() else _end
+    return end(model, args, kwargs, output)
+
+
+def _end(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    attachment: Attachment = model._dpsco  # type: ignore[assignment]
+    passes = attachment.passes
+    if passes.paused:
+        return None
+    error = sys.exc_info()[1] if output is None else None
+    if attachment.filled is not None and error is not None and not isinstance(error, DpscoError):
+        _tell_of_filling(error, attachment.filled)
+    number = passes.tag
+    forward = attachment.carried.end(output, (args, kwargs))
+    for out in [output] if isinstance(output, Tensor) else tree_leaves(output):
+        if isinstance(out, Tensor) and out.requires_grad:
+            out.register_hook(lambda _: attachment.require_fresh(number, forward))
+    if number is None:
+        return None
+    passes.tag = passes.sizes = None
+    if changed := _changed(attachment):
+        # PRIVACY: running statistics are released un-noised with the model (test_changing_buffers_are_refused)
+        raise PrivacyError(
+            "a training forward must not change buffers or weights, they would carry private data"
+            f" out of the model (changed: {sorted(changed)}); use layers without running"
+            " statistics, e.g. GroupNorm"
+        )
+    attachment.looks = attachment.looks and attachment.first.waits
+    if not attachment.looks or output is None:  # it was called after an error
+        return None
+    try:
+        return attachment.first.look(model, args, kwargs, output)
+    except PrivacyError:
+        attachment.reset()
+        raise
+
+
+def _tell_of_filling(error: BaseException, rows: int) -> None:
+    """Says in an exception of a forward that some rows may be no records; not how many, which is private."""
+    note = (
+        f"torch_dpsco: of the {rows} rows of this batch some may be filling, which hides how many"
+        " records were drawn: zeros in all tensors (a length of 0, class 0), at any place. Make"
+        " the forward take such rows, e.g. by lengths.clamp(min=1), and by a mask in place of"
+        " packed sequences; or give padding=False to optimizer.loader(...), whose risk"
+        " docs/guarantees.md describes"
+    )
+    if len(error.args) == 1 and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{note}",)  # loggers print this alone
+    else:
+        error.add_note(note)
 
 
 def forget_uses(params: Iterable[nn.Parameter], layers: Iterable[nn.Module]) -> None:
@@ -189,17 +504,13 @@ class CarriedStateError(PrivacyError):
     """Outputs of an earlier batch are inputs of a training forward."""
 
 
+@dataclass(eq=False)
 class Forward:
-    """A forward, as its outputs know it.
+    """A forward, as its outputs know it: the state of the model that ran, when, and whether its backward left rows."""
 
-    Args:
-        owner: the model that ran.
-    """
-
-    def __init__(self, owner: CarriedState) -> None:
-        self.owner = owner
-        self.time = next(_CLOCK)
-        self.has_left_rows = False
+    owner: CarriedState
+    time: int
+    has_left_rows: bool = False
 
 
 class CarriedState:
@@ -207,25 +518,23 @@ class CarriedState:
 
     Args:
         model: it.
+
+    Attributes:
+        ended: when the last batch did: all forwards before are of earlier ones.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._ended = 0  # when the last batch did
-        self._inputs: list[tuple[Tensor, int]] | None = (
-            None  # of the running forward, with their versions
-        )
-        self._copies: list[tuple[Tensor, int]] = []  # which it runs on
+        self.ended = 0
+        # of the running forward, with their versions, and the copies which it runs on
+        self._inputs: list[tuple[Tensor, int]] | None = None
+        self._copies: list[tuple[Tensor, int]] = []
         # the last outputs: forward, size and numbers
-        self._kept: list[tuple[Forward, int, Tensor | bytes]] = []
+        self._kept: list[tuple[Forward, int, Tensor]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         # PRIVACY: a file would hold numbers of records (test_a_file_of_a_model_holds_no_outputs)
         return self.__dict__ | {"_inputs": None, "_copies": [], "_kept": []}
-
-    def end_batch(self) -> None:
-        """Notes that all forwards so far are of earlier batches."""
-        self._ended = next(_CLOCK)
 
     def begin(self, inputs: Any, *, leaves_rows: bool) -> None:
         """Begins a forward in training mode.
@@ -259,12 +568,12 @@ class CarriedState:
             inputs: those that it ran on; what was written to them, or put into them, is output too.
         """
         before = self._inputs
-        self._inputs = None
         copies = self._copies
+        self._inputs = None
         self._copies = []
         if before is None:
             return None
-        forward = Forward(self)
+        forward = Forward(self, next(_CLOCK))
         with without_subclasses():
             same = [t for t, version in (*before, *copies) if _version(t) == version]
             # a copy that was written to is the model's own: memory of an output
@@ -272,21 +581,21 @@ class CarriedState:
             fresh = [t for t in _tensors((output, inputs)) if id(_storage(t)) not in known]
             for t in fresh:
                 setattr(_storage(t), _MARK, forward)
-            for t in (*fresh, *(t for t, version in before if _version(t) != version)):
+            written = [t for t, version in before if _version(t) != version]
+            for t in fresh + written:
                 self._keep(forward, t, same)
         return forward
 
     def _keep(self, forward: Forward, t: Tensor, inputs: list[Tensor]) -> None:
         if not t.is_floating_point() or t.numel() < _DISTINCT:
             return
-        # which needs not wait for a GPU
-        numbers = _numbers(t) if t.is_cuda else _bytes(_numbers(t))
+        numbers = _numbers(t)
         alike = [x for x in inputs if x.numel() == t.numel() and x.is_floating_point()]
-        if not any(_bytes(_numbers(x)) == _bytes(numbers) for x in alike):
+        if not any(_agree(_numbers(x), numbers) for x in alike):
             self._kept = [*self._kept[1 - _KEPT :], (forward, t.numel(), numbers)]
 
     def _is_over(self, forward: Forward) -> bool:
-        return forward.time < self._ended or (forward.owner is self and forward.has_left_rows)
+        return forward.time < self.ended or (forward.owner is self and forward.has_left_rows)
 
     def _require_fresh(self, t: Tensor) -> None:
         storage = _storage(t)
@@ -296,9 +605,11 @@ class CarriedState:
             raise CarriedStateError(
                 _FOUND.format(what="one in the same memory", shape=(*t.shape,))
             )
-        alike = [kept for kept in self._kept if kept[1] == t.numel() and self._is_over(kept[0])]
-        kept = [numbers for _, _, numbers in alike]
-        if kept and t.is_floating_point() and _is_one_of(_numbers(t), kept):
+        if not t.is_floating_point() or t.numel() not in {size for _, size, _ in self._kept}:
+            return
+        found = _numbers(t)
+        kept = [n for f, size, n in self._kept if size == t.numel() and self._is_over(f)]
+        if any(_agree(n, found) for n in kept) and len(found.unique()) >= _DISTINCT:
             # PRIVACY: (test_copies_of_state_that_a_loop_carries_are_refused)
             raise CarriedStateError(_FOUND.format(what="a copy of one", shape=(*t.shape,)))
 
@@ -335,98 +646,16 @@ def _version(t: Tensor) -> int:
 
 
 def _numbers(t: Tensor) -> Tensor:
-    """Returns numbers of a tensor at places that its size alone decides, as float64."""
+    """Returns numbers of a tensor at places that its size alone decides: the bits of float64 ones."""
     flat = t.detach()
     step = -(-t.numel() // _PLACES) or 1
     if flat.is_contiguous():
-        return flat.view(-1)[::step].to(torch.float64, copy=True)
-    places = torch.arange(0, t.numel(), step, device=t.device)
-    return flat[torch.unravel_index(places, flat.shape)].double()
+        numbers = flat.view(-1)[::step].to(torch.float64, copy=True)
+    else:
+        places = torch.arange(0, t.numel(), step, device=t.device)
+        numbers = flat[torch.unravel_index(places, flat.shape)].double()
+    return numbers.view(torch.int64)
 
 
-def _bytes(numbers: Tensor | bytes) -> bytes:
-    return numbers if isinstance(numbers, bytes) else bytes(numbers.cpu().numpy().tobytes())
-
-
-def _is_one_of(numbers: Tensor, kept: list[Tensor | bytes]) -> bool:
-    found = _bytes(numbers)
-    return found in map(_bytes, kept) and len(set(numbers.tolist())) >= _DISTINCT
-
-
-_OWNERS, PASSES = "dpsco_optimizers", "dpsco_passes_of_model"  # attributes of parameters
-
-
-class Owners:
-    """The private optimizers of a parameter; none in copies, which have optimizers of their own."""
-
-    def __init__(self) -> None:
-        self.alive: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def __reduce__(self) -> tuple[type[Owners], tuple[()]]:
-        return Owners, ()
-
-
-def note_owner(params: Iterable[nn.Parameter], optimizer: Any) -> None:
-    """Notes on parameters that a private optimizer trains them."""
-    for p in params:
-        p.__dict__.setdefault(_OWNERS, Owners()).alive.add(optimizer)
-
-
-def owners(params: Iterable[nn.Parameter]) -> list[Any]:
-    """Returns the private optimizers that train some of the parameters."""
-    found: dict[int, Any] = {}
-    for p in params:
-        if _OWNERS in p.__dict__:
-            found.update((id(owner), owner) for owner in p.__dict__[_OWNERS].alive)
-    return list(found.values())
-
-
-class _Watch:
-    """The hook, installed while something is attached."""
-
-    only_looks = True  # private steps need not go through torch's wrapper for it
-
-    def __init__(self) -> None:
-        self._attached = 0
-        self._handle: Any = None
-
-    def start(self, attachment: Any) -> weakref.finalize[Any, Any]:
-        """Watches until the attachment is undone, by calling what is returned, or gone."""
-        self._attached += 1
-        if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(self)
-        stop = weakref.finalize(attachment, self._stop)
-        stop.atexit = False
-        return stop
-
-    def _stop(self) -> None:
-        self._attached -= 1
-        if not self._attached:
-            self._handle.remove()
-            self._handle = None
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for p in _recorded(optimizer):
-            mine = owners([p])
-            if optimizer in mine or any(owner.in_step for owner in mine):
-                return
-            raise SequenceError(
-                "a plain optimizer must not step on an attached model (got"
-                f" {type(optimizer).__name__}): its gradients are recorded row by row, so that"
-                " nothing would move. For private records call step() of a private optimizer, that"
-                " of dp.make_private or dp.ClippedSGD(model.parameters(), plan); for public data"
-                " write `with dp.public(model):` around zero_grad, backward and step; after"
-                " private training dp.detach(model)"
-            )
-
-
-def _recorded(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    """Yields the parameters of an optimizer whose gradients are rows now."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            passes: PassCounter | None = getattr(p, "__dict__", {}).get(PASSES)
-            if passes is not None and not passes.paused:
-                yield p
-
-
-WATCH = _Watch()
+def _agree(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(first.cpu(), second.cpu())

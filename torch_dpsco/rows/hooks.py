@@ -31,8 +31,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torch_dpsco import compat
 from torch_dpsco.errors import SequenceError
+from torch_dpsco.native import require_full_precision
 from torch_dpsco.rows.forwards import NO_FORWARD, PassCounter
-from torch_dpsco.rows.supported import require_full_precision, require_known
+from torch_dpsco.rows.layers.recorded import refuse_unknown
 
 compat.require_opacus()
 
@@ -152,7 +153,8 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
 
     def _check_use(self, module: nn.Module, inputs: Any, output: Any) -> None:
         name = type(module).__name__
-        require_known(module, module.parameters())
+        if any(p.requires_grad and "dpsco" not in p.__dict__ for p in module.parameters()):
+            refuse_unknown(module)
         tensors = [t for t in inputs if isinstance(t, Tensor)]
         whole = type(module) not in self.GRAD_SAMPLERS
         wrong = whole and (len(inputs) != 1 or not isinstance(output, Tensor))
@@ -181,7 +183,7 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
         if self.hooks_enabled:
             if not getattr(module, "activations", None):
                 self.refuse(NO_FORWARD)
-            self._passes.require_one(None)
+            self._passes.require_called()
             if loss_reduction == "mean":
                 # PRIVACY: autocast rounds the 1/B of a mean to 8 or 11 bits
                 # (test_a_mean_loss_under_autocast_is_refused)

@@ -37,7 +37,6 @@ from torch_dpsco.sampling.samplers import (
     records_of,
     require_divisible,
 )
-from torch_dpsco.sampling.streamed import Streamed
 
 __all__ = [
     "AssignedSampler",
@@ -61,7 +60,6 @@ __all__ = [
     "ShuffledSampler",
     "Slots",
     "Spilled",
-    "Streamed",
     "UserLoader",
     "adapt",
     "bounded",

@@ -43,10 +43,9 @@ from torch_dpsco.accounting.designs import Assigned, AssignedParts, Design, Full
 from torch_dpsco.compat import tree_leaves, tree_map
 from torch_dpsco.errors import UnitError, UnknownSamplerError
 from torch_dpsco.losses.clipped import enforce_bounds
-from torch_dpsco.rng import Stream, sampling_generator
+from torch_dpsco.noise import Stream, sampling_generator
 from torch_dpsco.sampling.datasets import Gathered, one_by_one
-from torch_dpsco.sampling.samplers import Chunk, DesignSampler, Drawn, records_of
-from torch_dpsco.sampling.streamed import Itself, Streamed
+from torch_dpsco.sampling.samplers import Chunk, DesignSampler, records_of
 
 _Indices = npt.NDArray[np.int64]
 _MOST_WORKERS = 1024  # processes
@@ -114,6 +113,8 @@ class PrivateLoader:
     worker_init_fn = multiprocessing_context = generator = prefetch_factor = None
     persistent_workers = False
 
+    _ids: Tensor | None = None  # user of each record, where users are drawn
+
     def __init__(
         self,
         dataset: Dataset[Any],
@@ -167,43 +168,37 @@ class PrivateLoader:
         """Yields everything that is drawn from, in order."""
         return records_of(self.dataset)
 
+    def _of(self, drawn: _Indices) -> tuple[_Indices, _Indices | None]:
+        """Returns the records of a draw, and how many each user has, where users are drawn."""
+        return drawn, None
+
     def _split(self, chunks: deque[Chunk]) -> Iterator[_Indices]:
-        for drawn in self.batch_sampler.dealt():
-            yield from self._pieces(drawn, drawn[1], chunks)
-
-    def _pieces(
-        self,
-        source: Drawn,
-        indices: _Indices,
-        chunks: deque[Chunk],
-        sizes: _Indices | None = None,
-    ) -> Iterator[_Indices]:
-        draw = replace(source[0], size=len(indices))  # another one each time that it is delivered
-        places = self._places(source, len(indices) if sizes is None else len(sizes))
-        blocks = self._blocks(len(indices), sizes, places)
-        start = 0
-        for k, (part, slots) in enumerate(blocks, start=1):
-            rows = indices[part]
-            size = len(rows) if self.slots is None else self.slots.block
-            users = self._users_of(rows)
-            if slots is not None and users is not None:  # rows of the filling are nobody's
-                users = filled(users, slots, size, -1)
-            chunks.append(
-                Chunk(
-                    draw, len(rows), k == len(blocks), start, source, users, slots, size, places
+        """Yields the records of each batch, and notes what it is."""
+        log = self.batch_sampler.log
+        for source in self.batch_sampler.dealt():
+            indices, sizes = self._of(source[1])
+            draw = replace(source[0], size=len(indices))  # another one each time it is delivered
+            places = None
+            if log.held is not None and log.held.source is source:
+                # PRIVACY: none can be chosen, by no other loader either
+                # (test_a_draw_that_is_delivered_again_has_the_places_that_it_had)
+                places = log.held.places
+            if places is None and self.slots is not None:
+                places = self.slots.places(len(indices) if sizes is None else len(sizes))
+            blocks = self._blocks(len(indices), sizes, places)
+            start = 0
+            for k, (part, slots) in enumerate(blocks, start=1):
+                rows = indices[part]
+                size = len(rows) if self.slots is None else self.slots.block
+                users = None if self._ids is None else self._ids[torch.from_numpy(rows)]
+                if slots is not None and users is not None:  # rows of the filling are nobody's
+                    users = filled(users, slots, size, -1)
+                last = k == len(blocks)
+                chunks.append(
+                    Chunk(draw, len(rows), last, start, source, users, slots, size, places)
                 )
-            )
-            start += len(rows)
-            yield rows
-
-    def _places(self, source: Drawn, units: int) -> _Indices | None:
-        """Returns the places of the units of a draw; those that it had, if it is delivered again."""
-        held = self.batch_sampler.log.held
-        if held is not None and held.source is source and held.places is not None:
-            # PRIVACY: none can be chosen, by no other loader either
-            # (test_a_draw_that_is_delivered_again_has_the_places_that_it_had)
-            return held.places
-        return None if self.slots is None else self.slots.places(units)
+                start += len(rows)
+                yield rows
 
     def _blocks(
         self, size: int, sizes: _Indices | None, places: _Indices | None
@@ -216,10 +211,6 @@ class PrivateLoader:
         made = slots.of_records(places) if sizes is None else slots.of_users(sizes, places)
         return [(part, torch.from_numpy(slots)) for part, slots in made]
 
-    def _users_of(self, part: _Indices) -> Tensor | None:
-        """Returns the user of each record, where users are drawn."""
-        return None
-
     def _batches(self, parts: Iterator[_Indices]) -> Iterator[Any]:
         if self.gathers and isinstance(self.dataset, Gathered):
             yield from map(self.dataset.gather, parts)
@@ -228,10 +219,8 @@ class PrivateLoader:
             assert isinstance(self.dataset, TensorDataset)
             yield from _gathered(self.dataset.tensors, parts)
             return
-        # are records, and no positions
-        drawn = isinstance(getattr(self.batch_sampler, "ids", None), Streamed)
         yield from DataLoader(
-            Itself() if drawn else self.dataset,
+            self.dataset,
             batch_sampler=(part.tolist() for part in parts),
             collate_fn=self.collate_fn,
             num_workers=self.num_workers,
@@ -782,11 +771,3 @@ class UserLoader(PrivateLoader):
         starts = np.where(drawn > 0, self._ends[drawn - 1], 0)
         pieces = [self._records[a:b] for a, b in zip(starts, ends, strict=True) if a < b]
         return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64), ends - starts
-
-    def _split(self, chunks: deque[Chunk]) -> Iterator[_Indices]:
-        for drawn in self.batch_sampler.dealt():
-            records, sizes = self._of(drawn[1])
-            yield from self._pieces(drawn, records, chunks, sizes)
-
-    def _users_of(self, part: _Indices) -> Tensor:
-        return self._ids[torch.from_numpy(part)]

@@ -31,9 +31,12 @@ from torch_dpsco.accounting.designs import (
     Parts,
 )
 from torch_dpsco.errors import SequenceError, UnknownSamplerError
-from torch_dpsco.rng import KeyedStream
-from torch_dpsco.sampling.samplers import DesignSampler, RecordIds, kind_of
-from torch_dpsco.sampling.streamed import Streamed
+from torch_dpsco.noise import KeyedStream
+from torch_dpsco.sampling.samplers import (
+    DesignSampler,
+    RecordIds,
+    kind_of,
+)
 
 _Indices = npt.NDArray[Any]
 _KEY = 32  # bytes of the cut of an `Assigned` design
@@ -219,7 +222,7 @@ class AssignedSampler(_KeyedSampler):
         seed: makes the draws repeatable (and warns), so that nothing is amplified; tests only.
         resume: partition of a run that continues.
         ids: unique, one per record, as for `RecordIds`: records draw by a keyed hash of them, wherever they stand. None
-            for draws by position; a `Streamed` for draws of its records.
+            for draws by position.
 
     Raises:
         UnitError: two records have one id, or these are ids of other things.
@@ -230,7 +233,7 @@ class AssignedSampler(_KeyedSampler):
     design: Assigned
     _owned = slice(None)  # positions that are drawn for
     own = False  # whether they are in a shard
-    ids: RecordIds | Streamed | None = None
+    ids: RecordIds | None = None
 
     def __init__(
         self,
@@ -245,7 +248,7 @@ class AssignedSampler(_KeyedSampler):
         self.require_kind(design)
         assert isinstance(design, Assigned)
         if ids is not None:
-            self.ids = _held(ids, size)
+            self.ids = ids if isinstance(ids, RecordIds) else RecordIds(ids, size)
             size = len(self.ids)
             # PRIVACY: records of one id are all in one batch, where each may move the sum by a clip
             # (test_records_with_one_id_are_refused)
@@ -309,17 +312,13 @@ class AssignedSampler(_KeyedSampler):
     def _batches(self, cut: _Indices, k: int, first: int) -> Iterator[_Indices]:
         """Yields the members of the batches of pass k, from the first one on."""
         batches = self.design.batches
-        held = self.ids.held if isinstance(self.ids, Streamed) else _HELD
-        most = max(1, held * batches // max(1, self.size))  # at a time
+        most = max(1, _HELD * batches // max(1, self.size))  # at a time
         for start in range(first, batches, most):
             stop = min(batches, start + most)
             yield from self._members(cut, k, start, stop)
 
     def _members(self, cut: _Indices, k: int, start: int, stop: int) -> Iterator[_Indices]:
         """Yields the members of some batches of pass k; all draws are made again, in blocks, and the others left."""
-        if isinstance(self.ids, Streamed):
-            yield from self.ids.members(cut[:_KEY].tobytes(), k, self.design.batches, start, stop)
-            return
         own = range(self.size)[self._owned]
         keys = [np.empty(0, dtype=np.int64)]
         members = [np.empty(0, dtype=np.int64)]
@@ -528,10 +527,6 @@ def partition_name(design: Design, partition: Partition) -> str:
     return f"positions/{digest}/{design.batch_size}"  # as `ShuffledSampler` names the same cut
 
 
-def _held(ids: Any, size: int | None) -> RecordIds | Streamed:
-    return ids if isinstance(ids, (RecordIds, Streamed)) else RecordIds(ids, size)
-
-
 def make_sampler(
     design: Design,
     *,
@@ -548,9 +543,8 @@ def make_sampler(
     """
     if ids is not None:
         if not isinstance(design, Assigned):
-            _held(
-                ids, size
-            ).require_unique()  # the first thing to know, where records were copied
+            # the first thing to know, where records were copied
+            (ids if isinstance(ids, RecordIds) else RecordIds(ids, size)).require_unique()
             raise UnknownSamplerError(
                 "design must be Assigned for draws by ids, or of a stream: give"
                 f" sampling='allocated' (got {design})"

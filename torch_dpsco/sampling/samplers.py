@@ -24,7 +24,7 @@ draw out; `discard()` and failed steps give it up, and then the next iteration d
 Batches that records pick by a keyed hash of their ids: alike in every reading and process, in any order. Pick of a
 pass: BLAKE2b of the id under the run's secret key of 256 bits, personalized by the pass, 512 bits modulo T. For who
 does not know the key the picks of different ids, and of different passes, are independent and uniform, up to n passes
-T 2^-512 in total variation and the security of the key, as for all draws of `rng.KeyedStream`; neither is charged
+T 2^-512 in total variation and the security of the key, as for all draws of `noise.KeyedStream`; neither is charged
 (docs/proofs/allocation.md#picks-by-ids).
 """
 
@@ -61,7 +61,7 @@ from torch_dpsco.accounting.designs import (
 )
 from torch_dpsco.compat import tree_flatten
 from torch_dpsco.errors import PrivacyError, SequenceError, UnitError, UnknownSamplerError
-from torch_dpsco.rng import Stream, rank_generator, sampling_generator
+from torch_dpsco.noise import Stream, rank_generator, sampling_generator
 from torch_dpsco.sampling.datasets import Gathered
 
 _Indices = npt.NDArray[np.int64]
@@ -547,14 +547,16 @@ class DrawLog:
             SequenceError: the batch before it was not used up by a step, or its draw was given up; it is a part of
                 another draw than the one in progress; another loader has taken the place of this one.
         """
-        self._require_newest()
+        if self._replaced:
+            self._require_newest()
         if self._given_up and (chunk.start or chunk.source is not self.again):
             # PRIVACY: as for an iteration that begins anew (test_a_draw_that_was_given_up_is_the_next_one_again)
             raise SequenceError(_GIVEN_UP)
         # PRIVACY: a loop that has seen several batches could use those that it likes; with parts of two draws in one
         # release a record of both would count twice
         # (test_no_part_of_a_draw_comes_before_the_one_before_it_is_used, test_a_release_never_joins_parts_of_two_draws)
-        self._require_used()
+        if self.waiting or self.taken is not None:
+            raise SequenceError(_UNUSED)
         if self._split is not None:
             raise SequenceError(
                 "the previous draw is not complete: signal_skip_step(True) was called for its last"
@@ -587,7 +589,8 @@ class DrawLog:
             SequenceError: there is no draw, it was given up, or the part before was not used.
         """
         if self._split is not None:
-            self._require_used()
+            if self.waiting or self.taken is not None:
+                raise SequenceError(_UNUSED)
             self.waiting.append(self._split._replace(last=not more))
         elif self.waiting:
             self.waiting[-1] = self.waiting[-1]._replace(last=not more)
@@ -599,10 +602,6 @@ class DrawLog:
                 " loader of optimizer.loader(dataset) to BatchMemoryManager"
             )
         self._split = self.waiting[-1] if more else None
-
-    def _require_used(self) -> None:
-        if self.waiting or self.taken is not None:
-            raise SequenceError(_UNUSED)
 
     def take(self) -> Chunk:
         """Returns the batch that the next step must use; raises SequenceError if there is none."""

@@ -20,7 +20,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.distributed import is_first
 from torch_dpsco.errors import PrivacyError, SequenceError
-from torch_dpsco.step.common import CommonOptimizer
+from torch_dpsco.step.run import CommonOptimizer
 from torch_dpsco.step.step import PrivateOptimizer
 
 _UP = ("privacy/epsilon", "privacy/delta")  # rounded up where digits are lost, all others down

@@ -45,7 +45,7 @@ from torch_dpsco.accounting.events import (
 from torch_dpsco.accounting.report import PrivacyReport
 from torch_dpsco.algorithms.mechanisms import draw, score_law, score_slack
 from torch_dpsco.estimators.reading import as_features, require_finite
-from torch_dpsco.rng import noise_generator
+from torch_dpsco.noise import noise_generator
 from torch_dpsco.statistics.held_out import (
     BLOCK,
     HeldOut,

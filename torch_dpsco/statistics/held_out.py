@@ -24,7 +24,7 @@ from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency
 from torch_dpsco.errors import AdjacencyError, NotCertifiedError, UnitError, warn
 from torch_dpsco.estimators.reading import as_codes, as_column, as_features, require_dtype
-from torch_dpsco.rng import Keystream, Stream, sampling_generator
+from torch_dpsco.noise import Keystream, Stream, sampling_generator
 from torch_dpsco.sampling.loader import free_slots, user_ids
 from torch_dpsco.trial.undo import RandomStreams, Refused, attempt
 

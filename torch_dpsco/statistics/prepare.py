@@ -25,8 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import check_fields
-from torch_dpsco._words import require_ours
+from torch_dpsco._doors import check_fields, require_ours
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.accounting.analysis.rounding import exact_grid, with_grid
@@ -47,7 +46,7 @@ from torch_dpsco.estimators.reading import (
     check_columns,
     read_columns,
 )
-from torch_dpsco.rng import noise_generator
+from torch_dpsco.noise import noise_generator
 from torch_dpsco.statistics.held_out import ledger_of
 from torch_dpsco.step.exact_noise import exact_release
 

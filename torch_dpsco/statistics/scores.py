@@ -53,7 +53,7 @@ from torch_dpsco.accounting.events import (
 )
 from torch_dpsco.accounting.report import PrivacyReport
 from torch_dpsco.estimators.reading import as_codes
-from torch_dpsco.rng import Source, noise_generator
+from torch_dpsco.noise import Source, noise_generator
 from torch_dpsco.statistics.held_out import (
     BLOCK,
     CPU,

@@ -53,7 +53,7 @@ from torch_dpsco.estimators.reading import (
     require_dtype,
 )
 from torch_dpsco.estimators.task import LinearPlan, Search, make_records
-from torch_dpsco.rng import Keystream, Stream
+from torch_dpsco.noise import Keystream, Stream
 from torch_dpsco.statistics.held_out import CPU, ledger_of, split
 from torch_dpsco.statistics.scores import (
     LOSSES,

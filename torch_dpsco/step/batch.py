@@ -33,9 +33,10 @@ from torch_dpsco.errors import (
     SequenceError,
     UnitError,
     UnknownSamplerError,
+    outside,
     warn,
 )
-from torch_dpsco.rows import GradBatch
+from torch_dpsco.rows import retire_forwards
 from torch_dpsco.rows.forwards import ONE_MODULE
 from torch_dpsco.sampling import (
     AssignedSampler,
@@ -65,17 +66,18 @@ class LogicalBatch:
 
     Args:
         design: how batches are drawn; if that is undeclared, its batch_size is the most that a step may use.
+        params: of the optimizer.
         in_order: whether a run has one partition, and step k uses its draw k.
     """
 
-    def __init__(self, design: Design, *, in_order: bool = False) -> None:
+    def __init__(
+        self, design: Design, params: Sequence[nn.Parameter] = (), *, in_order: bool = False
+    ) -> None:
+        self._params = params
         self._in_order = in_order
         self.design = design
         self.declared = not isinstance(design, Undeclared)
         self.opened = False
-        self.given: GradBatch | None = (
-            None  # rows for the next step that no backward has recorded
-        )
         self._log = DrawLog()
         self._sampler: OnePassSampler | None = None
         self._resumed: Partition | None = None
@@ -84,15 +86,12 @@ class LogicalBatch:
         self._seen = 0  # rows of the chunk, with its filling
         self._draw_rows = 0  # rows seen of the draw
 
-    def bind(
-        self, loader: Any, on_restart: Callable[[], None], on_delivery: Callable[[Chunk], None]
-    ) -> None:
+    def bind(self, loader: Any, on_restart: Callable[[], None]) -> None:
         """Takes draws from a loader of this design, and from no other loader any more.
 
         Args:
             loader: it.
             on_restart: called when an iteration over it begins.
-            on_delivery: called for each batch.
 
         Raises:
             UnknownSamplerError: a foreign sampler.
@@ -127,7 +126,9 @@ class LogicalBatch:
             self._made = sampler.so_far.made
             self._loader = loader
         self._log.on_restart = on_restart
-        self._log.on_delivery = on_delivery
+        self._log.on_delivery = lambda chunk: retire_forwards(
+            self._params, None if chunk.slots is None else chunk.size
+        )
         self._draw_rows = 0
         self.opened = False
 
@@ -196,12 +197,6 @@ class LogicalBatch:
             raise SequenceError(_SEVERAL)
         self._log.split(more=more)
 
-    def take_given(self) -> GradBatch | None:
-        """Returns the given rows, once."""
-        rows = self.given
-        self.given = None
-        return rows
-
     @property
     def outstanding_rows(self) -> int | None:
         """Rows of the chunk that comes next, its filling included."""
@@ -232,19 +227,16 @@ class LogicalBatch:
             return self._log.take()
         return self._log.taken
 
-    def records(self, rows: int) -> Tensor | None:
-        """Returns which of the next rows of the current chunk are records and no filling; None for all of them."""
-        taken = self._log.taken
-        return taken.records(self._seen, rows) if self.declared and taken is not None else None
-
-    def admit(self, rows: int, passes: int, partial: bool, kept: Tensor | None = None) -> None:
+    def admit(self, rows: int, passes: int, partial: bool) -> Tensor | None:
         """Checks rows against the current chunk.
 
         Args:
             rows: number of them, with the filling.
             passes: number of backward passes that they come from.
             partial: whether more rows of the chunk follow.
-            kept: those that are records, see `records`.
+
+        Returns:
+            Which of them are records and no filling; None for all of them.
 
         Raises:
             SequenceError: more rows than were drawn, or more than one backward without a declared sampling.
@@ -259,16 +251,19 @@ class LogicalBatch:
                     f"a step must use at most batch_size={self.design.batch_size} rows, and got"
                     f" more; {ONE_MODULE}"
                 )
-            return
-        assert self._log.taken is not None
+            return None
+        taken = self._log.taken
+        assert taken is not None
+        kept = taken.records(self._seen, rows)
         self._seen += rows
         self._draw_rows += rows if kept is None else len(kept)
-        if self._seen > self._log.taken.size or self._draw_rows > self._log.taken.draw.size:
+        if self._seen > taken.size or self._draw_rows > taken.draw.size:
             # PRIVACY: rows from elsewhere could hold a record twice (test_more_rows_than_drawn_are_refused)
             raise SequenceError(
                 "a step must use at most the rows of one draw, and got more: use only batches of"
                 f" this optimizer's loader, one backward for each; {ONE_MODULE}"
             )
+        return kept
 
     def users(self, rows: int, given: Tensor | None) -> Tensor | None:
         """Returns the users of the newest rows, as the loader knows them; without a declared sampling, as given.
@@ -396,7 +391,7 @@ def _tag(key: str, loader: Any) -> str:
     )
 
 
-_NAME = "grad_scale"  # the attribute by which GradScaler hands over its scale
+GRAD_SCALE = "grad_scale"  # the attribute by which GradScaler hands over its scale
 
 
 def show_zero_gradient(params: Sequence[nn.Parameter]) -> None:
@@ -406,40 +401,38 @@ def show_zero_gradient(params: Sequence[nn.Parameter]) -> None:
     smallest.grad = torch.zeros_like(smallest)
 
 
-def take_scale(optimizer: Any, known: float | None) -> float | None:
-    """Returns the scale that a GradScaler has set for this step, None without one.
-
-    Args:
-        optimizer: whose step runs.
-        known: the scale of the step before.
+def take_scale(optimizer: Any) -> float:
+    """Returns the scale that a GradScaler has set for this step.
 
     Raises:
         SequenceError: `unscale_` was called before: it cannot reach rows, and the scaler now believes them unscaled.
         ValueError: a scale so far from 1 that rows would lose their accuracy.
     """
-    if _NAME not in optimizer.__dict__:
-        return None
-    given = optimizer.__dict__[_NAME]
+    given = optimizer.__dict__[GRAD_SCALE]
     if given is None:
-        del optimizer.__dict__[_NAME]  # GradScaler would multiply by it
+        del optimizer.__dict__[GRAD_SCALE]  # GradScaler would multiply by it
         raise SequenceError(
             "scaler.unscale_(optimizer) must not be called: step() unscales each row before it"
             " clips; call scaler.step(optimizer) right after backward"
         )
     scale = float(given)
     # GradScaler multiplies by what is left here when a step raises
-    setattr(optimizer, _NAME, torch.ones_like(given))
+    setattr(optimizer, GRAD_SCALE, torch.ones_like(given))
     if not 2.0**-40 <= check.positive(grad_scale=scale) <= 2.0**40:
         raise ValueError(
             f"grad_scale must be between 2^-40 and 2^40 (got {scale:g}): give GradScaler"
             " init_scale=1024"
         )
-    if known is not None and scale != known and not optimizer._told_of_scale:
+    return scale
+
+
+def tell_of_scale(optimizer: Any, known: float, scale: float) -> None:
+    """Warns once of a gradient scale that is another one than in the step before."""
+    if not optimizer._told_of_scale:
         optimizer._told_of_scale = True
         warn(
             f"the gradient scale has changed from {known:g} to {scale:g}; overflow is private and"
             " never reported to the scaler, so that it only grows: keep it constant by"
             " GradScaler(init_scale=..., growth_interval=10**9)",
-            stacklevel=4,
+            stacklevel=outside(),
         )
-    return scale

@@ -27,13 +27,10 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.book import read_state
 from torch_dpsco.errors import PrivacyError, SequenceError, warn
-from torch_dpsco.rng import Source
+from torch_dpsco.noise import SecretState, Source
 from torch_dpsco.sampling import Partition
-from torch_dpsco.secret import SecretState
 from torch_dpsco.step.batch import LogicalBatch
-from torch_dpsco.step.common import CommonOptimizer
-from torch_dpsco.step.payments import Paid
-from torch_dpsco.step.run import Progress, Run
+from torch_dpsco.step.run import CommonOptimizer, Paid, Progress, Run
 
 _KEY = "dpsco"
 _VERSION = 3

@@ -34,9 +34,8 @@ from torch_dpsco.errors import (
     outside,
     warn,
 )
-from torch_dpsco.rows.supported import require_whole
-from torch_dpsco.sampling import Streamed
-from torch_dpsco.schedule import Schedule
+from torch_dpsco.problem import Schedule
+from torch_dpsco.rows.layers.recorded import require_whole
 from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.phased import Phased
 
@@ -84,25 +83,9 @@ def number_of_records(dataset: Dataset[Any]) -> int:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ValueError(
             f"dataset must be map-style, to be sampled from (got {type(dataset).__name__}, without"
-            " a length): dp.sampling.Spilled(stream) reads a stream once into private files;"
-            " dp.sampling.Streamed reads one again and again, for passes of random allocation"
+            " a length): dp.sampling.Spilled(stream) reads a stream once into private files"
         )
     return len(dataset)
-
-
-def ids_of_stream(dataset: Streamed, ids: Any) -> Streamed:
-    """Returns the stream, whose records have their ids; raises UnitError for others, or in one of several processes."""
-    if ids is not None:
-        raise UnitError(
-            f"ids must not be given for a stream, which has an id_of (got a {type(ids).__name__})"
-        )
-    if world_size() > 1:
-        # PRIVACY: nobody would see a record that two processes read (test_a_stream_is_read_by_one_process)
-        raise UnitError(
-            "dataset must be map-style in a run of several processes: use ids=, or"
-            " dp.sampling.Spilled"
-        )
-    return dataset
 
 
 def problem_of_shard(shard: int | None, held: int, adjacency: Adjacency, unit: str) -> str:
@@ -324,16 +307,6 @@ def require_universe(design: Design, adjacency: Adjacency, size: int) -> None:
         )
 
 
-def is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether hooks, a profiler, or a scheduler that counts, want to see each call of `step()`."""
-    own = (
-        getattr(optimizer, "_optimizer_step_pre_hooks", True)
-        or getattr(optimizer, "_optimizer_step_post_hooks", True)
-        or "step" in vars(optimizer)
-    )
-    return bool(own or compat.some_optimizer_hook() or compat.is_profiling())
-
-
 def warn_if_buried(
     noise_std: float,
     signal: float = 1.0,
@@ -379,11 +352,6 @@ def warn_of_void_theorem(what: str, stacklevel: int) -> None:
     warn(message, stacklevel=stacklevel + 1)
 
 
-def rates(groups: Sequence[dict[str, Any]]) -> list[float]:
-    """Returns the step sizes of groups of parameters."""
-    return [float(group["lr"]) for group in groups]
-
-
 def require_same_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     """Raises an error unless the optimizer trains exactly the model's trainable parameters, and whole ones."""
     trained = {id(p) for p in model.parameters() if p.requires_grad}
@@ -393,7 +361,8 @@ def require_same_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     if trained != owned or any(
         map(compat.is_sharded, model.parameters())
     ):  # FSDP 1 may keep them, as shards
-        require_whole(model)
+        for name, module in model.named_modules():
+            require_whole(module, name)
         raise SequenceError(
             "the optimizer must train exactly the model's trainable parameters (model"
             f" {len(trained)}, optimizer {len(owned)}, in common {len(trained & owned)}); freeze"

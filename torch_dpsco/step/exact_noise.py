@@ -77,8 +77,7 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.rounding import Grid, exact_grid
 from torch_dpsco.accounting.events import Gaussian
-from torch_dpsco.noise import exponential_sum, normal_
-from torch_dpsco.rng import Source, random_bytes, stream_of
+from torch_dpsco.noise import Source, exponential_sum, normal_, random_bytes, stream_of
 
 IntArray = NDArray[np.int64]
 Read = Callable[[int], bytes]
@@ -98,7 +97,7 @@ def discrete_gaussian(size: int, bits: int, read: Read = random_bytes) -> IntArr
     Args:
         size: >= 0.
         bits: log2 of m, 4 to 40.
-        read: returns that many uniform independent bytes, as `rng.Stream.read`.
+        read: returns that many uniform independent bytes, as `noise.Stream.read`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -318,7 +317,7 @@ def draw_laplace(scale: float | Fraction, step: float | Fraction, generator: Sou
     Args:
         scale: > 0; a float stands for the binary fraction that it is.
         step: > 0, distance of the numbers that can be drawn.
-        generator: of the draw; from `torch_dpsco.rng.noise_generator`.
+        generator: of the draw; from `torch_dpsco.noise.noise_generator`.
 
     Returns:
         A multiple of `step`.
@@ -406,7 +405,7 @@ def gaussian_vector(dim: int, std: float, generator: Source) -> Tensor:
     Args:
         dim: d >= 1.
         std: >= 0.
-        generator: from `rng.noise_generator`.
+        generator: from `noise.noise_generator`.
     """
     empty = torch.empty(
         check.positive_count(dim=dim), dtype=torch.float64, device=generator.device
@@ -429,7 +428,7 @@ def knorm_vector(dim: int, scale: float, generator: Source) -> Tensor:
     Args:
         dim: d >= 1.
         scale: sensitivity / epsilon > 0.
-        generator: from `rng.noise_generator`.
+        generator: from `noise.noise_generator`.
 
     Guarantee:
         Added to a vector of L2 sensitivity s: (s / scale)-DP, in any dimension, for real numbers.

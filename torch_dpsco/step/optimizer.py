@@ -1,6 +1,8 @@
 """An optimizer that holds a run: its parts, its batches, what is public of it, and its checkpoints.
 
 `PrivateOptimizer` adds the step.
+
+How a run gets its batches: a loader of its design, over records or users, in one process or several.
 """
 
 from __future__ import annotations
@@ -8,32 +10,42 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.rounding import asks_exact
-from torch_dpsco.accounting.designs import Design
-from torch_dpsco.accounting.events import Adjacency, Event, Gaussian, NonPrivate
+from torch_dpsco.accounting.designs import Assigned, Design
+from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency, Event, Gaussian, NonPrivate
 from torch_dpsco.accounting.report import Run as PublicRun
 from torch_dpsco.accounting.statement import Statement
-from torch_dpsco.distributed import join
+from torch_dpsco.distributed import World, join, world_size
 from torch_dpsco.errors import SequenceError, UnitError
+from torch_dpsco.noise import noise_generator
+from torch_dpsco.problem import Schedule
 from torch_dpsco.prox import Prox
-from torch_dpsco.rng import noise_generator
 from torch_dpsco.rows import (
+    attachments,
     clear_rows,
     forget_wrappers,
-    retire_forwards,
 )
-from torch_dpsco.rows.forwards import note_owner
+from torch_dpsco.rows.batch import GradBatch, note_owner
 from torch_dpsco.rules import UpdateRule
-from torch_dpsco.sampling import Chunk, Isolation, PrivateLoader, UserLoader
-from torch_dpsco.schedule import Schedule
+from torch_dpsco.sampling import (
+    DesignSampler,
+    Isolation,
+    Partition,
+    PrivateLoader,
+    RecordIds,
+    Slots,
+    UserLoader,
+    user_ids,
+)
 from torch_dpsco.step import checks
 from torch_dpsco.step.batch import LogicalBatch
 from torch_dpsco.step.checkpoint import (
@@ -48,31 +60,32 @@ from torch_dpsco.step.checkpoint import (
     tell_of_lost,
     unpacked,
 )
-from torch_dpsco.step.common import CommonOptimizer
-from torch_dpsco.step.loading import (
-    continued,
-    draws_left,
-    make_loader,
-    make_slots,
-    who_is_drawn,
-)
 from torch_dpsco.step.oracle import MeanOracle
-from torch_dpsco.step.payments import new_run, refuse_copy, refuse_load
-from torch_dpsco.step.run import Part, Progress, make_run, require_room
-from torch_dpsco.step.turn import in_turn
+from torch_dpsco.step.run import (
+    CommonOptimizer,
+    Progress,
+    Run,
+    in_turn,
+    make_run,
+    new_run,
+    part,
+    refuse_copy,
+    refuse_load,
+    require_room,
+)
 
 
 class RunOptimizer(CommonOptimizer):
     """Holds a run; `PrivateOptimizer`, which adds the step, has the arguments."""
 
-    oracle = Part[MeanOracle]()
-    rule = Part[UpdateRule]()
-    design = Part[Design]()
-    schedule = Part[Schedule]()
-    prox = Part[Prox]()
-    reg = Part[float]()
-    adjacency = Part[Adjacency]()
-    accountant = Part[Accountant]()
+    oracle: MeanOracle = part("oracle")
+    rule: UpdateRule = part("rule")
+    design: Design = part("design")
+    schedule: Schedule = part("schedule")
+    prox: Prox = part("prox")
+    reg: float = part("reg")
+    adjacency: Adjacency = part("adjacency")
+    accountant: Accountant = part("accountant")
 
     def __init__(
         self,
@@ -91,9 +104,10 @@ class RunOptimizer(CommonOptimizer):
         secure: str | None = None,
     ) -> None:
         super().__init__(params, {"lr": check.positive(lr=lr)})
+        self._params: list[nn.Parameter] = [p for g in self.param_groups for p in g["params"]]
         for group in self.param_groups:
             check.positive(lr=group["lr"])
-        device = checks.one_device(self._all_params())
+        device = checks.one_device(self._params)
         rule.check_groups(self.param_groups)
         if asks_exact(secure):
             oracle.use_exact_noise()
@@ -112,10 +126,13 @@ class RunOptimizer(CommonOptimizer):
         self._progress = Progress()
         self._noise = noise_generator(device, generator)
         self._seeded = generator is not None
-        self._batch = LogicalBatch(design, in_order=self._run.in_order)
+        self._batch = LogicalBatch(design, self._params, in_order=self._run.in_order)
         self._isolation = Isolation()
         self._shown = False  # whether `released` runs
         self._in_public = False  # whether `dp.public` runs
+        self._given: GradBatch | None = (
+            None  # rows of the next step that no backward has recorded
+        )
         self._grad_scale: float | None = None
         self._told_of_scale = False
         self._checks: Mapping[str, str] = dict.fromkeys(
@@ -133,21 +150,15 @@ class RunOptimizer(CommonOptimizer):
         )
         self.prox.apply_(params, [0.0] * len(params))
         self.oracle.take()
-        forget_wrappers(self._all_params())
+        forget_wrappers(self._params)
         self._world = join(device)
         self._world.begin(self)
         if not self.adaptive:
             endless = self._run.planned is None
             self.accountant.declare(*((self.ahead(1), None) if endless else (self.ahead(), 1)))
-        note_owner(self._all_params(), self)
+        note_owner(self._params, self)
 
     # -- batches ------------------------------------------------------------------------------------------------------
-
-    def _all_params(self) -> list[nn.Parameter]:
-        return [p for group in self.param_groups for p in group["params"]]
-
-    def _trained(self) -> list[nn.Parameter]:
-        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
 
     def loader(
         self,
@@ -168,7 +179,7 @@ class RunOptimizer(CommonOptimizer):
 
         Args:
             dataset: map-style data set; tensors in memory (TensorDataset) are gathered fastest. Or a stream, as
-                `sampling.Spilled` or `sampling.Streamed`.
+                `sampling.Spilled`.
             users: where users are protected, and only there, the id of the user of each record: users are drawn, and
                 all their rows are delivered with their ids. Integers in [0, n_users), or strings (and other things that
                 hash), which are numbered in order of appearance. Under replace_one and zero_out n_users is the public
@@ -222,16 +233,16 @@ class RunOptimizer(CommonOptimizer):
             records=drawn.shard,
             dim=sum(p.numel() for p in self._trained()),
         )
-        loader = make_loader(
-            run,
-            drawn,
+        owners: Any = drawn.owners
+        kind = PrivateLoader if owners is None else partial(UserLoader, users=owners)
+        loader = kind(
             dataset,
             sampler,
-            slots=slots,
             physical_batch_size=physical_batch_size,
             collate_fn=collate_fn,
             num_workers=num_workers,
             pin_memory=pin_memory,
+            slots=slots,
         )
         self.bind(loader)
         return loader
@@ -258,7 +269,7 @@ class RunOptimizer(CommonOptimizer):
                 f" {type(loader).__name__}): use optimizer.loader"
             )
         self._world.require_own_draws(loader)
-        self._batch.bind(loader, self.discard, self._expect)
+        self._batch.bind(loader, self.discard)
         own = isinstance(loader, PrivateLoader)
         self._isolation = loader.isolation if own else Isolation()
         self._isolation.private = self.sizes_are_private
@@ -312,21 +323,10 @@ class RunOptimizer(CommonOptimizer):
 
     def _clear(self) -> None:
         """Forgets all rows, and the oracle's sum of them."""
-        clear_rows(self._all_params())
-        for p in self._all_params():
-            reset = getattr(p, "dpsco_reset", None)
-            if reset is not None:
-                reset()
+        clear_rows(self._params)
+        for attachment in attachments(self._params):
+            attachment.reset()
         self.oracle.discard()
-
-    def _expect(self, chunk: Chunk) -> None:
-        retire_forwards(self._all_params(), filled=None if chunk.slots is None else chunk.size)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients and per-sample gradients that no step has taken yet."""
-        clear_rows(self._all_params())
-        if not set_to_none:
-            super().zero_grad(set_to_none)
 
     # -- what is public -----------------------------------------------------------------------------------------------
 
@@ -383,14 +383,10 @@ class RunOptimizer(CommonOptimizer):
 
     def _checked(self) -> Iterator[str]:
         """Yields what is known about records that reach each other, by attached model."""
-        found = {
-            id(v): v
-            for p in self._all_params()
-            if (v := getattr(p, "dpsco_checked", None)) is not None
-        }
-        for verdicts in found.values() or [self._checks]:
-            for part, verdict in verdicts.items():
-                yield f"Whether records reach each other in the {part}: {verdict}."
+        found = [attachment.first.verdicts for attachment in attachments(self._params)]
+        for verdicts in found or [self._checks]:
+            for name, verdict in verdicts.items():
+                yield f"Whether records reach each other in the {name}: {verdict}."
 
     def _moved(self) -> Iterator[str]:
         if self._progress.public:
@@ -458,7 +454,7 @@ class RunOptimizer(CommonOptimizer):
 
     def _restore(self, public: dict[str, Any], private: dict[str, Any]) -> None:
         super().load_state_dict(public)
-        restore_averages(self.state, public, self._all_params())
+        restore_averages(self.state, public, self._params)
         restore(self._run, self._progress, self._batch, private, self.param_groups)
 
     @in_turn
@@ -523,10 +519,10 @@ class RunOptimizer(CommonOptimizer):
         super().__setstate__(state)
         if "_run" not in state:  # torch's load_state_dict passes state and groups through here
             return
-        device = checks.one_device(self._all_params())
+        device = checks.one_device(self._params)
         self._noise = noise_generator(device)
         self._seeded = False
-        self._batch = LogicalBatch(self.design, in_order=self._run.in_order)
+        self._batch = LogicalBatch(self.design, self._params, in_order=self._run.in_order)
         self._world = join(device)
         if partition is not None:
             self._batch.resume(partition)
@@ -534,10 +530,154 @@ class RunOptimizer(CommonOptimizer):
         # PRIVACY: a copy has releases of its own (test_a_copy_is_another_run_in_the_ledger)
         self._run.payments.run = new_run()
         self._progress.since = self.steps
-        note_owner(self._all_params(), self)
+        note_owner(self._params, self)
 
     # -- what the step adds -------------------------------------------------------------------------------------------
 
     @abstractmethod
+    def _trained(self) -> list[nn.Parameter]:
+        """Returns the parameters that are not frozen."""
+
+    @abstractmethod
     def _count_lost(self, *, halted: bool) -> None:
         """Counts the next step, which was charged, as one whose release is lost."""
+
+
+class Drawn(NamedTuple):
+    """Whom a loader draws.
+
+    Args:
+        size: records or users that may be drawn, of all processes together.
+        owners: (records,) user of each record; None where records are drawn.
+        named: ids of the records, by which they pick their batches or are known to other processes.
+        shard: most records or users of this process, where each has its own.
+        held: those that it has.
+    """
+
+    size: int
+    owners: Tensor | None
+    named: Any
+    shard: int | None
+    held: int
+
+
+def who_is_drawn(
+    run: Run,
+    world: World,
+    dataset: Dataset[Any],
+    users: Any,
+    ids: Any,
+    shard: int | None,
+    steps: int | None,
+) -> Drawn:
+    """Returns whom a loader of the run draws; all processes agree on it. See `PrivateOptimizer.loader`."""
+    records = checks.number_of_records(dataset)
+    if ids is not None and users is not None:
+        raise UnitError(
+            f"ids must not be given with users, who are drawn (got a {type(ids).__name__})"
+        )
+    named: Any = None if ids is None else RecordIds(ids, records)
+    owners = None if users is None else user_ids(users, records)
+    held = records if owners is None else len(owners.unique())
+    if owners is not None and shard is not None and world_size() > 1:
+        named = RecordIds(users, records)
+    known = {"shard": shard, "ids": named}
+    problem = checks.problem_of_shard(shard, held, run.adjacency, run.oracle.unit)
+    if owners is not None:
+        problem = problem or checks.problem_of_users(owners, run.design, run.adjacency)
+    size = world.compare_data(
+        dataset,
+        steps,
+        own=", ".join(name for name, given in known.items() if given is not None),
+        counted=run.adjacency != ADD_REMOVE and owners is None,
+        problem=problem,
+    )
+    if owners is None:
+        return Drawn(size, None, named, shard, held)
+    number = checks.number_of_users(owners, run.design, run.adjacency)
+    return Drawn(number, owners, named, None if world_size() == 1 else shard, held)
+
+
+def make_slots(
+    run: Run,
+    sampler: DesignSampler,
+    *,
+    padding: bool | None,
+    most: int | None,
+    records: int | None,
+    dim: int,
+) -> Slots | None:
+    """Returns where rows stand in blocks of fixed size, None where they need not or must not be filled up.
+
+    Args:
+        run: it.
+        sampler: of the loader.
+        padding: whether batches are filled up; None for where they must be.
+        most: rows of a physical batch.
+        records: most records of this process, where each has its own.
+        dim: number of parameters.
+    """
+    # PRIVACY: neighbors draw batches of different sizes, or it shows who was drawn
+    # (test_a_record_more_moves_the_sum_of_a_kinked_net_by_one_clip)
+    if not (
+        run.sizes_are_private if padding is None else check.choice((True, False), padding=padding)
+    ):
+        return None
+    # PRIVACY: where each process has records of its own all may be on one, whose draws must fit as well
+    # (test_blocks_of_a_process_with_own_records_have_room_for_a_whole_draw)
+    spread = 1 if getattr(sampler, "own", False) else getattr(sampler, "processes", 1)
+    return Slots(
+        run.design,
+        of_users=run.oracle.unit == "user",
+        physical_batch_size=most,
+        processes=spread,
+        records=records,
+        dim=dim,
+    )
+
+
+def draws_left(
+    run: Run, made: int, steps: int | None, partition: Partition | None, *, of_users: bool
+) -> int | None:
+    """Returns how many draws an iteration over a loader has; None for an epoch.
+
+    Args:
+        run: it.
+        made: steps of the run.
+        steps: as given.
+        partition: that is continued.
+        of_users: whether users are drawn.
+    """
+    if steps is not None or run.planned is None:
+        return steps
+    left = run.planned - made
+    if not run.design.one_pass:
+        return max(1, left) if of_users else None
+    # batches that no step needs are left alone
+    more = run.design.steps_per_epoch - (0 if partition is None else partition.made)
+    if isinstance(run.design, Assigned):  # a loop over the loader is a pass
+        more = min(more, run.design.batches)
+    return max(1, min(more, left))
+
+
+def continued(run: Run, batch: LogicalBatch, made: int, *, resume: bool) -> Partition | None:
+    """Returns the partition that a loader goes on with; None for a fresh one.
+
+    Raises:
+        SequenceError: it must be continued, or is not known.
+    """
+    partition = batch.sealed() if resume else None
+    if not run.design.one_pass:
+        return partition
+    if resume and partition is None and made:
+        raise SequenceError(
+            "resume must be False: no partition of this run is known that could be continued"
+        )
+    if not resume and run.in_order and made:
+        # PRIVACY: draws that are made again, by the noise of a charge that has paid for others
+        # (test_a_pass_is_not_begun_again)
+        raise SequenceError(
+            "phases, and passes that are charged as a whole, must not start again after"
+            f" {made} steps: use optimizer.loader(dataset, resume=True)"
+        )
+    return partition

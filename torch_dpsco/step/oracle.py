@@ -7,6 +7,27 @@ nothing else, so that noise can never be scaled to another one.
 Weights by which rows stay within a clip, and what else oracles need of norms and shapes.
 
 Source: docs/proofs/rounding.md#clip-weights.
+
+Means of clipped rows plus Gaussian noise, at a bound that subclasses choose.
+
+    mean = ( sum_i g_i min(1, C / |g_i|) + N(0, (z C)^2 I) ) / batch_size
+
+Edge cases, each tested in tests/algorithms:
+
+| row or setting | contribution |
+|---|---|
+| norm <= C | unchanged |
+| norm > C, up to overflow of its square | scaled to norm <= C |
+| NaN, inf, or a norm that overflows | exactly 0 |
+| zero or subnormal | unchanged (norms are upper bounds, so what underflows cannot pass the clip) |
+| empty batch | noise only |
+| z = 0 | exact clipped mean, event without privacy (epsilon = inf) |
+| C = 0 | refused |
+
+Differs from the usual DP-SGD in: 1. non-finite rows are dropped instead of spreading NaN; 2. norms carry their rounding
+error; 3. the worst-case error of the sum is part of the declared sensitivity; 4. the divisor is a public constant.
+
+Proofs: docs/proofs/heavy_tailed.md#clipped-sums, docs/proofs/heavy_tailed.md#rounded-clipped-sums.
 """
 
 from __future__ import annotations
@@ -14,17 +35,37 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torch_dpsco import _validate as check
+from torch_dpsco import compat, native
 from torch_dpsco._doors import type_members
+from torch_dpsco.accounting.analysis.rounding import Grid, exact_grid, with_grid
 from torch_dpsco.accounting.designs import BaseEvent, Design, Draw
-from torch_dpsco.accounting.events import Adjacency, Event
+from torch_dpsco.accounting.events import (
+    CLIP_UNITS,
+    Adjacency,
+    Event,
+    Gaussian,
+    NonPrivate,
+    clipped_gaussian,
+)
 from torch_dpsco.errors import AdjacencyError, ConditionError, PrivacyError, SequenceError
-from torch_dpsco.rng import Source
-from torch_dpsco.rows import GradBatch, LinearBlock, row_norm
+from torch_dpsco.noise import Source, add_normal_, normal_
+from torch_dpsco.rows import (
+    FLOAT64,
+    GradBatch,
+    LinearBlock,
+    Summation,
+    plan_summation,
+    row_norm,
+    weighted_rows,
+)
+from torch_dpsco.step.exact_noise import release_on_grid
 
 
 class Charge(NamedTuple):
@@ -259,13 +300,8 @@ def clipped_slopes(rows: LinearBlock, clip: float) -> tuple[LinearBlock, Tensor]
         index = torch.isfinite(norms).nonzero().squeeze(1)
         rows = rows.select(index)
         norms = norms[index]
-    limit = limit_of(clip)
+    limit = clip * _ROUNDED  # within the clip after rounding
     return rows, norms.clamp_(-limit, limit)
-
-
-def limit_of(clip: float) -> float:
-    """Returns the length to which rows are cut, so that they are within the clip after rounding."""
-    return clip * _ROUNDED
 
 
 def in_float32(clip: float) -> bool:
@@ -303,3 +339,400 @@ def split_like(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     """Returns (D,) as one tensor per shape."""
     parts = flat.split([shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+_LARGE = 2**15  # numbers; larger sums take the noise in place
+
+
+class ClippedMean(MeanOracle):
+    """Noisy mean of rows clipped at the bound of the open batch; subclasses say what the bound is.
+
+    Args:
+        noise_multiplier: z, noise std on the sum over the clip norm, >= 0; 0 gives no privacy.
+        batch_size: public divisor, the expected batch size.
+
+    Guarantee:
+        Unit: one row per record. The sum moves by at most C (record added, removed or zeroed) or 2 C (replaced), C
+        being fixed by public history before the rows are read. Event: Gaussian in clip units,
+        (z, {add_remove: 1, zero_out: 1, replace_one: 2}). Assumes that a record's row does not depend on other records.
+    """
+
+    _processes, _max_processes = 1, 1020  # over which logical batches are spread, see `share`
+    _exact = False  # whether noise is drawn in integers
+
+    def __init__(self, noise_multiplier: float, batch_size: int) -> None:
+        super().__init__(check.positive_count(batch_size=batch_size))
+        self._multiplier = check.nonnegative(noise_multiplier=noise_multiplier)
+        self._event = clipped_gaussian(self._multiplier)
+        self._summation = FLOAT64
+        self._grid = Grid(1.0, 12)  # of exact releases; fixed by `open`
+        self._clip: float | None = None
+        self._form: list[Any] = []  # of the parameters
+        self._shapes: list[torch.Size] = []
+        self._cuts: list[Cut] = []
+        self._dim = 0
+        self._is_linear = False
+        self._means: list[Tensor] | None = None
+        self._total: Tensor | None = None  # of linear rows: one vector, instead of means
+        self._n_rows = 0
+        self._dtype = torch.float32  # of releases
+        self._flat: Tensor | None = None  # memory of small ones
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_flat": None}
+
+    @abstractmethod
+    def bound(self, query: Sequence[Tensor]) -> float:
+        """Returns the clip for gradients at a public point."""
+
+    def weights(self, norms: Tensor, clip: float) -> Tensor:
+        """Returns the factor of each row of a physical batch: (B,) with weight * norm <= clip after rounding, >= 0."""
+        return clip_weights(norms, clip)
+
+    @property
+    def clip(self) -> float:
+        """Clip of the open, or else the last, logical batch."""
+        if self._clip is None:
+            raise SequenceError(
+                "no logical batch was opened: call open(query) first, which fixes the clip"
+            )
+        return self._clip
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Noise std on the sum over the clip."""
+        return self._multiplier
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise on the released mean."""
+        # PRIVACY: scaled to the sensitivity of the sum as computed, rounding included (test_halved_noise_is_caught)
+        return self._multiplier * self.sensitivity("zero_out")
+
+    def open(self, query: Sequence[Tensor], step: int = 0) -> None:
+        """Fixes the clip by the public point and forgets an unfinished batch."""
+        self.discard()
+        self.__dict__["_clip"] = self.bound(query)  # __setattr__ is slow
+        form = [(p.shape, p.dtype, p.device) for p in query]
+        if form != self._form:
+            self._form = form
+            self._shapes = [p.shape for p in query]
+            self._cuts, self._dim = cuts(self._shapes)
+            self._is_linear = [len(shape) for shape in self._shapes] == [2, 1] and self._shapes[
+                0
+            ][0] == 1
+            self._summation = self._planned()
+            self._dtype = (
+                torch.float64
+                if any(dtype == torch.float64 for _, dtype, _ in form)
+                else torch.float32
+            )
+            self._flat = None
+            self._require_within_clip()
+        if self._exact:
+            self._plan_grid()
+
+    def _planned(self) -> Summation:
+        """Returns the precision of sums for the parameters of the query."""
+        on_cpu = all(device.type == "cpu" for _, _, device in self._form)
+        # PRIVACY: other processes may be without the accelerator, and err by more
+        # (test_several_processes_declare_the_error_of_float32)
+        in_c = native.is_available() and on_cpu and self._processes == 1
+        matrices = any(len(shape) > 1 and shape[0] > 1 for shape in self._shapes)
+        return plan_summation(
+            self.batch_size, self._dim, vectors=not in_c, matrices=matrices or not in_c, in_c=in_c
+        )
+
+    def _require_within_clip(self) -> None:
+        """Raises PrivacyError if a subclass's weights let any of a range of norms past the clip."""
+        if getattr(self.weights, "__func__", None) is ClippedMean.weights:
+            return
+        device = self._form[0][2] if self._form else None
+        norms = torch.logspace(-300, 300, 601, dtype=torch.float64, device=device)
+        norms = torch.cat([norms, norms.new_tensor([self.clip, 0.0, math.inf, math.nan])])
+        weights = self.weights(norms.clone(), self.clip)
+        reached = torch.where(
+            norms.isfinite(), weights * norms, weights * math.inf
+        )  # 0 * inf is NaN: nothing
+        # PRIVACY: (test_weights_of_ones_own_that_pass_the_clip_are_refused)
+        if bool((weights < 0).any() or weights.isnan().any() or (reached > self.clip).any()):
+            raise PrivacyError(
+                f"weights of {type(self).__name__} must be >= 0, keep weight * norm <= clip, and be"
+                " 0 where a norm is infinite or NaN: see oracles.clip_weights"
+            )
+
+    def use_exact_noise(self) -> None:
+        """Draws the noise of all releases in integers; see `MeanOracle.use_exact_noise`."""
+        if self._clip is not None or not self._event.sigma > 0:
+            raise ConditionError(
+                "secure='exact' needs noise, and to be said before the first batch (got"
+                f" {self._event})"
+            )
+        self._exact, self._event = True, replace(self._event, exact=True)
+
+    def _plan_grid(self) -> None:
+        # raises before anything is charged
+        self.__dict__["_grid"] = exact_grid(
+            self.noise_std, self.sensitivity("zero_out"), max(1, self._dim)
+        )
+
+    def _memory(self, size: int) -> Tensor:
+        # for all releases: fresh memory costs as much as the arithmetic
+        if self._flat is None or self._flat.numel() != size or self._flat.dtype != self._dtype:
+            self._flat = torch.empty(size, dtype=self._dtype, device=self._form[0][2])
+        return self._flat
+
+    def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
+        """Clips rows and adds them to the mean."""
+        clip = self.clip  # raises before open
+        self.__dict__["_n_rows"] = self._require_few(self._n_rows + len(rows))
+        own = type(self)  # rows that fit have weight 1, and nobody else is to see them
+        kept = own.weights is ClippedMean.weights and own.observe is ClippedMean.observe
+        short = kept and "observe" not in self.__dict__ and "weights" not in self.__dict__
+        # PRIVACY: elsewhere weights that underflow are rounded up (test_rows_of_one_huge_feature_are_clipped)
+        linear = rows.linear() if short and in_float32(clip) else None
+        if linear is not None:
+            self._observe_linear(linear, clip)
+            return
+        # PRIVACY: every row passes the clip, whatever was promised (test_removed_clip_is_caught)
+        norms = rows.norms()
+        weights = self.weights(norms, clip)
+        precision = self._precision(clip, weights * norms)
+        self._add(rows.weighted_sum(weights.div_(self.batch_size), precision))
+
+    def _observe_linear(self, rows: LinearBlock, clip: float) -> None:
+        """Does what `observe` does in fewer calls: row i is w_i (x_i, 1), w_i = s_i clipped to C / f_i.
+
+        f_i is the bound of |(x_i, 1)|; w_i = max(-C, min(C, s_i f_i)) / f_i, so that |w_i| f_i <= C.
+        """
+        # PRIVACY: (test_removed_clip_of_linear_rows_is_caught)
+        total = rows.clipped_sum(clip * _ROUNDED, 1.0 / self.batch_size)
+        if total is None:
+            rows, norms = clipped_slopes(rows, clip)
+            precision = self._precision(clip, norms)
+            weights = norms.div_(rows.factors).mul_(1.0 / self.batch_size)
+            total = weighted_rows(rows.features, weights, precision)
+            if not rows.extended:
+                total = torch.cat((total, weights.sum(0, True, dtype=torch.float64)))
+        if total.shape[0] != self._dim or not self._is_linear:
+            raise ValueError(
+                f"rows must be of shapes {self._shapes}, those of the query (got one score)"
+            )
+        if self._means is not None:
+            self._add(self.views(total))
+        elif self._total is not None:
+            self._total.add_(total)
+        else:
+            self.__dict__["_total"] = total
+
+    def _add(self, means: list[Tensor]) -> None:
+        if [m.shape for m in means] != self._shapes:
+            raise ValueError(
+                f"rows must be of shapes {self._shapes}, those of the query (got"
+                f" {[m.shape for m in means]})"
+            )
+        known = self._means if self._total is None else self.views(self._total)
+        if known is not None:
+            before = [m.double() for m in known]
+            compat.foreach_add_(before, means)
+            means = before
+        self.__dict__.update(_means=means, _total=None)
+
+    def _precision(self, clip: float, norms: Tensor) -> Summation:
+        """Returns that of the sum of rows of these norms, after the clip: (B,), whatever their signs."""
+        plan = self._summation
+        if not plan.uses_float32 or not norms.shape[0] or not in_float32(clip):
+            return FLOAT64
+        mean = 1.0  # tiles that are large already need no reading of norms
+        if (
+            plan.has_small_tiles
+        ):  # the root of the mean square is no less than the mean; some room for its rounding
+            mean = (
+                math.sqrt(float(torch.dot(norms, norms)) / norms.shape[0])
+                * (1.0 + norms.shape[0] * 2.0**-23)
+                / clip
+            )
+        return plan.for_rows(self._n_rows * self._processes, mean)
+
+    def discard(self) -> None:
+        """Forgets the rows observed since open."""
+        self.__dict__.update(_means=None, _total=None, _n_rows=0)  # __setattr__ is slow
+
+    def share(self, processes: int) -> None:
+        """Declares that logical batches are spread over W processes, each of which observes its own rows.
+
+        The declared error of the sum stays that of one process. Float32 is used by a process with m_r rows where
+        W m_r <= rows, so that all such rows together are at most `rows`, and in no process the product of the chain of
+        roundings and the mean of the weighted norms is larger than the planned chain times C: the errors add up to at
+        most chain u sum_r m_r C. The sums of the processes are added in float64, by W - 1 roundings more. The planned
+        float64 chain, at least 1024 + max_rows, has room for them: that of a process is at most m_r + 4 (tiles of its
+        chunks, then tiles, then chunks), sum_r m_r <= max_rows is enforced by `replace_sum`, and W <= 1020. The last
+        bits of a mean loss depend on the rows of one process, and are bounded by the rows of all, as before. Means of
+        users, each of whom is on one process, are such rows (docs/proofs/rounding.md#sums-over-processes).
+        """
+        # PRIVACY: else each process could spend the whole room for float32
+        # (test_the_rounding_of_a_sum_over_processes_stays_within_the_declared_error)
+        if check.positive_count(processes=processes) > self._max_processes:
+            raise ValueError(
+                f"processes must be <= {self._max_processes}, for which rounding is bounded (got"
+                f" {processes})"
+            )
+        self._processes = processes
+        if self._form:
+            self._summation = self._planned()
+
+    @property
+    def processes(self) -> int:
+        """Over how many processes logical batches are spread."""
+        return self._processes
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What several processes assume."""
+        if self._processes == 1:
+            return ()
+        read = (
+            "read the same records in the same order, or a shard each: a record on one, whatever"
+            " its values"
+        )
+        return (f"{self._processes} processes that trust each other {read}",)
+
+    def write_sum(self, out: Tensor) -> int:
+        """Copies the clipped sum of own rows over batch_size into (d,) float64 zeros, and returns their number.
+
+        NOT private: for the process that adds the sums up.
+        """
+        self._add_to(out, self.views(out))
+        return self._n_rows
+
+    def replace_sum(self, total: Tensor, n_rows: int) -> None:
+        """Takes the sum over all processes in place of its own: (d,) float64, of that many rows."""
+        self._require_few(n_rows)
+        self.__dict__.update(_means=None, _total=total)
+
+    def _require_few(self, n_rows: int) -> int:
+        if n_rows > self._summation.max_rows:
+            raise SequenceError(
+                f"a logical batch must have at most {self._summation.max_rows} rows"
+            )
+        return n_rows
+
+    @property
+    def dim(self) -> int:
+        """Coordinates of the means of the open batch."""
+        return self._dim
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Returns a (d,) vector cut into the shapes of the parameters."""
+        return views(flat, self._cuts)
+
+    def sensitivity(self, adjacency: Adjacency) -> float:
+        """Returns the L2 sensitivity of the mean, with the worst-case error of its sum, and of its grid if exact."""
+        computed = (
+            CLIP_UNITS[adjacency] * self.clip * (1.0 + self._summation.error) / self.batch_size
+        )
+        # PRIVACY: rounding to the grid moves the mean too (test_exact_means_of_neighbors_stay_within_the_sensitivity)
+        return with_grid(computed) if self._exact else computed
+
+    def event(self) -> Gaussian | NonPrivate:
+        """Returns the Gaussian event in clip units."""
+        return self._event
+
+    def release(self, generator: Source) -> Release:
+        """Adds N(0, noise_std^2 I) and ends the batch."""
+        noise_std = self.noise_std  # raises before open
+        if self._exact:
+            return self._release_exact(generator)
+        large = self._large_sums() if self._dim > _LARGE else []
+        if large:
+            answer = self._release_in_place(large, noise_std, generator)
+        else:
+            # mean + noise is rounded, so after the noise: post-processing
+            flat = normal_(self._memory(self._dim), noise_std, generator, self._total)
+            # PRIVACY: views of this release only: who holds an old one (p.grad) may have pointed it to other memory
+            # (test_a_gradient_that_is_pointed_elsewhere_leaves_the_noise_in_the_next_release)
+            answer = views(flat, self._cuts)
+            if self._total is None:
+                self._add_to(flat, answer)
+        self.discard()
+        return Release(answer)
+
+    def _release_exact(self, generator: Source) -> Release:
+        """Returns the mean on its grid with noise in integers; cast to the precision of releases after that."""
+        vector = torch.zeros(self._dim, dtype=torch.float64, device=self._form[0][2])
+        self._add_to(vector, self.views(vector))
+        self.discard()
+        return Release(
+            self.views(
+                self._memory(self._dim).copy_(release_on_grid(vector, self._grid, generator))
+            )
+        )
+
+    def _large_sums(self) -> list[int]:
+        means = self._means or ()  # none of linear rows
+        fits = [
+            m.numel() > _LARGE and m.dtype == self._dtype and m.is_contiguous() for m in means
+        ]
+        return [i for i, large in enumerate(fits) if large]
+
+    def _release_in_place(
+        self, large: list[int], noise_std: float, generator: Source
+    ) -> list[Tensor]:
+        """Returns the release, of which large sums are the memory; their noise stays in cache.
+
+        Sum and noise are of one precision and rounded once, together, as in a flat release. The sums are fresh, so that
+        nobody else holds their memory.
+        """
+        assert self._means is not None
+        small = cuts(
+            [torch.Size([0]) if i in large else shape for i, shape in enumerate(self._shapes)]
+        )
+        flat = normal_(self._memory(small[1]), noise_std, generator)
+        answer = views(flat, small[0])
+        for i, mean in enumerate(self._means):
+            if i not in large:
+                answer[i].add_(mean)
+                continue
+            answer[i] = add_normal_(mean, noise_std, generator)
+        return answer
+
+    def _add_to(self, flat: Tensor, parts: list[Tensor]) -> None:
+        if self._total is not None:
+            flat.add_(self._total)
+        elif self._means is not None:
+            for part, mean in zip(parts, self._means, strict=True):
+                part.add_(mean)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns clip and noise_std of the last batch."""
+        return {} if self._clip is None else {"clip": self.clip, "noise_std": self.noise_std}
+
+
+class Clipped(ClippedMean):
+    """Clips at a fixed public bound.
+
+    Args:
+        clip: C, > 0.
+        noise_multiplier: z >= 0, noise std on the sum over C.
+        batch_size: public divisor.
+
+    Example:
+        >>> from torch_dpsco.rows import DenseBlock
+        >>> oracle = Clipped(clip=1.0, noise_multiplier=0.0, batch_size=2)
+        >>> oracle.open([torch.zeros(2)])
+        >>> oracle.observe(GradBatch([DenseBlock(torch.tensor([[3.0, 4.0], [float("nan"), 0.0]]))]))
+        >>> [round(v, 3) for v in oracle.release(torch.Generator()).mean[0].tolist()]
+        [0.3, 0.4]
+    """
+
+    def __init__(self, clip: float, noise_multiplier: float, batch_size: int) -> None:
+        super().__init__(noise_multiplier, batch_size)
+        self.fixed_clip = check.positive(clip=clip)
+
+    def bound(self, query: Sequence[Tensor]) -> float:
+        """Returns the fixed clip."""
+        return self.fixed_clip
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the fixed numbers."""
+        return self._named("noise_multiplier", clip=self.fixed_clip)

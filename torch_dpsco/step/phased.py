@@ -25,9 +25,8 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import BaseEvent, Design, Draw
 from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.rng import Source
+from torch_dpsco.noise import SecretState, Source
 from torch_dpsco.rows import GradBatch
-from torch_dpsco.secret import SecretState
 from torch_dpsco.step.oracle import Charge, MeanOracle, Release
 
 
@@ -42,7 +41,7 @@ class Phased(MeanOracle):
 
     Example:
         >>> import torch
-        >>> from torch_dpsco.step.clipped import Clipped
+        >>> from torch_dpsco.step.oracle import Clipped
         >>> oracle = Phased([(Clipped(1.0, 2.0, 10), 3), (Clipped(0.5, 4.0, 5), 2)])
         >>> oracle.open([torch.zeros(2)], step=3)
         >>> oracle.batch_size, oracle.event().sigma

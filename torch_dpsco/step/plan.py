@@ -53,16 +53,13 @@ from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.acts import act
 from torch_dpsco.errors import AdjacencyError, ConditionError, outside
 from torch_dpsco.losses.base import TableGradBound
-from torch_dpsco.problem import Problem
+from torch_dpsco.problem import Phase, Problem, Schedule
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import AVERAGES, SGD, Momentum, TorchRule, UpdateRule
 from torch_dpsco.sampling.loader import capacity
-from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.step import checks
-from torch_dpsco.step.clipped import ClippedMean
-from torch_dpsco.step.oracle import MeanOracle
-from torch_dpsco.step.payments import first_charges, planned_event
-from torch_dpsco.step.run import sizes_are_private
+from torch_dpsco.step.oracle import ClippedMean, MeanOracle
+from torch_dpsco.step.run import first_charges, planned_event, sizes_are_private
 from torch_dpsco.step.step import PrivateOptimizer
 
 if TYPE_CHECKING:
@@ -663,7 +660,7 @@ class PlannedOptimizer(FromPlan, PrivateOptimizer):
         )
         if getattr(plan, "risk_bound", None) is None:
             return  # as for most nets: there is no theorem to void
-        self._lrs = checks.rates(self.param_groups)
+        self._lrs = [float(group["lr"]) for group in self.param_groups]
         if isinstance(rule, TorchRule) and not rule.plain:
             checks.warn_of_void_theorem(
                 f"{type(rule.optimizer).__name__} on private means is post-processing", 3

@@ -1,24 +1,62 @@
-"""What a private run is made of, fixed before its first step, and how far it has come."""
+"""What a private run is made of, fixed before its first step, and how far it has come.
+
+What the steps of a run cost, which releases a charge has paid for, and what would repeat one of them.
+
+Releases that share a charge share a secret too: the noise of a threshold, past noise, or who is in which batch. Two
+continuations of such a run would show it, under ledgers that know nothing of each other. So there is one: in this
+process, or, after a crash, with the ledger file, which knows how far the run has come.
+
+What every private optimizer has: fixed parts, fixed parameters, and public facts of the run.
+
+One thread at a time in an optimizer, and its `step` without torch's wrapper where nobody watches it.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Generic, TypeVar, overload
+import secrets
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial, wraps
+from itertools import accumulate
+from types import TracebackType
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from torch_dpsco import _validate as check
+from torch_dpsco._doors import type_members
 from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.book import OPEN, OVER
 from torch_dpsco.accounting.budgets import warn_of_delta
-from torch_dpsco.accounting.designs import Design, Parts, Poisson, Undeclared
-from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency, Event
-from torch_dpsco.errors import PrivacyError, outside
+from torch_dpsco.accounting.designs import Design, Draw, Parts, Poisson, Undeclared
+from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    Adjacency,
+    Event,
+    Parallel,
+    RandomAllocation,
+    Repeat,
+    Sequential,
+    event_from_json,
+    event_to_json,
+)
+from torch_dpsco.accounting.ledger import LOCK
+from torch_dpsco.accounting.report import Run as PublicRun
+from torch_dpsco.accounting.statement import Statement, make_statement
+from torch_dpsco.compat import OPTIMIZER_HOOKS, is_profiling
+from torch_dpsco.distributed import world_size
+from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError, outside
+from torch_dpsco.problem import Schedule
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rules import UpdateRule
-from torch_dpsco.schedule import Phase, Schedule
 from torch_dpsco.step import checks
-from torch_dpsco.step.oracle import MeanOracle
-from torch_dpsco.step.payments import Payments, planned_event
+from torch_dpsco.step.checks import listed
+from torch_dpsco.step.oracle import Charge, MeanOracle
+from torch_dpsco.step.phased import Phased
 
 _T = TypeVar("_T")
 
@@ -65,10 +103,6 @@ class Run:
     def sizes_are_private(self) -> bool:
         """Whether nobody's row may depend on the number of rows of a draw."""
         return sizes_are_private(self.design, self.adjacency, self.oracle.unit)
-
-    def constrains(self, phase: Phase) -> bool:
-        """Returns whether steps of a phase end with a projection or penalty."""
-        return phase.radius < math.inf or not isinstance(self.prox, Identity)
 
     def ahead(self, made: int, steps: int | None, partition: str) -> Event:
         """Returns the event of the next steps, or of all that are planned.
@@ -120,24 +154,16 @@ class Progress:
     finalized: bool = False
 
 
-class Part(Generic[_T]):
-    """An attribute of an optimizer that is a part of its run, and no assignment changes."""
+def part(name: str) -> Any:
+    """Returns an attribute of an optimizer that is a part of its run, and no assignment changes."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    @overload
-    def __get__(self, optimizer: None, kind: type) -> Part[_T]: ...
-    @overload
-    def __get__(self, optimizer: object, kind: type) -> _T: ...
-    def __get__(self, optimizer: Any, kind: type) -> Any:
-        return self if optimizer is None else getattr(optimizer._run, self._name)
-
-    def __set__(self, optimizer: Any, value: Any) -> None:
+    def refuse(optimizer: Any, value: Any) -> None:
         # PRIVACY: what the accounting was told must stay true (test_what_the_ledger_relies_on_cannot_be_reassigned)
         raise PrivacyError(
-            f"{self._name} is fixed at construction: make a new optimizer, with the same accountant"
+            f"{name} is fixed at construction: make a new optimizer, with the same accountant"
         )
+
+    return property(lambda optimizer: getattr(optimizer._run, name), refuse)
 
 
 def make_run(  # noqa: D417 (the others are those of `PrivateOptimizer`)
@@ -201,3 +227,567 @@ def sizes_are_private(design: Design, adjacency: str, unit: str) -> bool:
     # (test_who_is_in_a_batch_moves_nobody_else)
     by_chance = design.secret or any(isinstance(part, Poisson) for part in parts)
     return adjacency == ADD_REMOVE or unit == "user" or by_chance
+
+
+def new_run() -> str:
+    """Returns the random name of a run, by which ledgers know its releases."""
+    return secrets.token_hex(16)
+
+
+class Paid(NamedTuple):
+    """What a charge of several releases has paid for.
+
+    Args:
+        stop: step after the last of them.
+        partition: how records were cut into batches; "" where they are not.
+        event: what was charged, where it is that of a pass of secret draws; None elsewhere.
+    """
+
+    stop: int
+    partition: str
+    event: Event | None = None
+
+    @classmethod
+    def of_row(cls, row: Sequence[Any]) -> Paid:
+        """Returns what `row` has made."""
+        stop, partition, *event = row
+        return cls(stop, partition, event_from_json(event[0]) if event else None)
+
+    @property
+    def row(self) -> list[Any]:
+        """All of it as primitives."""
+        return [
+            self.stop,
+            self.partition,
+            *([] if self.event is None else [event_to_json(self.event)]),
+        ]
+
+    def require(self, partition: str, event: Event | None = None) -> None:
+        """Raises SequenceError for a batch of records that were cut in another way, or for a release of less noise."""
+        if event != self.event:
+            # PRIVACY: (test_a_step_with_less_noise_than_its_pass_was_charged_for_is_refused)
+            raise SequenceError(
+                f"steps must be those that their pass was charged for, {self.event} (got one of"
+                f" {event}): noise is fixed before a pass, or give amplification=False to the"
+                " design"
+            )
+        if partition != self.partition:
+            # PRIVACY: a record would come at other steps than those that were charged
+            # (test_another_cut_under_a_charge_of_the_whole_run_is_caught)
+            raise SequenceError(
+                "batches must be those of the cut that was charged for the whole run: go on with "
+                "optimizer.loader(dataset, resume=True), or make a new optimizer"
+            )
+
+
+def first_charges(oracle: MeanOracle, design: Design) -> list[Charge]:
+    """Returns what the first release of each phase is charged."""
+    draws = _first_draws(oracle, design)
+    return [
+        member.charge(design, draw) for member, draw in zip(oracle.members, draws, strict=True)
+    ]
+
+
+def _first_draws(oracle: MeanOracle, design: Design) -> list[Draw]:
+    if not isinstance(design, Parts):
+        return [Draw(0, "planned", str(k)) for k, _ in enumerate(oracle.members)]
+    starts = accumulate((draws for _, draws in design.parts[:-1]), initial=0)
+    return [Draw(0, "planned", str(k), start) for k, start in enumerate(starts)]
+
+
+def pass_of(event: Event) -> RandomAllocation | None:
+    """Returns the pass of secret draws that a charge is of, of all records or of a part; None for others."""
+    events = (
+        [one for _, inside in event.items() for one in inside]
+        if isinstance(event, Parallel)
+        else [event]
+    )
+    return next((one for one in events if isinstance(one, RandomAllocation)), None)
+
+
+def require_planned(event: Event, planned: RandomAllocation | None) -> None:
+    """Raises SequenceError if a charge is not of the pass, or of none, that was known when the run was made."""
+    if pass_of(event) != planned:
+        # PRIVACY: a batch, and a pass over all batches of its part, would count as disjoint; and a run that was made
+        # without passes may be copied (test_a_charge_of_another_pass_than_planned_is_refused)
+        raise SequenceError(
+            "steps must be charged as was known when the optimizer was made, by"
+            f" {planned or 'no pass'} (got {event}): give amplification=False to the design"
+        )
+
+
+def is_pass(oracle: MeanOracle, design: Design, charges: Sequence[Charge]) -> bool:
+    """Returns whether passes of secret draws are charged as a whole, before their first step.
+
+    Args:
+        oracle: of the run.
+        design: how batches are drawn.
+        charges: of the members of the oracle, see `first_charges`.
+
+    Raises:
+        AdjacencyError: only a part of the steps of a pass has the noise that it is charged for.
+    """
+    if not any(pass_of(charge.event) for charge in charges):
+        return False
+    draws = _first_draws(oracle, design)
+    covered = [
+        design.covers(member.event(), draw)
+        for member, draw in zip(oracle.members, draws, strict=True)
+    ]
+    whole = all(
+        not charge.adaptive and charge.covers == most
+        for charge, most in zip(charges, covered, strict=True)
+    )
+    alike = (
+        isinstance(design, Parts) or len({charge.event for charge in charges}) == 1
+    )  # parts have their own passes
+    if not (alike and whole):
+        # PRIVACY: the charge is of steps that are alike, and fixed before the first of them
+        # (test_a_pass_whose_steps_are_not_alike_is_refused)
+        raise AdjacencyError(
+            f"design must be given amplification=False for {type(oracle).__name__}, whose steps of"
+            f" a pass are not all charged alike, as fixed before the first of them (got {design})"
+        )
+    return True
+
+
+def planned_event(
+    oracle: MeanOracle, design: Design, start: int, stop: int, partition: str = "planned"
+) -> Event:
+    """Returns the event of the draws in [start, stop) of a run."""
+    if design.one_pass:
+        return design.between(
+            start, stop, [member.event() for member in oracle.members], partition
+        )
+    if isinstance(oracle, Phased):
+        # PRIVACY: a later phase may cost more (test_what_is_ahead_of_a_run_is_what_it_spends)
+        parts = []
+        first = 0
+        for member, steps in oracle.phases:
+            begin = max(start, first)
+            end = min(stop, first + steps)
+            parts += [planned_event(member, design, begin, end, partition)] if begin < end else []
+            first += steps
+        return Sequential(tuple(parts))
+    charge = oracle.charge(design, Draw(0, partition, "0"))
+    if design.positional and charge.covers == 1:  # a pass is charged, not a draw
+        return design.between(start, stop, [oracle.event()])
+    return Repeat(charge.event, math.ceil((stop - start) / charge.covers))
+
+
+def refuse_copy(sharing: Sequence[MeanOracle]) -> None:
+    """Raises SequenceError for a copy of a run with members whose releases share a charge."""
+    if sharing:
+        # PRIVACY: the copy's releases would have the secrets of the original's
+        # (test_a_copy_of_a_run_that_is_charged_as_a_whole_is_caught)
+        raise SequenceError(
+            "an optimizer whose run is charged as a whole must not be copied before finalize(): its"
+            " releases share a secret; make a new one, which is charged by itself"
+        )
+
+
+def refuse_load(sharing: Sequence[MeanOracle]) -> None:
+    """Raises SequenceError for a checkpoint of such a run that is loaded without its ledger file."""
+    if sharing:
+        # PRIVACY: one secret would answer for two runs, whose ledgers know nothing of each other
+        # (test_a_second_load_of_a_run_that_is_charged_as_a_whole_is_caught)
+        raise SequenceError(
+            "a run that is charged as a whole must be continued once: by resume(state_dict), with"
+            " an accountant that has the run's ledger file; or start another one, which is charged"
+            " again"
+        )
+
+
+class Payments:
+    """What the releases of one run are charged, each before its noise is drawn, with the mark of its number.
+
+    Args:
+        oracle: of the run.
+        design: how batches are drawn.
+        accountant: pays.
+        planned: steps of the run; None where their number is open.
+
+    Raises:
+        AdjacencyError: passes of secret draws whose steps are not all charged alike.
+    """
+
+    def __init__(
+        self, oracle: MeanOracle, design: Design, accountant: Accountant, planned: int | None
+    ) -> None:
+        self._oracle = oracle
+        self._design = design
+        self._accountant = accountant
+        self._planned = planned
+        self.run = new_run()  # random name, by which the ledger knows the releases
+        self.paid: Paid | None = None  # what was charged for several releases
+        self._known: Event | None = None  # of the last charge
+        charges = first_charges(oracle, design)
+        self.adaptive = any(charge.adaptive for charge in charges)
+        self.in_passes = is_pass(oracle, design, charges)
+        self._passes = tuple(pass_of(charge.event) for charge in charges)
+        # PRIVACY: so has a copy, if one batch of a pass is used (test_a_copy_of_one_batch_of_a_pass_is_refused)
+        secret = [
+            charge.covers > 1 or (known is not None and known.steps > 1)
+            for charge, known in zip(charges, self._passes, strict=True)
+        ]
+        # whose releases have a secret in common
+        self.sharing = tuple(
+            member for member, shares in zip(oracle.members, secret, strict=True) if shares
+        )
+
+    def pay(self, draw: Draw, steps: int) -> None:
+        """Charges the release of a draw, unless a charge before has paid for it.
+
+        Args:
+            draw: whose rows are released.
+            steps: releases made before.
+
+        Raises:
+            BudgetExceeded: there is not enough left; nothing was charged.
+            SequenceError: the release may have been made already, or is of another pass than was charged.
+        """
+        charge = self._price(draw, steps)
+        # PRIVACY: with the mark of this release, which no resumed run makes again (test_a_killed_run_goes_on_or_loses)
+        marks = {self.run: steps + 1}
+        if self._design.one_pass:
+            marks[draw.partition] = draw.index + 1
+        if self.in_passes:
+            marks[self.run + OPEN] = 1
+        with LOCK:  # of two threads one must see the mark of the other
+            if self.sharing:
+                self._require_unmade(steps)
+            if self.in_passes:
+                self._require_fresh(draw)
+            self._accountant.authorize(
+                charge.event,
+                planned=partial(self._charges_left, draw, steps),
+                adaptive=self.adaptive,
+                releases=marks,
+            )
+            if charge.covers > 1:
+                self._note(charge, steps, draw.partition + self._accountant.place)
+
+    def _price(self, draw: Draw, steps: int) -> Charge:
+        """Returns the charge of a release: nothing where it is paid for."""
+        if self.paid is None or steps >= self.paid.stop:
+            charge = self._oracle.charge(self._design, draw)
+            if len(self._passes) > 1 or charge.event is not self._known:
+                require_planned(charge.event, self._passes[self._part(steps)])
+                self._known = charge.event
+            return charge
+        # PRIVACY: a charge to a part pays for no step on all records (test_a_pass_begun_on_a_part_stays_there)
+        where = draw.partition + self._accountant.place
+        event = self._oracle.charge(self._design, draw).event if self.in_passes else None
+        self.paid.require(where, event)
+        return Charge(Sequential(()))
+
+    def _charges_left(self, draw: Draw, steps: int) -> int:
+        """Returns how many equal charges a budget may expect."""
+        if not self.in_passes and (
+            self.adaptive or self.sharing
+        ):  # the next event is another one
+            return 1
+        left = 1 if self._planned is None else self._planned - steps
+        return self._design.charges_left(draw, left, of_passes=self.in_passes)
+
+    def _require_unmade(self, steps: int) -> None:
+        """Raises SequenceError if the ledger knows of a later step of a run whose releases share a secret."""
+        if self._accountant.marked(self.run) > steps:
+            # PRIVACY: one threshold would answer in two places (test_a_run_of_noisy_tests_goes_on_in_one_place)
+            raise SequenceError(
+                "this step may have been made already, by another optimizer that goes on with"
+                " the same run or by a step that failed after its charge: resume the run from"
+                " its last checkpoint, or finalize()"
+            )
+
+    def _require_fresh(self, draw: Draw) -> None:
+        """Raises SequenceError for a batch of secret draws that this ledger knows, by this run or by another one."""
+        if self._accountant.marked(draw.partition) > draw.index:
+            # PRIVACY: the charge is of draws that nobody has used before (test_the_draws_of_a_pass_serve_once)
+            raise SequenceError(
+                "this batch may have been released already, and its pass was charged for one"
+                " release of each: make a new optimizer, whose draws are fresh"
+            )
+
+    def _note(self, charge: Charge, steps: int, where: str) -> None:
+        event = charge.event if self.in_passes else None
+        self.paid = Paid(steps + charge.covers, where, event)
+
+    @property
+    def can_lose(self) -> bool:
+        """Whether the run can go on without a release that was charged: by `lose`, or since it shares no secret."""
+        if self.in_passes:  # batches of a pass share nothing but their charge
+            return True
+        return all(type(member).lose is not MeanOracle.lose for member in self.sharing)
+
+    def require_losable(self, lost: int) -> None:
+        """Raises SequenceError where releases are lost, and a member does not say by `lose` what that means."""
+        if not self.can_lose:
+            # PRIVACY: what later releases share with a lost one is lost with it
+            # (test_a_lost_release_of_an_oracle_that_does_not_expect_it_is_caught)
+            raise SequenceError(
+                f"{lost} steps may have been made after the checkpoint, without which this oracle"
+                " cannot go on: make a new optimizer, which is charged by itself (an oracle of yours"
+                " says by `lose` what they mean)"
+            )
+
+    def note_lost(self, steps: int, partition: str, *, cut: bool) -> None:
+        """Notes what was charged with a lost step.
+
+        Args:
+            steps: made before it.
+            partition: by which the ledger knows how records are cut into batches; "planned" before they are.
+            cut: whether they are.
+        """
+        if self.paid is not None and steps < self.paid.stop:
+            return
+        charge = self._oracle.charge(self._design, self._lost_draw(steps, partition))
+        if charge.covers > 1:
+            self._note(charge, steps, partition if cut else "")
+
+    def _lost_draw(self, steps: int, partition: str) -> Draw:
+        part = self._part(steps)
+        # PRIVACY: of the draw of this step, so that no more is paid for than what is left of its pass
+        # (test_a_lost_step_in_a_pass_is_paid_to_its_end_and_no_further)
+        return Draw(0, partition, str(part), steps)
+
+    def _part(self, steps: int) -> int:
+        """Returns the part of the next draw, 0 where a design has none."""
+        return self._design.part_of(steps) if isinstance(self._design, Parts) else 0
+
+    def end(self, steps: int) -> None:
+        """Marks that no release of the run's passes follows."""
+        if self.in_passes and steps:
+            self._accountant.authorize(Sequential(()), releases={self.run + OVER: 1})
+
+    def note_halt(self, steps: int) -> None:
+        """Notes in the ledger that the release of a step is a halt, before anybody sees it."""
+        self._accountant.authorize(Sequential(()), releases={self.halt_mark(steps): 1})
+
+    def halt_mark(self, steps: int) -> str:
+        """Returns the mark of a halt after `steps` steps."""
+        return f"{self.run}/halted/{steps}"
+
+
+_LARGEST = 1e100  # of what a plan is computed from
+_TYPED = ("__init__", "accumulate", "ahead", "load_state_dict", "loader", "plan")
+
+_Self = TypeVar("_Self", bound="CommonOptimizer")
+
+
+def check_call(closure: Any, users: Any = None) -> None:
+    """Checks the types of the arguments of a step, which torch.compile may trace."""
+    if closure is not None and not callable(closure):
+        raise ValueError(f"closure must be a function or None (got {check.shown(closure)})")
+    if users is not None and not isinstance(users, Tensor):
+        raise ValueError(f"users must be a Tensor or None (got {check.shown(users)})")
+
+
+class CommonOptimizer(Optimizer):
+    """Base of all private optimizers: subclasses set the accountant last, which closes the construction."""
+
+    _fixed: ClassVar[frozenset[str]] = frozenset()
+    undisturbed: ClassVar[str] = ""  # why a run takes no steps on public data; "" if it does
+    accountant: Accountant
+    _steps: int
+    _name = ""
+    _finalized: bool
+    _seeded: bool
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        type_members(
+            cls,
+            *_TYPED,
+            "report",
+            "signal_skip_step",
+            "solve",
+            "certify",
+            "step_on",
+            largest=_LARGEST,
+        )
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self.turn = Turn()
+        super().__init__(listed(params), defaults)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # PRIVACY: what the accounting was told must stay true (test_what_the_ledger_relies_on_cannot_be_reassigned)
+        if name in self._fixed and name in self.__dict__:
+            raise PrivacyError(
+                f"{name} is fixed at construction: make a new optimizer, with the same accountant"
+            )
+        super().__setattr__(name, value)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuses new parameters after construction: plan, averages and checkpoints are about the first ones."""
+        if self.__dict__.keys() & {"accountant", "_run"}:
+            raise SequenceError(
+                "params are fixed at construction: make a new optimizer, with the same accountant"
+            )
+        super().add_param_group(param_group)
+
+    @abstractmethod
+    def finalize(self) -> None:
+        """Installs the private answer into the parameters, unless that was done; later steps raise."""
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.finalize()
+
+    @property
+    def in_step(self) -> bool:
+        """Whether this thread is in a step of the optimizer."""
+        return self.turn.taken_here
+
+    @property
+    def steps(self) -> int:
+        """Steps made."""
+        return self._steps
+
+    @property
+    def run(self) -> str:
+        """Random name of the run, by which the ledger knows its releases; a resumed run keeps it."""
+        return self._name
+
+    @property
+    def finalized(self) -> bool:
+        """Whether the answer was installed."""
+        return self._finalized
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the noise comes from a generator of the caller's, so that it could be repeated and subtracted."""
+        return self._seeded
+
+    def _statement(self, run: PublicRun, delta: float | None, ahead: Event | None) -> Statement:
+        # PRIVACY: said loudly (test_the_report_says_where_the_noise_comes_from)
+        return make_statement(
+            self.accountant.report(delta, ahead=ahead), replace(run, repeatable=self._seeded)
+        )
+
+
+class Uncopied:
+    """Mixin of optimizers whose one answer is made of secret iterates."""
+
+    _finalized: bool
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns torch's state, which is empty, once the answer is released; raises SequenceError before."""
+        if not self._finalized:
+            # PRIVACY: averages are of secret iterates (test_nothing_is_saved_before_the_answer)
+            raise SequenceError(
+                "nothing may be saved before finalize(): all is secret. An interrupted run starts"
+                " again, since nothing was released or charged"
+            )
+        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # PRIVACY: two answers of one secret run would be two releases
+        # (test_a_run_cannot_be_copied, test_a_solved_run_cannot_be_copied)
+        raise SequenceError(
+            "a run of secret iterates must not be copied: it has one release; make a new optimizer"
+        )
+
+    def __copy__(self) -> Any:
+        return self.__deepcopy__({})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__deepcopy__({})
+
+
+def require_one_process() -> None:
+    """Raises SequenceError in a distributed run; if a release is not a sum over the rows of the processes."""
+    if world_size() > 1:
+        raise SequenceError(
+            f"world_size must be 1 for this optimizer (got {world_size()}): HolderSGD and"
+            " ClippedSGD run in several processes, on Poisson or full batches"
+        )
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+class Turn:
+    """Lets one thread in at a time; a second one raises, and a copy has its own turn."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._depth = 0
+
+    @property
+    def taken_here(self) -> bool:
+        """Whether this thread is in."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            return self._depth > 0
+        finally:
+            self._lock.release()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            # PRIVACY: two steps would share rows, sums and noise (test_a_step_during_a_step_is_refused)
+            raise SequenceError(
+                "a step of this optimizer is running in another thread: nothing was done in this"
+                " one; an optimizer is for one thread at a time, and several optimizers may share"
+                " an accountant"
+            )
+        self._depth += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._depth -= 1
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[Turn], tuple[()]]:
+        return Turn, ()
+
+
+def is_watched(optimizer: Optimizer) -> bool:
+    """Returns whether hooks, a profiler, or a scheduler that counts, want to see each call of `step()`."""
+    own = (
+        getattr(optimizer, "_optimizer_step_pre_hooks", True)
+        or getattr(optimizer, "_optimizer_step_post_hooks", True)
+        or "step" in vars(optimizer)
+    )
+    for_all = any(
+        not hasattr(hook, "only_looks") for hooks in OPTIMIZER_HOOKS for hook in hooks.values()
+    )
+    return bool(own or for_all or is_profiling())
+
+
+def in_turn(method: _Method) -> _Method:
+    """Returns the method, which raises SequenceError while another thread is in one of the optimizer's."""
+
+    @wraps(method)
+    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.turn:
+            return method(self, *args, **kwargs)
+
+    return cast("_Method", alone)
+
+
+def seldom_watched(step: _Method) -> _Method:
+    """Returns a `step` that goes through what torch puts around it, a sixth of a small step, only where it is seen."""
+    watched: Any = Optimizer.profile_hook_step(step)
+
+    @wraps(step)
+    def either(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (watched if is_watched(self) else step)(self, *args, **kwargs)
+
+    either.hooked = True  # type: ignore[attr-defined]  # so that torch leaves it as it is
+    return cast("_Method", either)

@@ -9,33 +9,51 @@ One step, in the order that the guarantee needs:
 Whatever raises in 1-4 discards the logical batch and leaves parameters and ledger at the last authorized state. Between
 steps the parameters hold the point where the next gradient is taken (the query), and `released()` shows the private
 answer. The last planned step installs it; `finalize()` does so where a run ends earlier.
+
+Steps of a plain optimizer on public data, between private steps.
+
+A private run keeps other points than the parameters: averages, inner and outer iterates, anchors. What a public block
+moves the parameters by is added to each of them, so that the run goes on as if it had come to where it was left:
+
+    w_after = Proj(w_before + what the plain steps added up to),    kept <- Proj(kept + w_after - w_before)
+
+Gradients and momenta of private steps stay. That is post-processing: later queries depend on released means and on
+public data, which adaptive composition covers. Runs whose noise, tests or phases are made for the run as a whole
+refuse.
+
+Source: docs/proofs/accounting.md#composition.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from torch_dpsco._doors import typed
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.errors import SequenceError
+from torch_dpsco.problem import Phase
+from torch_dpsco.prox import Identity
 from torch_dpsco.rows import (
     GradBatch,
     has_rows,
     require_unwrapped,
     retire_forwards,
 )
+from torch_dpsco.rows.attach import is_attached, paused
+from torch_dpsco.rows.batch import clear_rows, owners
 from torch_dpsco.rules import trained
-from torch_dpsco.schedule import Phase
 from torch_dpsco.step import checks
-from torch_dpsco.step.batch import show_zero_gradient, take_scale
-from torch_dpsco.step.common import check_call
+from torch_dpsco.step.batch import GRAD_SCALE, show_zero_gradient, take_scale, tell_of_scale
 from torch_dpsco.step.optimizer import RunOptimizer
 from torch_dpsco.step.oracle import Release
-from torch_dpsco.step.turn import in_turn, seldom_watched
+from torch_dpsco.step.run import check_call, in_turn, is_watched, seldom_watched
 
 _PRIVATE_MEAN = (
     "loss must be a sum where the number of rows is private and batches are not filled up, since a"
@@ -77,7 +95,6 @@ class PrivateOptimizer(RunOptimizer):
     @overload
     def step(self, closure: Callable[[], float], *, users: Tensor | None = None) -> float: ...
     @seldom_watched
-    @in_turn
     def step(
         self, closure: Callable[[], float] | None = None, *, users: Tensor | None = None
     ) -> float | None:
@@ -95,18 +112,24 @@ class PrivateOptimizer(RunOptimizer):
             SequenceError: rows are missing or doubled, no batch is outstanding, the schedule is over, or finalized.
             BudgetExceeded: the step would pass the budget; parameters and ledger are unchanged.
         """
-        check_call(closure, users)
-        scale = take_scale(self, self._grad_scale)
-        self._require_open()
-        loss: float | None = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        # checks and ledger are Python: nothing to compile, and caches that a tracer would look through
-        make = torch.compiler.disable(self._make) if torch.compiler.is_compiling() else self._make
-        with torch.no_grad():
-            make(users, scale, self._batch.take_given())
-        return loss
+        if closure is not None or users is not None:
+            check_call(closure, users)
+        with self.turn:
+            scale = take_scale(self) if GRAD_SCALE in self.__dict__ else None
+            self._require_open()
+            loss: float | None = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            given = self._given
+            if given is not None:
+                self._given = None
+            # checks and ledger are Python: nothing to compile, and caches that a tracer would look through
+            compiling = torch.compiler.is_compiling()
+            make = torch.compiler.disable(self._make) if compiling else self._make
+            with torch.no_grad():
+                make(users, scale, given)
+            return loss
 
     @in_turn
     def step_on(self, rows: GradBatch) -> None:
@@ -115,38 +138,43 @@ class PrivateOptimizer(RunOptimizer):
         Args:
             rows: of the outstanding batch, at the query that the parameters hold, in the order of the parameters.
         """
-        if not checks.is_watched(
-            self
-        ):  # torch's wrapper of `step` alone costs a fifth of a small step
+        if not is_watched(self):  # torch's wrapper of `step` alone costs a fifth of a small step
             self._require_open()
             self._make(None, None, rows)
             return
-        self._batch.given = rows
+        self._given = rows
         try:
             self.step()
         finally:
-            self._batch.given = None
+            self._given = None
 
     def _make(
         self, users: Tensor | None, scale: float | None, rows: GradBatch | None = None
     ) -> None:
+        run = self._run
+        progress = self._progress
+        ranks = self._world
         halted = False
-        marked = self._run.payments.marked
+        marked = run.accountant.marked(run.payments.run)
         try:
             params = self._trained()
             draw = self._observe(params, users, partial=False, scale=scale, given=rows)
             if draw is None:
                 return
-            self._world.agree(self, draw)
+            if not ranks.alone or (dist.is_available() and dist.is_initialized()):
+                ranks.agree(self, draw)
             # PRIVACY: charged before the noise is drawn (test_skipped_charge_is_caught)
             self._charge(draw)
-            release = self._world.release(self.oracle, self._noise)
+            oracle = run.oracle
+            release = (
+                oracle.release(self._noise) if ranks.alone else ranks.release(oracle, self._noise)
+            )
             halted = release.halted
-            if halted and not self._progress.halted:
-                self._run.payments.note_halt(self._progress.steps)
+            if halted and not progress.halted:
+                run.payments.note_halt(progress.steps)
         except BaseException as error:
-            self._world.failed(self, in_progress=self.outstanding_rows is not None)
-            if self._run.payments.marked > marked and self._run.payments.can_lose:
+            ranks.failed(self, in_progress=self.outstanding_rows is not None)
+            if run.accountant.marked(run.payments.run) > marked and run.payments.can_lose:
                 self._lose(error, halted=halted)
             else:
                 # PRIVACY: a refused batch must not linger in the oracle (test_kept_refused_batch_is_caught)
@@ -154,7 +182,7 @@ class PrivateOptimizer(RunOptimizer):
             raise
         self._batch.finish(used=True)
         self._apply(params, release)
-        if self._progress.steps == self._run.planned:
+        if progress.steps == run.planned:
             self._end()
 
     def _lose(self, error: BaseException, *, halted: bool) -> None:
@@ -193,9 +221,19 @@ class PrivateOptimizer(RunOptimizer):
         show_zero_gradient(self._trained())
         return True
 
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for p in self._params if p.requires_grad]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients and per-sample gradients that no step has taken yet."""
+        clear_rows(self._params)
+        if not set_to_none:
+            super().zero_grad(set_to_none)
+
     def _require_open(self) -> None:
-        require_unwrapped(self._all_params())
-        self._require_private()
+        require_unwrapped(self._params)
+        if self._in_public:
+            self._require_private()
         if self._shown:
             raise SequenceError(
                 "released() is running: the parameters hold the answer, not the point of the next"
@@ -227,9 +265,10 @@ class PrivateOptimizer(RunOptimizer):
         scale: float | None = None,
         given: GradBatch | None = None,
     ) -> Draw | None:
+        run = self._run
         batch = self._batch
         chunk = batch.current()
-        if self._run.in_order and chunk.draw.index != self._progress.steps:
+        if run.in_order and chunk.draw.index != self._progress.steps:
             raise SequenceError(
                 f"step {self._progress.steps} needs batch {self._progress.steps} of the run (got batch"
                 f" {chunk.draw.index}): after discard(), or to continue a run, use"
@@ -244,8 +283,7 @@ class PrivateOptimizer(RunOptimizer):
             )
         retire_forwards(params)
         n_rows = 0 if rows is None else len(rows)
-        kept = batch.records(n_rows)
-        batch.admit(n_rows, 1 if rows is None else rows.passes, partial, kept)
+        kept = batch.admit(n_rows, 1 if rows is None else rows.passes, partial)
         users = batch.users(n_rows, users)
         if rows is not None and kept is not None:
             # PRIVACY: the filling is no record (test_rows_of_the_filling_contribute_exactly_nothing)
@@ -256,10 +294,12 @@ class PrivateOptimizer(RunOptimizer):
             # PRIVACY: 1/B is rounded, and another B moves ALL rows (test_a_mean_of_a_private_number_is_refused)
             raise SequenceError(_PRIVATE_MEAN)
         if not batch.opened:
-            self.oracle.open(params, self._progress.steps)
+            run.oracle.open(params, self._progress.steps)
             batch.opened = True
         if rows is not None and n_rows:
-            self.oracle.observe(rows, None if users is None else users.to(params[0].device))
+            run.oracle.observe(rows, None if users is None else users.to(params[0].device))
+        if scale is not None and self._grad_scale is not None and scale != self._grad_scale:
+            tell_of_scale(self, self._grad_scale, scale)
         if scale != self._grad_scale:
             self._grad_scale = scale
         return batch.close(chunk) if not partial else None
@@ -276,15 +316,19 @@ class PrivateOptimizer(RunOptimizer):
         """Returns the rows that a backward has left on the parameters, None if no batch or an empty one is due."""
         if not (self._batch.needs_rows or has_rows(params)):
             return None
-        if (verdicts := params[0].__dict__.get("dpsco_checked")) is not None:
-            self.note_checks(verdicts)  # reports quote them after dp.detach too
+        attachment = params[0].__dict__.get("dpsco")
+        if attachment is not None and self._checks is not attachment.first.verdicts:
+            self._checks = attachment.first.verdicts  # reports quote them after dp.detach too
         rows = GradBatch.consume(params)
         return rows if scale is None else rows.unscaled(scale)
 
     def _apply(self, params: list[nn.Parameter], release: Release) -> None:
+        run = self._run
         progress = self._progress
-        phases = self.schedule.phases
-        index, k = self.schedule.locate(progress.steps)
+        phases = run.schedule.phases
+        index, k = 0, progress.steps
+        if len(phases) > 1:
+            index, k = run.schedule.locate(k)
         phase = phases[index]
         progress.stills = (progress.stills if k else 0) + release.still
         progress.steps += 1
@@ -294,27 +338,24 @@ class PrivateOptimizer(RunOptimizer):
             self._move(params, release, phase, k - progress.stills)
         if k + 1 == phase.steps and len(phases) > 1:
             self._install_answer()
-            self.rule.end_phase(self.param_groups, self.state, phase)
+            run.rule.end_phase(self.param_groups, self.state, phase)
 
     def _move(self, params: list[nn.Parameter], release: Release, phase: Phase, k: int) -> None:
+        run = self._run
+        rule = run.rule
+        groups = self.param_groups
         for p, mean in zip(params, release.mean, strict=True):
             p.grad = mean if mean.dtype == p.dtype else mean.to(p.dtype)
-        if self.reg:
-            for p in params:
-                assert p.grad is not None
-                p.grad.add_(p, alpha=self.reg)
-        if self._lrs is not None and checks.rates(self.param_groups) != self._lrs:
+            if run.reg:
+                p.grad.add_(p, alpha=run.reg)
+        if self._lrs is not None and [float(group["lr"]) for group in groups] != self._lrs:
             self._lrs = None
             checks.warn_of_void_theorem("lr was changed after construction", 4)
-        self.rule.update(self.param_groups, self.state, k, phase)
-        if self._run.constrains(phase):
-            steps = [
-                self.rule.step_size(float(g["lr"]), k, phase)
-                for g in self.param_groups
-                for _ in trained(g)
-            ]
-            self.rule.constrain(self.prox, params, steps, self.state, phase)
-        self.rule.settle(self.param_groups, self.state, k)
+        rule.update(groups, self.state, k, phase)
+        if phase.radius < math.inf or not isinstance(run.prox, Identity):
+            steps = [rule.step_size(float(g["lr"]), k, phase) for g in groups for _ in trained(g)]
+            rule.constrain(run.prox, params, steps, self.state, phase)
+        rule.settle(groups, self.state, k)
 
     @in_turn
     def accumulate(self, *, users: Tensor | None = None) -> None:
@@ -381,7 +422,7 @@ class PrivateOptimizer(RunOptimizer):
 
     @contextmanager
     def moved_in_public(self) -> Iterator[None]:
-        """Adds what plain steps in the block move to all that is kept of the iterates; see `dp.public`."""
+        """Adds what plain steps in the block move to all that is kept of the iterates; see `public`."""
         self._require_private()
         if self._shown or self.in_draw:
             raise SequenceError(
@@ -419,3 +460,47 @@ class PrivateOptimizer(RunOptimizer):
         if self._lrs is not None:
             self._lrs = None
             checks.warn_of_void_theorem("plain steps on public data moved the iterates", 6)
+
+
+@typed
+@contextmanager
+def public(model: nn.Module) -> Iterator[None]:
+    """Lets plain optimizers step on an attached model, with plain gradients of PUBLIC data, between private steps.
+
+    What they move is kept by the next private steps, see `step.step`, and the private optimizer's report says that
+    there were public steps. In the block nothing is recorded and no private step is made.
+
+    Args:
+        model: attached.
+
+    Raises:
+        SequenceError: the model is not attached, a private batch is in progress, or the run must be undisturbed, as
+            that of `HolderOutputSGD`, `BoltOnPSGD`, `LocalizedSGD`, `LocalizedUserSGD` and `UserFilteredSGD`.
+
+    Guarantee:
+        None for the data of the block, which are public by your word. That of the private steps is unchanged.
+
+    Example:
+        >>> import torch, torch_dpsco as dp
+        >>> model = dp.attach(nn.Linear(2, 1))
+        >>> plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with public(model):
+        ...     torch.nn.functional.mse_loss(model(torch.ones(4, 2)), torch.ones(4, 1)).backward()
+        ...     plain.step()
+    """
+    runs = [run for run in owners(model.parameters()) if not run.finalized]
+    for run in runs:
+        if run.undisturbed:
+            raise SequenceError(
+                f"{type(run).__name__} takes no public steps between its own: {run.undisturbed}"
+            )
+    if not is_attached(model):
+        raise SequenceError(
+            "model must be attached: on any other plain optimizers can step as they are"
+        )
+    with ExitStack() as stack:
+        stack.enter_context(paused(model))
+        for run in runs:
+            if isinstance(run, PrivateOptimizer):
+                stack.enter_context(run.moved_in_public())
+        yield

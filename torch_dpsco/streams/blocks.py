@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from torch_dpsco._owned import owned
 from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.estimators.records import PairwiseSum, Prepare, RawPart, Records, Stored
+from torch_dpsco.sampling.datasets import owned
 
 _PART_ENTRIES = 2**22  # 32 MiB of float64
 _SAMPLE_ENTRIES = 2**22  # of a first guess

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import torch_dpsco as dp
+from torch_dpsco.problem import Phase
 from torch_dpsco.rules import Groups, State, absorb, trained
-from torch_dpsco.schedule import Phase
 
 
 class Sign(dp.rules.UpdateRule):

@@ -51,8 +51,7 @@ from torch_dpsco.algorithms.mechanisms import (
 )
 from torch_dpsco.algorithms.oracles import clipped_rows, medians
 from torch_dpsco.errors import AdjacencyError, ConditionError
-from torch_dpsco.noise import uniform
-from torch_dpsco.rng import Source
+from torch_dpsco.noise import Source, uniform
 
 
 def clip_bias_constant(moment_order: float) -> float:

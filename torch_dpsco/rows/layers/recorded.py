@@ -27,14 +27,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_dpsco import compat
+from torch_dpsco.compat import is_sharded
 from torch_dpsco.errors import SequenceError
+from torch_dpsco.native import HALF, inexact_mean, require_full_precision
 from torch_dpsco.rows.blocks import (
     MAX_TIMES,
     Block,
@@ -42,10 +44,8 @@ from torch_dpsco.rows.blocks import (
     FactoredBlock,
     SequenceBlock,
     outer_sums,
-    piece_norms,
     work_dtype,
 )
-from torch_dpsco.rows.supported import inexact_mean, require_full_precision, require_known
 
 
 class Kept(ABC):
@@ -74,6 +74,8 @@ class Kept(ABC):
 
 def added(uses: Sequence[Kept]) -> Kept:
     """Returns the rows of a layer that was used several times in one forward."""
+    if len(uses) == 1:
+        return uses[0]
     if len({len(use) for use in uses}) > 1:
         # PRIVACY: a use without a batch dimension would be added to every row
         # (test_uses_of_a_layer_that_see_different_numbers_of_records_are_refused)
@@ -81,7 +83,7 @@ def added(uses: Sequence[Kept]) -> Kept:
             "a layer that is used several times in a forward must see all records each time"
         )
     uses = _of_one_form(uses)
-    return uses[0] if len(uses) == 1 else uses[0].plus(uses[1:])
+    return uses[0].plus(uses[1:])
 
 
 def joined(passes: Sequence[Kept]) -> Kept:
@@ -102,14 +104,10 @@ class Formed(Kept):
     Args:
         weight: (B, *shape), None if it is not trained.
         bias: (B, *shape) likewise; one of them is there.
-        pieces: `piece_norms` of the weight's rows, where they are known.
     """
 
-    def __init__(
-        self, weight: Tensor | None, bias: Tensor | None, pieces: Tensor | None = None
-    ) -> None:
+    def __init__(self, weight: Tensor | None, bias: Tensor | None) -> None:
         self._parts = [weight, bias]
-        self._pieces = pieces
 
     def __len__(self) -> int:
         return len(next(part for part in self._parts if part is not None))
@@ -138,13 +136,10 @@ class Formed(Kept):
         return self
 
     def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
-        """Returns a dense block for each."""
-        found: list[Block] = []
-        parts = zip(self._parts, (self._pieces, None), (weight, bias), strict=True)
-        for part, pieces, chosen in parts:
-            if chosen and part is not None:
-                found.append(DenseBlock(part, pieces))
-        return found
+        """Returns a dense block, if there are rows of what is chosen."""
+        parts = zip(self._parts, (weight, bias), strict=True)
+        rows = [part for part, chosen in parts if chosen and part is not None]
+        return [DenseBlock(*rows)] if rows else []
 
 
 def leaves_factors(times: int, out: int, width: int) -> bool:
@@ -166,11 +161,12 @@ def pairs(
         scale: all rows are multiplied by it.
     """
     if acts.shape[1] == 1 and len(shape) == 2:
-        return Vectors(acts[:, 0], backprops[:, 0], weight=weight, bias=bias, scale=scale)
+        acts, backprops = acts[:, 0], backprops[:, 0]
+        return Factors(acts, backprops, shape, weight=weight, bias=bias, scale=scale)
     # float64 has no wider precision in which the norms of factors could be certified
     double = torch.float64 in (acts.dtype, backprops.dtype)
     if weight and not double and leaves_factors(acts.shape[1], backprops.shape[2], acts.shape[2]):
-        return _Pairs(acts, backprops if scale == 1 else backprops * scale, shape, bias=bias)
+        return Factors(acts, backprops, shape, weight=True, bias=bias, scale=scale)
     return _formed(acts, backprops, shape, weight=weight, bias=bias, scale=scale)
 
 
@@ -197,125 +193,89 @@ def _formed(
     sums = backprops.sum(1, dtype=work_dtype(backprops.dtype)).mul_(scale) if bias else None
     if not weight:
         return Formed(None, sums)
-    rows = outer_sums(acts, backprops, scale)
-    # while they are in cache
-    return Formed(rows.view(len(acts), *shape), sums, piece_norms(rows.flatten(1)))
+    return Formed(outer_sums(acts, backprops, scale).view(len(acts), *shape), sums)
 
 
-class _Factors(Kept):
+class Factors(Kept):
     """Rows that are left as factors, which nobody may write to.
 
     Args:
-        acts: inputs, records first.
+        acts: inputs of the layer, (B, in) or sequences (B, T, in).
         backprops: gradients in the outputs, likewise.
-        weight: whether the weight is trained.
+        shape: of the weight, of out * in numbers.
+        weight: whether the weight is trained; it is where they are sequences.
         bias: whether there is a bias that is.
+        scale: vectors are multiplied by it.
     """
 
-    def __init__(self, acts: Tensor, backprops: Tensor, *, weight: bool, bias: bool) -> None:
-        self.acts = acts
-        self.backprops = backprops
-        self.trained = {"weight": weight, "bias": bias}
+    def __init__(
+        self,
+        acts: Tensor,
+        backprops: Tensor,
+        shape: torch.Size,
+        *,
+        weight: bool,
+        bias: bool,
+        scale: int = 1,
+    ) -> None:
+        if scale != 1 and (acts.dim() > 2 or backprops.shape[1] == 1):
+            backprops = backprops * scale
+            scale = 1  # else later: that saves a pass over memory
+        self._acts = acts
+        self._backprops = backprops
+        self._shape = shape
+        self._trained = {"weight": weight, "bias": bias}
+        self._scale = scale
         self._versions = acts._version, backprops._version
 
-    def _require_unwritten(self) -> None:
-        require_unwritten((self.acts, self.backprops), self._versions)
-
     def __len__(self) -> int:
-        return self.acts.shape[0]
+        return self._acts.shape[0]
 
-    def _all(self: _Kind, others: Sequence[Kept]) -> list[_Kind]:
-        found = [kept for kept in (self, *others) if isinstance(kept, type(self))]
-        for kept in found:
-            kept._require_unwritten()
-        return found
+    def _sequences(self) -> tuple[Tensor, Tensor]:
+        """Returns inputs and gradients, (B, T, in) and (B, T, out)."""
+        require_unwritten((self._acts, self._backprops), self._versions)
+        if self._acts.dim() > 2:
+            return self._acts, self._backprops
+        return self._acts.unsqueeze(1), (self._backprops * self._scale).unsqueeze(1)
 
-
-_Kind = TypeVar("_Kind", bound=_Factors)
-
-
-class Vectors(_Factors):
-    """Those of a Linear layer on vectors, (B, in) and (B, out); every row is multiplied by `scale`."""
-
-    def __init__(
-        self, acts: Tensor, backprops: Tensor, *, weight: bool, bias: bool, scale: int = 1
-    ) -> None:
-        if scale != 1 and backprops.shape[1] == 1:  # else later: that saves a pass over memory
-            backprops = backprops * scale
-            scale = 1
-        super().__init__(acts, backprops, weight=weight, bias=bias)
-        self.scale = scale
-
-    def _sides(self, others: Sequence[Kept]) -> tuple[list[Tensor], list[Tensor]]:
-        uses = self._all(others)
-        return [use.acts for use in uses], [use.backprops * use.scale for use in uses]
-
-    def _shape(self) -> torch.Size:
-        return torch.Size([self.backprops.shape[1], self.acts.shape[1]])
-
-    def plus(self, others: Sequence[Kept]) -> Kept:
-        """Returns sequences of vectors."""
-        acts, backprops = (torch.stack(side, dim=1) for side in self._sides(others))
-        return pairs(acts, backprops, self._shape(), scale=1, **self.trained)
-
-    def then(self, others: Sequence[Kept]) -> Kept:
-        """Returns the vectors one after another."""
-        acts, backprops = map(torch.cat, self._sides(others))
-        return Vectors(acts, backprops, **self.trained)
-
-    def formed(self) -> Formed:
-        """Returns the rows."""
-        self._require_unwritten()
-        acts = self.acts.unsqueeze(1)
-        backprops = self.backprops.unsqueeze(1)
-        return _formed(acts, backprops, self._shape(), scale=self.scale, **self.trained)
-
-    def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
-        """Returns a factored block."""
-        self._require_unwritten()
-        return [
-            FactoredBlock(self.acts, self.backprops, weight=weight, bias=bias, scale=self.scale)
-        ]
-
-
-class _Pairs(_Factors):
-    """Those of a weight on sequences, (B, T, in) and (B, T, out)."""
-
-    def __init__(self, acts: Tensor, backprops: Tensor, shape: torch.Size, *, bias: bool) -> None:
-        super().__init__(acts, backprops, weight=True, bias=bias)
-        self.shape = shape
+    def _sides(self, others: Sequence[Kept]) -> list[tuple[Tensor, ...]]:
+        uses = [kept._sequences() for kept in (self, *others) if isinstance(kept, Factors)]
+        return list(zip(*uses, strict=True))
 
     def plus(self, others: Sequence[Kept]) -> Kept:
         """Returns one longer sequence per record."""
-        uses = self._all(others)
-        acts = torch.cat([use.acts for use in uses], dim=1)
-        backprops = torch.cat([use.backprops for use in uses], dim=1)
-        return pairs(acts, backprops, self.shape, scale=1, **self.trained)
+        acts, backprops = (torch.cat(side, dim=1) for side in self._sides(others))
+        return pairs(acts, backprops, self._shape, scale=1, **self._trained)
 
     def then(self, others: Sequence[Kept]) -> Kept:
         """Returns sequences of one length: pairs of zeros add nothing."""
-        uses = self._all(others)
-        times = max(use.acts.shape[1] for use in uses)
-
-        def side(parts: list[Tensor]) -> Tensor:
-            return torch.cat([F.pad(part, (0, 0, 0, times - part.shape[1])) for part in parts])
-
-        acts = side([use.acts for use in uses])
-        backprops = side([use.backprops for use in uses])
-        return _Pairs(acts, backprops, self.shape, bias=self.trained["bias"])
+        sides = self._sides(others)
+        times = max(part.shape[1] for part in sides[0])
+        acts, backprops = (
+            torch.cat([F.pad(part, (0, 0, 0, times - part.shape[1])) for part in side])
+            for side in sides
+        )
+        if times == 1:
+            acts, backprops = acts[:, 0], backprops[:, 0]
+        return Factors(acts, backprops, self._shape, **self._trained)
 
     def formed(self) -> Formed:
         """Returns the rows."""
-        self._require_unwritten()
-        return _formed(self.acts, self.backprops, self.shape, **self.trained)
+        acts, backprops = self._sequences()
+        return _formed(acts, backprops, self._shape, **self._trained)
 
     def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
-        """Returns a block of sequences, and the rows of the bias."""
-        self._require_unwritten()
+        """Returns a factored block; or one of sequences, and the rows of the bias."""
+        require_unwritten((self._acts, self._backprops), self._versions)
+        if self._acts.dim() == 2:
+            scale = self._scale
+            return [
+                FactoredBlock(self._acts, self._backprops, weight=weight, bias=bias, scale=scale)
+            ]
         found: list[Block] = []
         if weight:
-            found.append(SequenceBlock(self.acts, self.backprops, self.shape))
-        sums = _formed(self.acts, self.backprops, self.shape, weight=False, bias=bias)
+            found.append(SequenceBlock(self._acts, self._backprops, self._shape))
+        sums = _formed(self._acts, self._backprops, self._shape, weight=False, bias=bias)
         return found + sums.blocks(weight=False, bias=bias)
 
 
@@ -346,8 +306,19 @@ class Tape:
                 " rows cannot be told apart; call the attached model itself, or attach the module"
                 " that you call"
             )
-        self.weight, self.bias = (_trained(use.layer, name) for name in ("weight", "bias"))
-        self.uses.append((tag, use.layer.kind.rows(use)))
+        layer = use.layer
+        if tag is None:
+            layer.passes.require_called()
+        if self.scale_by_batch:
+            if use.grad.dtype in HALF:
+                require_full_precision(use.grad)
+            # a backward through the model's output has been looked at; one from its parts has not
+            seen = layer.passes.exact == compat.backward_number() != -1
+            if not seen and (problem := inexact_mean((layer,), [use.weight])):
+                # PRIVACY: (test_a_mean_of_a_part_in_reduced_precision_is_refused)
+                raise SequenceError(problem)
+        self.weight, self.bias = _trained(layer)
+        self.uses.append((tag, layer.kind.rows(use)))
         for p in (self.weight, self.bias):
             if p is not None:
                 p.grad_factors = self  # type: ignore[attr-defined]
@@ -362,21 +333,20 @@ class Tape:
             )
         return self.__dict__
 
-    def clear(self) -> None:
-        """Forgets all rows."""
-        self.uses = []
-
     def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
         """Returns the rows of weight and bias, or of one of them, in the order of the passes."""
+        if len(self.uses) == 1:
+            return self.uses[0][1].blocks(weight=weight, bias=bias)
         passes: dict[int | None, list[Kept]] = {}
         for tag, kept in sorted(self.uses, key=lambda use: use[0] or 0):
             passes.setdefault(tag, []).append(kept)
         return joined([added(uses) for uses in passes.values()]).blocks(weight=weight, bias=bias)
 
 
-def _trained(layer: nn.Module, name: str) -> nn.Parameter | None:
-    p = layer._parameters.get(name)
-    return p if p is not None and p.requires_grad else None
+def _trained(layer: nn.Module) -> list[nn.Parameter | None]:
+    """Returns weight and bias of a layer, None for each that is not trained."""
+    found = [layer._parameters.get(name) for name in ("weight", "bias")]
+    return [p if p is not None and p.requires_grad else None for p in found]
 
 
 class Use(NamedTuple):
@@ -399,25 +369,13 @@ class Use(NamedTuple):
     @property
     def trained(self) -> dict[str, bool]:
         """Whether weight and bias are trained."""
-        return {name: _trained(self.layer, name) is not None for name in ("weight", "bias")}
+        weight, bias = _trained(self.layer)
+        return {"weight": weight is not None, "bias": bias is not None}
 
     @property
     def scale(self) -> int:
         """What rows must be multiplied by: the batch size for mean losses."""
         return self.x.shape[0] if self.layer.tape.scale_by_batch else 1
-
-
-def require_recordable(tag: int | None, use: Use) -> None:
-    """Raises SequenceError for a use in the forward `tag` of which no rows may be kept, whatever its tape has."""
-    passes = use.layer.passes
-    tape = use.layer.tape
-    passes.require_one(tag)
-    if tape.scale_by_batch:
-        require_full_precision(use.grad)
-        # a backward through the model's output has been looked at; one from its parts has not
-        if not passes.is_exact() and (problem := inexact_mean((use.layer,), [use.weight])):
-            # PRIVACY: (test_a_mean_of_a_part_in_reduced_precision_is_refused)
-            raise SequenceError(problem)
 
 
 class Kind(ABC):
@@ -464,7 +422,8 @@ class LinearKind(Kind):
     def rows(self, use: Use) -> Kept:
         """Returns the factors, or the rows formed from them."""
         if use.x.dim() == 2:
-            return Vectors(use.x, use.grad, scale=use.scale, **use.trained)
+            shape = use.weight.shape
+            return Factors(use.x, use.grad, shape, scale=use.scale, **use.trained)
         x, grad = (t.flatten(1, -2) for t in (use.x, use.grad))
         return pairs(x, grad, use.weight.shape, scale=use.scale, **use.trained)
 
@@ -494,17 +453,8 @@ def records(layer: Any) -> bool:
     )
 
 
-def run(layer: Any, x: Tensor) -> Tensor:
-    """Applies a recorded layer; in training with gradients enabled its backward keeps rows."""
-    if not records(layer):
-        return plain_forward(layer)(x)
-    record = _RECORD.call if torch.compiler.is_compiling() else _recorded
-    recorded: Tensor = record(layer, x)
-    return recorded
-
-
 class RecordedForward:
-    """The forward of a recorded layer, kept on the layer itself.
+    """The forward of a recorded layer, kept on the layer itself; in training its backward keeps rows.
 
     Args:
         layer: it.
@@ -517,14 +467,22 @@ class RecordedForward:
 
     def __call__(self, input: Tensor) -> Tensor:
         """Applies the layer."""
-        return run(self._layer, input)
+        layer = self._layer
+        if not records(layer):
+            return plain_forward(layer)(input)
+        # a compiled model breaks its graph here: the number of a pass must not become a constant of it
+        record = torch.compiler.disable(_recorded) if torch.compiler.is_compiling() else _recorded
+        recorded: Tensor = record(layer, input)
+        return recorded
 
 
 def make_ready(layer: Any) -> None:
     """Drops the gradients of a recorded layer that is about to run; raises SequenceError if its weights are others."""
-    params = [p for p in layer._parameters.values() if p is not None]
-    require_known(layer, params)
-    for p in params:
+    for p in layer._parameters.values():
+        if p is None:
+            continue
+        if p.requires_grad and "dpsco" not in p.__dict__:
+            refuse_unknown(layer)
         p.grad = None  # one that is there after the backward then comes from outside of the layer (see attach)
 
 
@@ -541,10 +499,6 @@ def _recorded(layer: Any, x: Tensor) -> Tensor:
     return out
 
 
-# A compiled model breaks its graph here: the number of a pass must not become a constant of it.
-_RECORD = compat.LeftOut(_recorded)
-
-
 class _Recorded(torch.autograd.Function):
     """A layer whose backward keeps rows, and gives no gradient to its parameters."""
 
@@ -555,7 +509,7 @@ class _Recorded(torch.autograd.Function):
         ctx.save_for_backward(x, weight, *saved)
         ctx.layer = layer
         ctx.tag = layer.passes.tag
-        return compat.whole(out)
+        return compat.unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
@@ -563,10 +517,9 @@ class _Recorded(torch.autograd.Function):
         layer = ctx.layer
         more = tuple(saved)
         if torch.is_grad_enabled():
-            layer.passes.note_differentiated()
+            layer.passes.differentiated = True
         if reaches(ctx.next_functions[1:3]):
             use = Use(layer, x.detach(), weight.detach(), more, grad.detach())
-            require_recordable(ctx.tag, use)
             with torch.no_grad():
                 layer.tape.record(ctx.tag, use)
         g = None
@@ -585,3 +538,30 @@ def reaches(weights: Iterable[tuple[Any, int]]) -> bool:
         return any(compat.will_run(after) for after, _ in weights if after is not None)
     except RuntimeError:  # so torch says of torch.autograd.grad in the weights themselves
         return True
+
+
+def refuse_unknown(layer: nn.Module) -> NoReturn:
+    """Raises SequenceError for a layer that runs with trained parameters that `attach` has not seen."""
+    require_whole(layer)
+    # PRIVACY: rows at one point would be taken for rows at another
+    # (test_weights_that_attach_has_not_seen_are_refused)
+    raise SequenceError(
+        f"layer {type(layer).__name__} has trained parameters that it did not have at dp.attach"
+        " (functional_call, load_state_dict(assign=True), requires_grad_, a copy of a part):"
+        " attach the model after such changes, or use a copy of it that is detached"
+    )
+
+
+def require_whole(module: nn.Module, name: str = "") -> None:
+    """Raises ValueError for a layer under `fully_shard`, FSDP 1 or `parallelize_module`."""
+    # PRIVACY: a layer cut by tensor parallelism sees a part of each row, whose norm is too small
+    # (test_layers_without_right_rows_are_refused_by_name_and_nothing_is_left,
+    # test_a_wrapped_or_sharded_model_is_refused_by_name)
+    if is_sharded(module) or any(
+        is_sharded(p) for p in module._parameters.values() if p is not None
+    ):
+        raise ValueError(
+            f"model must not be sharded (got {type(module).__name__} {name!r}): rows are clipped"
+            " and noised for whole parameters; leave fully_shard, FSDP or parallelize_module out"
+            " and give every process the whole model, see docs/distributed.md"
+        )

@@ -1,0 +1,603 @@
+"""Convolutions, recorded: a Linear layer on the patches of its input.
+
+With one group, x (B, C, ...) is cut into T patches of C k numbers, so that the rows are those of `kept`; several groups
+are formed, each from its own channels. Patches are a strided view of the padded input, copied for some records at once.
+In patches and in formed rows the channels come last in memory. Rows that take more than input and gradient are made
+after the backward, when the activations of the other layers are freed.
+
+Embeddings, recorded: rows by record and item, without a tensor of batch times items.
+
+Rows of an Embedding: a record moves the vectors of its own items only, so rows are kept per (record, item).
+
+A row of the weight (V, D) is zero but for the items that the record holds; what is kept is U <= B T vectors, each with
+its record and its item, sorted by both, and never a tensor of B V D numbers. Norms: of vectors, squared and added by
+record. Weighted sums: vectors added by item.
+
+Which layers are recorded, and how a layer is turned into a recorded one and back.
+
+Normalization within a
+record is y = n(x) w + c, so its rows are n(x) grad and grad, summed over places.
+
+Kinds that are not the library's are tried on synthetic records before they see real ones.
+
+The forms of rows, and what is registered from outside: shortcuts through recorded layers, and engines of `fit`.
+
+| form | where | who chooses it |
+|---|---|---|
+| recorded: a layer's backward keeps its rows | `layers.kinds`, more by `layers.register` | `attach` |
+| dense: Opacus' hooks, or `torch.func` where it has none | `hooks` | `attach`, for all other layers |
+| closed: of a linear model, from its data | `closed_form` | `fit`, where nobody could see the difference |
+| shortcuts: several recorded layers as one, with the same bits | `SHORTCUTS` | `attach` |
+| engines: in place of forward and backward | `ENGINES` | `fit`, or a loop |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_dpsco._doors import typed
+from torch_dpsco.errors import PrivacyError
+from torch_dpsco.native import slack
+from torch_dpsco.rows.blocks import FLOAT64, NORM_ERROR, Block, Summation, row_norms, work_dtype
+from torch_dpsco.rows.layers.recorded import (
+    Formed,
+    Kept,
+    Kind,
+    LinearKind,
+    RecordedForward,
+    Tape,
+    Use,
+    added,
+    joined,
+    leaves_factors,
+    pairs,
+    plain_forward,
+    require_dims,
+    require_unwritten,
+)
+
+_CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_TILE_ELEMENTS = 2**17  # numbers of patches that are copied at once
+
+
+def _pads(layer: Any) -> list[tuple[int, int]]:
+    """Returns the padding before and after each spatial dimension."""
+    if layer.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+        return [(total // 2, total - total // 2) for total in totals]
+    if layer.padding == "valid":
+        return [(0, 0) for _ in layer.kernel_size]
+    return [(pad, pad) for pad in layer.padding]
+
+
+def _inner(layer: Any) -> list[int]:
+    """Returns the padding that the convolution does itself: all of it, if it is of zeros and symmetric, or none."""
+    pads = _pads(layer)
+    own = layer.padding_mode == "zeros" and all(before == after for before, after in pads)
+    return [before if own else 0 for before, _ in pads]
+
+
+def _padded(layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns (B, groups, *spatial, C / groups) with the padding that the convolution does itself.
+
+    The channels of a group are next to each other in memory: patches then consist of long pieces, which are copied
+    several times faster.
+    """
+    pads = _inner(layer)
+    x = x.unflatten(1, (layer.groups, -1)).movedim(2, -1)
+    records, groups, *sizes, channels = x.shape
+    padded = [size + 2 * pad for size, pad in zip(sizes, pads, strict=True)]
+    make = x.new_zeros if any(pads) else x.new_empty
+    found: Tensor = make([records, groups, *padded, channels], dtype=dtype)
+    inside = found
+    for dim, (size, pad) in enumerate(zip(sizes, pads, strict=True), start=2):
+        inside = inside.narrow(dim, pad, size)
+    inside.copy_(x)
+    return found
+
+
+def _patches(layer: Any, x: Tensor) -> Tensor:
+    """Returns the patches of `_padded` records as a view: (B, groups, *places, *kernel, C / groups)."""
+    records, groups, *step, channels = x.stride()
+    spatial = list(zip(layer.stride, layer.dilation, strict=True))
+    places = []
+    for size, k, (s, d) in zip(x.shape[2:-1], layer.kernel_size, spatial, strict=True):
+        places.append((size - d * (k - 1) - 1) // s + 1)
+    strides = [s * own for own, (s, _) in zip(step, spatial, strict=True)]
+    strides += [d * own for own, (_, d) in zip(step, spatial, strict=True)]
+    shape = [*x.shape[:2], *places, *layer.kernel_size, x.shape[-1]]
+    return x.as_strided(shape, [records, groups, *strides, channels], x.storage_offset())
+
+
+def _formed_weight(use: Use, patches: Tensor, grad: Tensor) -> Tensor:
+    """Returns the rows of the weight, from the patches of some records at a time."""
+    groups = use.layer.groups
+    times = grad.shape[2]
+    out, channels, *kernel = use.weight.shape
+    n_records = len(grad)
+    width = use.weight[0].numel()
+    rows = grad.new_empty(n_records, out, *kernel, channels)  # as they are in memory
+    step = min(max(1, _TILE_ELEMENTS // max(groups * width * times, 1)), max(1, n_records))
+    # one for all tiles: fresh memory costs more than the arithmetic
+    buffer = grad.new_empty(step, *patches.shape[1:])
+    unused = grad.new_empty(1, 1, 1)
+    shape = (n_records * groups, out // groups)
+    tiles = patches.split(step), grad.reshape(*shape, times), rows.view(*shape, width)
+    for acts, backprops, formed in zip(
+        tiles[0], *(part.split(step * groups) for part in tiles[1:]), strict=True
+    ):
+        acts = buffer[: len(acts)].copy_(acts).view(-1, times, width)
+        torch.baddbmm(unused, backprops, acts, beta=0, alpha=use.scale, out=formed)
+    return rows.movedim(-1, 2)
+
+
+def _kept(use: Use, trained: dict[str, bool]) -> Kept:
+    """Returns the rows, or their factors."""
+    layer = use.layer
+    dtype = work_dtype(use.grad.dtype)
+    patches = _patches(layer, _padded(layer, use.x, dtype))
+    grad = use.grad.to(dtype).flatten(2)
+    out = use.weight.shape[0]
+    width = use.weight[0].numel()
+    times = grad.shape[2]
+    if layer.groups == 1 and leaves_factors(times, out, width):
+        dims = len(layer.kernel_size)
+        # in the order of the weight
+        acts = patches.movedim(-1, 2 + dims).reshape(len(grad), times, width)
+        return pairs(acts, grad.transpose(1, 2), use.weight.shape, scale=use.scale, **trained)
+    bias = grad.sum(2).mul_(use.scale) if trained["bias"] else None
+    return Formed(_formed_weight(use, patches, grad) if trained["weight"] else None, bias)
+
+
+class _Waiting(Kept):
+    """What rows are made from after the backward: input and gradient of a use."""
+
+    def __init__(self, use: Use) -> None:
+        self._use: Use | None = use
+        self._trained = use.trained
+        self._versions = (use.x._version, use.grad._version)
+        self._records = len(use.x)
+
+    def __len__(self) -> int:
+        return self._records
+
+    def _made(self) -> Kept:
+        use = self._use
+        self._use = None
+        assert use is not None
+        # PRIVACY: (test_an_overwritten_input_of_a_convolution_is_refused_or_its_rows_are_formed_already)
+        require_unwritten((use.x, use.grad), self._versions)
+        return _kept(use, self._trained)
+
+    def _all(self, others: Sequence[Kept]) -> list[Kept]:
+        return [part._made() for part in (self, *others) if isinstance(part, _Waiting)]
+
+    def plus(self, others: Sequence[Kept]) -> Kept:
+        """Returns the sums."""
+        return added(self._all(others))
+
+    def then(self, others: Sequence[Kept]) -> Kept:
+        """Returns the rows one after another."""
+        return joined(self._all(others))
+
+    def formed(self) -> Formed:
+        """Returns the rows."""
+        return self._made().formed()
+
+    def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
+        """Returns the rows of weight and bias, or of one of them."""
+        return self._made().blocks(weight=weight, bias=bias)
+
+
+class ConvolutionKind(Kind):
+    """x is (B, C, *spatial)."""
+
+    def prepare(self, layer: Any, x: Tensor) -> Tensor:
+        """Returns x with the padding that convolutions cannot do themselves."""
+        dims = len(layer.kernel_size)
+        require_dims(layer, x, dims + 2, dims + 2)
+        if any(_inner(layer)) or not any(map(any, _pads(layer))):
+            return x
+        flat = [side for pair in reversed(_pads(layer)) for side in pair]  # last dimension first
+        zeros = layer.padding_mode == "zeros"
+        return F.pad(x, flat, mode="constant" if zeros else layer.padding_mode)
+
+    def forward(
+        self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Returns the output."""
+        convolve = _CONVOLVE[len(layer.kernel_size)]
+        pads = _inner(layer)
+        return (convolve(x, weight, bias, layer.stride, pads, layer.dilation, layer.groups),)
+
+    def rows(self, use: Use) -> Kept:
+        """Returns the rows, or what they are made from if that takes less."""
+        fewer = use.x[:1].numel() + use.grad[:1].numel() < use.weight.numel()
+        return _Waiting(use) if fewer and use.trained["weight"] else _kept(use, use.trained)
+
+    def input_gradient(self, use: Use) -> Tensor:
+        """Returns the gradient in x."""
+        layer = use.layer
+        dtype = use.weight.dtype
+        none = [0] * len(use.layer.kernel_size)
+        sizes = (layer.stride, _inner(layer), layer.dilation, False, none, layer.groups)
+        grad = use.grad.to(dtype)
+        x = use.x.to(dtype)
+        backward = torch.ops.aten.convolution_backward
+        found: Tensor = backward(grad, x, use.weight, None, *sizes, [True, False, False])[0]
+        return found.to(use.x.dtype)
+
+
+_TILE_ELEMENTS = 2**17  # numbers in a float64 tile
+
+
+class ItemBlock(Block):
+    """Rows of one weight (V, D), by record and item.
+
+    Args:
+        records: (U,) int64 in [0, n_records), sorted.
+        items: (U,) int64 in [0, n_items), no pair (record, item) twice.
+        vectors: (U, D) floating, the part of the record's row that belongs to the item.
+        n_records: B.
+        n_items: V.
+    """
+
+    def __init__(
+        self, records: Tensor, items: Tensor, vectors: Tensor, n_records: int, n_items: int
+    ) -> None:
+        self.records = records
+        self.items = items
+        self.vectors = vectors
+        self.n_records = n_records
+        self.n_items = n_items
+        self.shapes = [torch.Size([n_items, vectors.shape[1]])]
+
+    def __len__(self) -> int:
+        return self.n_records
+
+    def norms(self) -> Tensor:
+        """Returns certified upper bounds of the rows' norms: (B,) float64."""
+        norms = row_norms(self.vectors)
+        squares = norms.new_zeros(self.n_records).index_add_(0, self.records, norms.square_())
+        # PRIVACY: at most V squares of certified norms, each addition rounded; what underflows is less than the number
+        # added (test_norms_of_items_are_never_below_the_exact_norm, test_many_small_items_beside_a_large_one_count)
+        error = NORM_ERROR[torch.float64] + self.n_items * 2.0**-53
+        return squares.sqrt_().mul_(1.0 + error).add_(2.0**-500)
+
+    def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
+        """Returns [sum_i weights[i] * row_i]: added in float64, and kept in float32 where the precision allows it."""
+        items, place = torch.unique(self.items, return_inverse=True)
+        width = self.vectors.shape[1]
+        sums = self.vectors.new_zeros(len(items), width, dtype=torch.float64)
+        step = max(1, _TILE_ELEMENTS // max(width, 1))
+        for start in range(0, len(place), step):
+            part = slice(start, start + step)
+            scaled = self.vectors[part].double() * weights[self.records[part], None]
+            sums.index_add_(0, place[part], scaled)
+        small = bool(precision.matrix_tile) and self.vectors.dtype != torch.float64
+        total = sums.new_zeros(
+            self.n_items, width, dtype=torch.float32 if small else torch.float64
+        )
+        total[items] = sums.to(total.dtype)  # one rounding of a float32 sum, which has more
+        return [total]
+
+    def select(self, index: Tensor) -> ItemBlock:
+        """Returns the block of some rows."""
+        counts = torch.bincount(self.records, minlength=self.n_records)
+        starts = counts.cumsum(0) - counts
+        chosen = counts[index]
+        records = torch.arange(len(index), device=index.device).repeat_interleave(chosen)
+        within = (
+            torch.arange(len(records), device=index.device) - (chosen.cumsum(0) - chosen)[records]
+        )
+        place = starts[index][records] + within
+        return ItemBlock(
+            records, self.items[place], self.vectors[place], len(index), self.n_items
+        )
+
+    def dense(self) -> list[Tensor]:
+        """Returns [rows]: (B, V, D)."""
+        rows = self.vectors.new_zeros(self.n_records, *self.shapes[0])
+        return [rows.index_put_((self.records, self.items), self.vectors)]
+
+
+def coalesced(
+    records: Tensor, items: Tensor, uses: Tensor, n_records: int, n_items: int
+) -> ItemBlock:
+    """Returns the rows of uses of items: those of an item in a record are added.
+
+    Args:
+        records: (N,) int64 in [0, n_records).
+        items: (N,) int64 in [0, n_items).
+        uses: (N, D) gradients in the outputs.
+        n_records: B.
+        n_items: V.
+    """
+    keys, place = torch.unique(records * n_items + items, return_inverse=True)
+    uses = uses.to(work_dtype(uses.dtype))
+    # PRIVACY: each sum is of one record, so that NaN stays in its row (test_a_record_that_is_not_finite_moves_no_other)
+    vectors = uses.new_zeros(len(keys), uses.shape[1]).index_add_(0, place, uses)
+    return ItemBlock(keys // n_items, keys % n_items, vectors, n_records, n_items)
+
+
+class Items(Kept):
+    """Rows of an Embedding, by record and item."""
+
+    def __init__(self, rows: ItemBlock) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def plus(self, others: Sequence[Kept]) -> Kept:
+        """Returns the sums by record and item."""
+        records, items, vectors = self._joined(others, offsets=False)
+        return Items(coalesced(records, items, vectors, len(self), self._rows.n_items))
+
+    def then(self, others: Sequence[Kept]) -> Kept:
+        """Returns the rows one after another."""
+        records, items, vectors = self._joined(others, offsets=True)
+        n_records = len(self) + sum(len(other) for other in others)
+        return Items(ItemBlock(records, items, vectors, n_records, self._rows.n_items))
+
+    def _joined(self, others: Sequence[Kept], *, offsets: bool) -> tuple[Tensor, Tensor, Tensor]:
+        parts = [self._rows, *(other._rows for other in others if isinstance(other, Items))]
+        before = 0
+        records = []
+        for part in parts:
+            records.append(part.records + before)
+            before += len(part) if offsets else 0
+        items = torch.cat([part.items for part in parts])
+        return torch.cat(records), items, torch.cat([part.vectors for part in parts])
+
+    def formed(self) -> Formed:
+        """Returns the rows themselves, (B, V, D)."""
+        return Formed(self._rows.dense()[0], None)
+
+    def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
+        """Returns the block of the weight."""
+        return [self._rows] if weight else []
+
+
+class EmbeddingKind(Kind):
+    """Vectors of ids (B, ...); each use of an item adds its gradient, the padding item has none."""
+
+    def prepare(self, layer: Any, x: Tensor) -> Tensor:
+        """Returns the ids."""
+        require_dims(layer, x, 1)
+        return x
+
+    def rows(self, use: Use) -> Kept:
+        """Returns the rows by record and item."""
+        n_records, (n_items, width) = len(use.x), use.weight.shape
+        items = use.x.flatten().long()
+        uses = use.grad.reshape(-1, width)
+        records = torch.arange(n_records, device=items.device).repeat_interleave(
+            use.x[:1].numel()
+        )
+        if use.layer.padding_idx is not None:
+            kept = (items != use.layer.padding_idx).nonzero().squeeze(1)
+            records = records[kept]
+            items = items[kept]
+            uses = uses[kept]
+        rows = coalesced(records, items, uses, n_records, n_items)
+        if use.scale != 1:
+            rows.vectors.mul_(use.scale)
+        return Items(rows)
+
+
+_RECORDS = 3
+
+
+@torch.no_grad()
+def try_rows(layer: Any, x: Tensor) -> None:
+    """Raises PrivacyError unless a layer gives for each of some made-up records what autograd gives for it alone.
+
+    Args:
+        layer: recorded.
+        x: its input, of which shape, dtype and device are taken, and no value.
+    """
+    kind = layer.kind
+    name = type(layer.kind).__name__
+    if not x.is_floating_point():
+        raise ValueError(
+            f"input of a registered layer must be floating point, to try {name} on made-up numbers"
+        )
+    numbers = torch.Generator()  # the same in every trial
+    made = torch.randn(_RECORDS, *x.shape[1:], generator=numbers).to(x).requires_grad_()
+    with torch.enable_grad():
+        seen = kind.prepare(layer, made)
+    out, *saved = kind.forward(layer, seen.detach(), layer.weight, layer._parameters.get("bias"))
+    grad = torch.randn(out.shape, generator=numbers).to(out)
+    use = Use(layer, seen.detach(), layer.weight.detach(), tuple(saved), grad)
+    found = [out, *torch.autograd.grad(seen, made, kind.input_gradient(use)), *_rows(use, name)]
+    params = [layer.get_parameter(part) for part, trained in use.trained.items() if trained]
+    alone = [_alone(layer, made[i : i + 1], grad[i : i + 1], params) for i in range(_RECORDS)]
+    expected = [torch.cat(parts) for parts in zip(*alone, strict=True)]
+    expected[2:] = [part * use.scale for part in expected[2:]]
+    sizes = [float(torch.linalg.vector_norm(part.double())) for part in expected]
+    labels = ["outputs", "input gradients", *("rows" for _ in params)]
+    if [part.shape for part in found] != [part.shape for part in expected]:
+        raise PrivacyError(
+            f"{name} must give one row per record, of the shapes of weight and bias"
+            " (docs/your_own.md)"
+        )
+    for label, ours, theirs, size in zip(labels, found, expected, sizes, strict=True):
+        error = float(torch.linalg.vector_norm(ours.double() - theirs.double()))
+        if not error <= slack(out.dtype) * (size + 1e-3 * math.hypot(*sizes)):
+            raise PrivacyError(
+                f"{label} of {name} must be those of autograd for each record alone (off by"
+                f" {error:.2g} on made-up records, where {size:.2g} is their size): see"
+                " docs/your_own.md"
+            )
+
+
+def _rows(use: Use, name: str) -> list[Tensor]:
+    """Returns the rows, (B, *shape) for each trained parameter, as releases read them."""
+    found = []
+    one = torch.ones(1, dtype=torch.float64, device=use.x.device)
+    for block in use.layer.kind.rows(use).blocks(**use.trained):
+        places = torch.arange(len(block), device=one.device).split(1)
+        each = [block.select(place).weighted_sum(one, FLOAT64) for place in places]
+        rows = [torch.stack(parts) for parts in zip(*each, strict=True)]
+        lengths = torch.cat([part.flatten(1) for part in rows], dim=1).norm(dim=1)
+        if not bool((lengths <= block.norms() * (1.0 + 2.0**-40)).all()):
+            raise PrivacyError(
+                f"norms of {name} must be upper bounds of those of its rows (docs/your_own.md)"
+            )
+        found += rows
+    return found
+
+
+def _alone(layer: Any, x: Tensor, grad: Tensor, params: list[Tensor]) -> list[Tensor]:
+    """Returns output, gradient in the input and in the parameters of one record, each with a dimension of 1 before."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        out = plain_forward(layer)(x)
+    gradients = torch.autograd.grad(out, [x, *params], grad)
+    return [out.detach(), gradients[0], *(part.unsqueeze(0) for part in gradients[1:])]
+
+
+class LayerNormKind(Kind):
+    """x is (B, ..., *normalized_shape)."""
+
+    def prepare(self, layer: Any, x: Tensor) -> Tensor:
+        """Returns x."""
+        require_dims(layer, x, len(layer.normalized_shape) + 1)
+        return x
+
+    def forward(
+        self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Returns output, means and inverse deviations."""
+        return torch.native_layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)
+
+    def rows(self, use: Use) -> Kept:
+        """Returns the rows."""
+        dtype = work_dtype(use.x.dtype)
+        n_records = len(use.x)
+        size = math.prod(use.layer.normalized_shape)
+        times = use.x[:1].numel() // size if n_records else 1
+        x, grad = (part.to(dtype).reshape(n_records, times, size) for part in (use.x, use.grad))
+        weight = bias = None
+        if use.trained["weight"]:
+            # normalized x times grad, summed: the deviations are weights of that sum
+            means, inverse = (part.to(dtype).reshape(n_records, times, 1) for part in use.saved)
+            weight = torch.bmm((inverse * use.scale).transpose(1, 2), x.sub(means).mul_(grad))
+            weight = weight.view(n_records, *use.layer.normalized_shape)
+        if use.trained["bias"]:
+            bias = grad.sum(1).mul_(use.scale).view(n_records, *use.layer.normalized_shape)
+        return Formed(weight, bias)
+
+    def input_gradient(self, use: Use) -> Tensor:
+        """Returns the gradient in x."""
+        shape = use.layer.normalized_shape
+        wanted = [True, False, False]
+        backward = torch.ops.aten.native_layer_norm_backward
+        found: Tensor = backward(use.grad, use.x, shape, *use.saved, use.weight, None, wanted)[0]
+        return found
+
+
+class GroupNormKind(Kind):
+    """x is (B, C, ...)."""
+
+    def rows(self, use: Use) -> Kept:
+        """Returns the rows, summed over places; vectors have one."""
+        x = use.x.to(work_dtype(use.x.dtype))
+        grad = use.grad.to(x.dtype)
+        places = list(range(2, x.dim() + 1))
+        weight = bias = None
+        if use.trained["weight"]:
+            normalized = F.group_norm(x, use.layer.num_groups, eps=use.layer.eps).mul_(grad)
+            weight = normalized[..., None].sum(places).mul_(use.scale)
+        if use.trained["bias"]:
+            bias = grad[..., None].sum(places).mul_(use.scale)
+        return Formed(weight, bias)
+
+
+RECORDED: dict[type[nn.Module], Kind] = {
+    nn.Linear: LinearKind(),
+    nn.Conv1d: ConvolutionKind(),
+    nn.Conv2d: ConvolutionKind(),
+    nn.Conv3d: ConvolutionKind(),
+    nn.LayerNorm: LayerNormKind(),
+    nn.GroupNorm: GroupNormKind(),
+    nn.Embedding: EmbeddingKind(),
+}
+_TESTED = frozenset(RECORDED)
+
+
+@typed
+def register(layer: type[nn.Module], kind: Kind) -> None:
+    """Makes `attach` record the rows of a layer of yours, which are otherwise formed by torch.func, slower.
+
+    The kind is tried on synthetic records of the shape of the layer's first input after each `attach`: output, rows and
+    input gradient must be those of autograd for each record alone, and rows must lie within their norms.
+
+    Args:
+        layer: a class of modules with one tensor in and out, whose parameters are `weight` and maybe `bias`; its
+            subclasses are not meant.
+        kind: gives its rows.
+
+    Raises:
+        ValueError: the class is recorded already.
+
+    Guarantee:
+        None beyond the trial: that the rows of a record are a function of it alone, for all values, is promised.
+    """
+    if layer in RECORDED:
+        raise ValueError(f"layer must be a class that is not recorded yet (got {layer.__name__})")
+    RECORDED[layer] = kind
+
+
+def can_record(layer: nn.Module) -> bool:
+    """Returns whether a layer is of a kind that is recorded; subclasses and parametrized weights are not."""
+    names = {name for name, _ in layer.named_parameters()}
+    return (
+        type(layer) in RECORDED and names <= {"weight", "bias"} and "weight" in layer._parameters
+    )
+
+
+def is_recorded(layer: nn.Module) -> bool:
+    """Returns whether `start_recording` was called on a layer."""
+    return isinstance(layer.__dict__.get("tape"), Tape)
+
+
+def start_recording(layer: Any, passes: Any, *, scale_by_batch: bool) -> None:
+    """Makes a layer recorded, in place; see `Tape`."""
+    trial = None if type(layer) in _TESTED else try_rows
+    layer.kind = RECORDED[type(layer)]
+    layer.tape = Tape(scale_by_batch=scale_by_batch, trial=trial)
+    layer.passes = passes
+    layer.__dict__.setdefault(
+        "forward", RecordedForward(layer)
+    )  # not over one of somebody else's
+
+
+def stop_recording(layer: Any) -> None:
+    """Turns a module back, whether it is recorded or has the forward of a shortcut."""
+    if is_recorded(layer):
+        del layer.kind, layer.tape, layer.passes
+    if hasattr(layer.__dict__.get("forward"), "of_class"):
+        del layer.forward
+
+
+class Engine(Protocol):
+    """Leaves rows on the parameters of a model that is not attached, and makes the steps."""
+
+    def step(
+        self, optimizer: Any, inputs: Any, targets: Any, *, users: Tensor | None = None
+    ) -> None:
+        """Makes one private step from a batch."""
+
+
+# faster ways through recorded layers: each gives some modules of a model a `forward` that says `of_class`
+SHORTCUTS: list[Callable[[Sequence[nn.Module]], None]] = []
+# by name: (model, loss_fn, loader) -> engine, or why there is none
+ENGINES: dict[str, Callable[[nn.Module, Any, Any], Engine | str]] = {}
