@@ -23,7 +23,7 @@ from torch_dpsco.algorithms.heavy_tailed_numbers import clip_bias, mean_noise_st
 from torch_dpsco.algorithms.localized_numbers import (
     sc_reduction_sizes_full,
 )
-from torch_dpsco.algorithms.mechanisms import vector_parameters
+from torch_dpsco.algorithms.mechanisms import VECTORS, shuffle_parameters
 
 LAW = {
     "dim": 10,
@@ -138,5 +138,6 @@ def test_the_closed_form_of_shuffled_vectors_asks_for_a_million_times_the_noise(
     published = vector_parameters_paper(n=1000, dim=10, epsilon=1.0, delta=1e-5)
     assert (
         published.noise_bits
-        > 5e5 * vector_parameters(n=1000, dim=10, epsilon=1.0, delta=1e-5, grid=64).noise_bits
+        > 5e5
+        * shuffle_parameters(VECTORS, n=1000, dim=10, epsilon=1.0, delta=1e-5, grid=64).noise_bits
     )

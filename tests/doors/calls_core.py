@@ -22,7 +22,7 @@ from tests.doors.shared import (
 )
 from torch_dpsco.accounting import calibrate, events
 from torch_dpsco.algorithms.correlated_numbers import square_root
-from torch_dpsco.algorithms.mechanisms import vector_parameters
+from torch_dpsco.algorithms.mechanisms import VECTORS, shuffle_parameters
 
 # -- accounting ----------
 
@@ -288,7 +288,7 @@ simple(
     "dp.oracles.ShuffledClipped",
     dp.oracles.ShuffledClipped,
     clip=1.0,
-    parameters=lambda: vector_parameters(200, 3, 1.0, 1e-4),
+    parameters=lambda: shuffle_parameters(VECTORS, 200, 3, 1.0, 1e-4),
     batch_size=200,
     dim=3,
 )

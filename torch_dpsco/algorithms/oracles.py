@@ -32,7 +32,7 @@ messages.
 A batch must have exactly batch_size rows, each row being a user with noise of its own. Rounding is drawn at the
 release, from its generator: until then the oracle keeps one float64 per row and coordinate.
 
-Differs from the paper in: 1. sizes by the numeric accountant; 2. the budget of Algorithm 13 (`shuffle_sizing`).
+Differs from the paper in: 1. sizes by the numeric accountant; 2. the budget of Algorithm 13 (`shuffle_parameters`).
 
 Proof: docs/proofs/heavy_tailed.md#shuffled-sums. Source: Lowy and Razaviyayn, Algorithms 10, 11, 13, 14.
 
@@ -100,9 +100,9 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -120,19 +120,18 @@ from torch_dpsco.accounting.events import (
 )
 from torch_dpsco.algorithms.correlated_numbers import Banded
 from torch_dpsco.algorithms.mechanisms import (
+    COORDINATES,
     FAILURE,
+    VECTORS,
     BinomialNoise,
+    Reach,
     ShuffleParameters,
     centered_sum,
-    coordinate_cost,
-    coordinate_parameters,
     failure_of,
     grid_values,
-    largest_count,
     round_randomly,
-    shuffle_event,
-    vector_cost,
-    vector_parameters,
+    shuffle_cost,
+    shuffle_parameters,
 )
 from torch_dpsco.errors import (
     AdjacencyError,
@@ -360,11 +359,21 @@ class Coordinatewise(GroupedMean):
         return {"clip": self.clip, "noise_std": self.noise_std} if self._shapes else {}
 
 
+def honest_users(n: int, fraction: float) -> int:
+    """Returns how many of n users add their noise for sure; raises ConditionError for none."""
+    # PRIVACY: the noise of dishonest users hides nothing (test_only_honest_noise_counts)
+    honest = math.floor(n * check.between(0.0, 1.0, honest_fraction=fraction))
+    if honest < 1:
+        raise ConditionError(
+            f"honest_fraction must leave an honest user among {n} (got {fraction})"
+        )
+    return honest
+
+
 class _Shuffled(GroupedMean):
     """Medians over groups of means from counts of shuffled bits; subclasses clip, and say what a group costs."""
 
-    _cost_of: Callable[..., ShuffleCost]  # of the shuffled sum of a group
-    _parameters_of: Callable[..., ShuffleParameters]  # of one that is to cost so much
+    _reach: ClassVar[Reach]
 
     def __init__(
         self,
@@ -382,9 +391,15 @@ class _Shuffled(GroupedMean):
         self.dim = check.positive_count(dim=dim)
         self.failure = check.open_interval(0.0, 1.0, failure=failure)
         self.honest_fraction = check.between(0.0, 1.0, honest_fraction=honest_fraction)
-        largest_count(self.group_size, parameters)
-        bits = parameters.noise_bits
-        self._event: ZCDP | NonPrivate = shuffle_event(self.cost()) if bits else NonPrivate()
+        most = self.group_size * (parameters.grid + parameters.noise_bits)
+        if most >= 2**53:
+            raise ValueError(
+                f"parameters must give counts below 2^53, exact in float64 (got {parameters})"
+            )
+        self._event: ZCDP | NonPrivate = NonPrivate()
+        if parameters.noise_bits:
+            cost = self.cost()
+            self._event = ZCDP(cost.rho, cost.failure, (REPLACE_ONE, ZERO_OUT))
         self._noise: BinomialNoise | None = None
         self._places: list[Tensor] = []
 
@@ -402,10 +417,16 @@ class _Shuffled(GroupedMean):
         honest_fraction: float = 1.0,
     ) -> Self:
         """Returns the oracle whose releases are (epsilon, delta)-DP each, of a grid if one is given."""
-        size = group_size(batch_size, groups)
-        share = {"honest_fraction": honest_fraction}
-        sizes = cls._parameters_of(size, dim, epsilon, delta, grid=grid, **share)
-        return cls(clip, sizes, batch_size, dim, groups, failure=failure_of(delta), **share)
+        users = honest_users(group_size(batch_size, groups), honest_fraction)
+        return cls(
+            clip,
+            shuffle_parameters(cls._reach, users, dim, epsilon, delta, grid=grid),
+            batch_size,
+            dim,
+            groups,
+            failure=failure_of(delta),
+            honest_fraction=honest_fraction,
+        )
 
     @property
     def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -428,8 +449,8 @@ class _Shuffled(GroupedMean):
         """Returns what a release costs: rho of all orders, and a failure probability."""
         # PRIVACY: the noise of one group hides a record, not that of the batch
         # (test_a_record_is_hidden_by_the_noise_of_its_group_alone)
-        share = {"failure": self.failure, "honest_fraction": self.honest_fraction}
-        return type(self)._cost_of(self.parameters, self.group_size, self.dim, **share)
+        users = honest_users(self.group_size, self.honest_fraction)
+        return shuffle_cost(self._reach, self.parameters, users, self.dim, self.failure)
 
     @abstractmethod
     def _clipped(self, rows: GradBatch, dense: Sequence[Tensor]) -> Tensor:
@@ -528,7 +549,7 @@ class ShuffledClipped(_Shuffled):
 
     Args:
         clip: C > 0.
-        parameters: g, b, p, e.g. of `algorithms.mechanisms.vector_parameters`; noise_bits=0 gives no privacy.
+        parameters: g, b, p, e.g. of `algorithms.mechanisms.shuffle_parameters`; noise_bits=0 gives no privacy.
         batch_size: s, the exact number of rows of a logical batch.
         dim: d, number of trained parameters.
         failure: probability, in (0, 1), that a release leaves the window of the accountant; taken from delta.
@@ -536,7 +557,7 @@ class ShuffledClipped(_Shuffled):
 
     Guarantee:
         Replace-one and zero-out, unit: one row per record, batch size public. Event: ZCDP(rho, failure) of
-        `vector_cost`. Assumes that a record's row does not depend on other records and that at least
+        `shuffle_cost`. Assumes that a record's row does not depend on other records and that at least
         floor(honest_fraction s) users of each batch, the protected one among them, add their noise honestly. Edge
         cases: a row with a norm that is not finite is 0; a batch of another size is refused, also an empty one.
 
@@ -551,8 +572,7 @@ class ShuffledClipped(_Shuffled):
         [0.3, 0.4]
     """
 
-    _cost_of = vector_cost
-    _parameters_of = vector_parameters
+    _reach = VECTORS
 
     def _clipped(self, rows: GradBatch, dense: Sequence[Tensor]) -> Tensor:
         # room for the rounding of the product, the shift by C and the scaling to the grid: 6 u C per coordinate
@@ -573,7 +593,7 @@ class ShuffledMedian(_Shuffled):
 
     Args:
         clip: tau > 0, bound of every coordinate.
-        parameters: g, b, p, e.g. of `algorithms.mechanisms.coordinate_parameters`; noise_bits=0 gives no privacy.
+        parameters: g, b, p, e.g. of `algorithms.mechanisms.shuffle_parameters`; noise_bits=0 gives no privacy.
         batch_size: s, the exact number of rows of a logical batch.
         dim: d, number of trained parameters.
         groups: m in 1..s, of floor(s / m) consecutive rows each; a tail of rows is left out.
@@ -582,7 +602,7 @@ class ShuffledMedian(_Shuffled):
 
     Guarantee:
         Replace-one and zero-out, unit: one row per record, batch size and places of records public: one record touches
-        one group, and all its coordinates. Event: ZCDP(rho, failure) of `coordinate_cost`. Assumes honest users
+        one group, and all its coordinates. Event: ZCDP(rho, failure) of `shuffle_cost`. Assumes honest users
         as `ShuffledClipped` does, in each group. Edge cases: a row with NaN or inf is 0 as a whole; huge finite rows
         are clipped; a batch of another size is refused.
 
@@ -597,8 +617,7 @@ class ShuffledMedian(_Shuffled):
         [1.0]
     """
 
-    _cost_of = coordinate_cost
-    _parameters_of = coordinate_parameters
+    _reach = COORDINATES
 
     def _clipped(self, rows: GradBatch, dense: Sequence[Tensor]) -> Tensor:
         return clipped_rows(dense, self.clip)

@@ -38,6 +38,7 @@ from torch_dpsco.algorithms.localized_numbers import (
     halved_sizes,
 )
 from torch_dpsco.algorithms.mechanisms import (
+    VECTORS,
     BinomialNoise,
     FloatArray,
     ShuffleParameters,
@@ -47,7 +48,7 @@ from torch_dpsco.algorithms.mechanisms import (
     centered_sum,
     grid_values,
     round_randomly,
-    vector_parameters,
+    shuffle_parameters,
 )
 from torch_dpsco.algorithms.oracles import clipped_rows, medians
 from torch_dpsco.errors import AdjacencyError, ConditionError
@@ -502,7 +503,9 @@ def vector_parameters_paper(n: int, dim: int, epsilon: float, delta: float) -> S
     )
     found = ShuffleParameters(grid, bits, 0.25)
     # what holds for fewer bits holds for more: sizes from the accountant are enough to confirm
-    enough = vector_parameters(n, dim, epsilon, delta, grid=grid, noise_probability=0.25)
+    enough = shuffle_parameters(
+        VECTORS, n, dim, epsilon, delta, grid=grid, noise_probability=0.25
+    )
     if enough.noise_bits > bits:
         # PRIVACY: (test_the_closed_form_is_refused_where_its_claim_was_not_confirmed)
         raise ConditionError(
