@@ -392,7 +392,7 @@ def test_copies_have_batches_of_their_own(kind):
         ({"groups": 7}, "groups must be <= batch_size=6"),
         ({"failure": 0.0}, "failure must be"),
         ({"honest_fraction": 1.5}, "honest_fraction must be"),
-        ({"parameters": ShuffleParameters(4, 2**53)}, "must be below 2"),
+        ({"parameters": ShuffleParameters(4, 2**53)}, "counts below 2"),
     ],
 )
 def test_bad_numbers_are_named(arguments, message):
