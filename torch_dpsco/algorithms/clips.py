@@ -46,7 +46,7 @@ from torch_dpsco.errors import (
     warn,
 )
 from torch_dpsco.noise import Source, normal
-from torch_dpsco.problem import Problem
+from torch_dpsco.problem import Problem, shared_bound
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.step.exact_noise import release_on_grid
 from torch_dpsco.step.oracle import ClippedMean, MeanOracle, Release, clip_weights, joint_norm
@@ -442,17 +442,6 @@ class HolderClipped(ClippedMean):
         own = {"problem": repr(self.problem), "grad_bound": at_one}
         own |= {} if self.clip_share == 1 else {"clip_share": self.clip_share}
         return self._named("noise", "noise_multiplier", "radius", **own)
-
-
-def shared_bound(here: float, largest: float, share: float) -> float:
-    """Returns the clip: a share of the largest bound, or of the bound here where there is no largest one.
-
-    Args:
-        here: bound on gradients at an iterate.
-        largest: bound over the feasible set, inf for none.
-        share: in (0, 1].
-    """
-    return min(here, share * largest) if math.isfinite(largest) else share * here
 
 
 _RAMP = 0.25  # width of the ramp around the clip, in units of the clip

@@ -25,14 +25,13 @@ from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.algorithms.clips import (
     NOISES,
     HolderClipped,
-    shared_bound,
 )
 from torch_dpsco.algorithms.holder_numbers import (
     average_risk_bound,
     balanced_lr,
 )
 from torch_dpsco.errors import MissingConstantError, outside, warn
-from torch_dpsco.problem import Problem
+from torch_dpsco.problem import Problem, shared_bound
 from torch_dpsco.prox import Prox
 from torch_dpsco.rules import AVERAGES
 from torch_dpsco.step.chooser import (

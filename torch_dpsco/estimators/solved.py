@@ -114,7 +114,7 @@ def linear_task(
         raise ValueError(
             f"params must have {task.num_scores} scores, those of {task.loss} (got {scores})"
         )
-    warn_of_delta(budget, n, stacklevel=4)
+    warn_of_delta(budget, n)
     return task
 
 

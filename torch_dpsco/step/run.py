@@ -48,7 +48,7 @@ from torch_dpsco.accounting.ledger import LOCK
 from torch_dpsco.accounting.report import Run as PublicRun
 from torch_dpsco.accounting.statement import Statement, make_statement
 from torch_dpsco.compat import OPTIMIZER_HOOKS, is_profiling
-from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError, outside
+from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError
 from torch_dpsco.problem import Schedule
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rules import UpdateRule
@@ -190,7 +190,7 @@ def make_run(  # noqa: D417 (the others are those of `PrivateOptimizer`)
         accountant = Accountant(adjacency=adjacency, unit=oracle.unit)
     accountant.require_unit(oracle.unit)
     if not is_planned and not isinstance(design, Undeclared):
-        warn_of_delta(accountant.budget, design.n, stacklevel=outside())
+        warn_of_delta(accountant.budget, design.n)
     checks.require_same_parts(oracle, design, schedule)
     payments = Payments(oracle, design, accountant, schedule.steps)
     if payments.adaptive:
