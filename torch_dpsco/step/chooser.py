@@ -606,14 +606,10 @@ def usual_distance(
         >>> usual_distance(0.5, 1.0, None, smooth=True)
         25.0
     """
-    steps = (
-        _FIRST_STEPS
-        * check.positive(grad_at_zero=grad_at_zero)
-        / check.positive(bound_x=bound_x) ** 2
-    )
+    steps = _FIRST_STEPS * grad_at_zero / bound_x**2
     if bound_y is None:
         return steps
-    targets = _TARGETS * check.positive(bound_y=bound_y) / bound_x
+    targets = _TARGETS * bound_y / bound_x
     return min(steps, 2.0 * targets) if smooth else targets
 
 
@@ -629,7 +625,7 @@ def clip_share(noise: float) -> float:
         >>> clip_share(0.0001), clip_share(0.03)
         (1.0, 0.5)
     """
-    ratio = check.nonnegative(noise=noise) / _LOUD
+    ratio = noise / _LOUD
     return 1.0 if ratio <= _CLIPPED**4 else max(_CLIPPED, _CLIPPED * ratio**-0.25)
 
 
@@ -666,10 +662,7 @@ def steps_to(horizon: float, smoothness: float | None) -> int:
     """
     if smoothness is None:
         return MOST
-    return min(
-        MOST,
-        max(LEAST, math.ceil(math.sqrt(SETTLED * smoothness * check.positive(horizon=horizon)))),
-    )
+    return min(MOST, max(LEAST, math.ceil(math.sqrt(SETTLED * smoothness * horizon))))
 
 
 def smooth_pace(horizon: float, steps: int, smoothness: float) -> Pace:
@@ -684,11 +677,8 @@ def smooth_pace(horizon: float, steps: int, smoothness: float) -> Pace:
         >>> smooth_pace(horizon=50.0, steps=100, smoothness=1.0)
         Pace(lr=0.5, momentum=0.0)
     """
-    step = min(
-        check.positive(horizon=horizon) / check.positive_count(steps=steps),
-        steps / (SETTLED * smoothness),
-    )
-    reach = check.positive(smoothness=smoothness) * max(step, 1.0 / smoothness)
+    step = min(horizon / steps, steps / (SETTLED * smoothness))
+    reach = smoothness * max(step, 1.0 / smoothness)
     momentum = max(0.0, (reach - 1.0) / (reach + 1.0))
     return Pace(step * (1.0 - momentum), momentum)
 
@@ -707,12 +697,9 @@ def rough_pace(distance: float, noise: float, steps: int, grad_bound: float) -> 
         >>> round(pace.lr, 9), pace.momentum
         (0.00125, 0.975)
     """
-    check.positive_count(steps=steps)
-    moved = math.hypot(
-        steps * check.positive(noise=noise), math.sqrt(steps) * grad_bound / _ALONG
-    )
+    moved = math.hypot(steps * noise, math.sqrt(steps) * grad_bound / _ALONG)
     momentum = max(0.0, 1.0 - 2.0 * SETTLED / steps)
-    return Pace(check.positive(distance=distance) / moved * (1.0 - momentum), momentum)
+    return Pace(distance / moved * (1.0 - momentum), momentum)
 
 
 def one_pass_steps(horizon: float, smoothness: float, momentum: bool) -> int:
@@ -723,7 +710,7 @@ def one_pass_steps(horizon: float, smoothness: float, momentum: bool) -> int:
         smoothness: L > 0.
         momentum: whether steps may be T/(5 L), or 1/(2 L) at most.
     """
-    reach = check.positive(horizon=horizon) * check.positive(smoothness=smoothness)
+    reach = horizon * smoothness
     steps = math.pow(SETTLED * reach, 2.0 / 5.0) if momentum else math.pow(2.0 * reach, 2.0 / 3.0)
     return min(MOST, max(_FEW, math.ceil(steps)))
 
@@ -742,11 +729,8 @@ def risk(distance: float, noise: float, steps: int, smoothness: float, momentum:
         >>> risk(1.0, 0.1, 100, 1.0, momentum=True), risk(1.0, 0.1, 4, 1.0, momentum=True) > 0.1
         (0.1, True)
     """
-    largest = check.positive_count(steps=steps) / SETTLED if momentum else 0.5
-    horizon = min(
-        check.positive(distance=distance) / noise,
-        steps * largest / check.positive(smoothness=smoothness),
-    )
+    largest = steps / SETTLED if momentum else 0.5
+    horizon = min(distance / noise, steps * largest / smoothness)
     return distance**2 / (2.0 * horizon) + horizon * noise**2 / 2.0
 
 
@@ -756,9 +740,7 @@ def relative_steps(noise: float) -> int:
     Args:
         noise: norm of the noise of the mean of all steps, in units of the clip, > 0.
     """
-    return min(
-        MOST_OF_USERS, max(LEAST, math.ceil(math.sqrt(_ROUNDS / check.positive(noise=noise))))
-    )
+    return min(MOST_OF_USERS, max(LEAST, math.ceil(math.sqrt(_ROUNDS / noise))))
 
 
 def relative_pace(noise: float, steps: int, distance: float | None = None) -> Pace:
@@ -776,8 +758,6 @@ def relative_pace(noise: float, steps: int, distance: float | None = None) -> Pa
         >>> round(pace.lr, 9), pace.momentum
         (0.06, 0.9)
     """
-    steps = check.positive_count(steps=steps)
-    reach = check.positive(distance=distance or _RELATIVE)
     slow = min(1.0, 2.0 * SETTLED / steps)
-    step = min(1.0 / (steps * check.positive(noise=noise)), 1.0 / (_OSCILLATION * slow))
-    return Pace(reach * step * slow, 1.0 - slow)
+    step = min(1.0 / (steps * noise), 1.0 / (_OSCILLATION * slow))
+    return Pace((distance or _RELATIVE) * step * slow, 1.0 - slow)
