@@ -54,6 +54,7 @@ from torch_dpsco.step.oracle import ClippedMean, MeanOracle, Release, clip_weigh
 C_MIN, C_MAX = 1e-4, 1e4  # default range of thresholds
 LEAST_PILOT = 200  # records
 RULES = ("theory", "balanced", "median")
+_FAILURE = 0.05
 
 
 class QuantilePilot(MeanOracle):
@@ -272,49 +273,26 @@ def pilot_size(n: int) -> int:
     return size
 
 
-def rank_error(epsilon: float, grid_size: int, failure: float = 0.05) -> float:
-    """Returns (2/epsilon) log(K/failure): a private quantile's rank is that near but for this probability.
-
-    Args:
-        epsilon: of the exponential mechanism, > 0.
-        grid_size: K >= 1.
-        failure: in (0, 1).
-    """
-    size = check.positive_count(grid_size=grid_size)
-    return (
-        2.0
-        / check.positive(epsilon=epsilon)
-        * math.log(size / check.open_interval(0.0, 1.0, failure=failure))
-    )
-
-
 def target_quantile(
-    rule: str,
-    exchange_rate: float | None = None,
-    *,
-    pilot_size: int,
-    epsilon: float,
-    grid_size: int,
-    failure: float = 0.05,
+    rule: str, exchange_rate: float, *, pilot_size: int, epsilon: float, grid_size: int
 ) -> float:
     """Returns the quantile of gradient norms at which to clip: that of a rule, as far as the pilot can resolve it.
 
     * "theory": 1 - a, best for the bias bound; "balanced": min(1 - a, 0.9); "median": 1/2.
     * If a > 0.9 the noise dominates whatever the clip: 0.1, with a warning.
-    * Above 1 - 2 rank_error / pilot_size (for 0.9 and below: 1 - rank_error / pilot_size) the release would often be
+    * Above 1 - 2 e / pilot_size (for 0.9 and below: 1 - e / pilot_size), e the error of ranks, a release would often be
       more than the largest norm: that, with a warning.
 
     Args:
         rule: "theory", "balanced" or "median".
-        exchange_rate: a >= 0, the growth of the noise per unit of clip; not needed for "median".
+        exchange_rate: a >= 0, the growth of the noise per unit of clip; not read for "median".
         pilot_size: public number of norms.
         epsilon: of the exponential mechanism, > 0.
         grid_size: K, number of thresholds to choose from.
-        failure: probability with which the rank error may be larger.
 
     Raises:
         InfeasibleError: the pilot resolves no quantile at all; names the smallest size that does.
-        ValueError: an argument is out of range, or the exchange rate is missing.
+        ValueError: an argument is out of range.
 
     Example:
         >>> target_quantile("balanced", 0.02, pilot_size=500, epsilon=1.0, grid_size=107)
@@ -322,7 +300,8 @@ def target_quantile(
     """
     wanted = _wanted(check.choice(RULES, rule=rule), exchange_rate)
     size = check.positive_count(pilot_size=pilot_size)
-    error = rank_error(epsilon, grid_size, failure)
+    # a private quantile's rank is that near, but for a probability of 5 %
+    error = 2.0 / check.positive(epsilon=epsilon) * math.log(grid_size / _FAILURE)
     if error >= size:
         raise InfeasibleError(
             f"pilot_size must be >= {math.floor(error) + 1} at epsilon {epsilon:g} (got {size})"
@@ -338,13 +317,9 @@ def target_quantile(
     return min(wanted, highest)
 
 
-def _wanted(rule: str, exchange_rate: float | None) -> float:
+def _wanted(rule: str, exchange_rate: float) -> float:
     if rule == "median":
         return 0.5
-    if exchange_rate is None:
-        raise ValueError(
-            f"exchange_rate must be given for rule {rule!r} (got None): plans have it"
-        )
     rate = check.nonnegative(exchange_rate=exchange_rate)
     if rate > 0.9:
         warn(

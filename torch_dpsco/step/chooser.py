@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -168,27 +168,14 @@ class Draws(NamedTuple):
     steps: int | None
 
 
-class Promises(Protocol):
-    """What the step rule knows of the rows, or the users."""
-
-    def steps(self, n: int, budget: Budget) -> int:
-        """Returns the number of steps that is wanted."""
-
-    def least_steps(self, design: Design) -> int:
-        """Returns the number of steps that these batches ask for at least."""
-
-    def batch_size(self, given: Given, n: int, budget: Budget, wanted: int) -> int | None:
-        """Returns the size of batches for the wanted steps; None for that of the design, or n."""
-
-    def pace(self, design: Design, steps: int, noise: float) -> Pace:
-        """Returns the step size and the momentum of these steps."""
-
-
 # -- the four stages --------------------------------------------------------------------------------------------------
 
 
 def choose_design(
-    promises: Promises | None, budget: Budget | None, given: Given, default: float | None = None
+    promises: Scale | UserScale | None,
+    budget: Budget | None,
+    given: Given,
+    default: float | None = None,
 ) -> Draws:
     """Returns how batches are drawn, by `quietest` where no sampling is given, and the number of steps.
 
@@ -226,7 +213,7 @@ def require_target(budget: Budget | None, noise_multiplier: float | None) -> Non
         )
 
 
-def choose_pace(promises: Promises, draws: Draws, noise: float) -> Pace:
+def choose_pace(promises: Scale | UserScale, draws: Draws, noise: float) -> Pace:
     """Returns the step size and the momentum of the step rule."""
     assert draws.steps is not None  # under a rule there is a last step
     return promises.pace(draws.design, draws.steps, noise)
@@ -243,15 +230,15 @@ def choose_clip(problem: Problem, n: int, budget: Budget, dim: int | None) -> fl
 # -- what the stages share --------------------------------------------------------------------------------------------
 
 
-def with_batches(promises: Promises, budget: Budget, given: Given) -> Given:
+def with_batches(promises: Scale | UserScale, budget: Budget, given: Given) -> Given:
     """Returns what is given, with the batch size of the step rule where there is none."""
     if given.batch_size is not None or isinstance(given.sampling, Design):
         return given
     wanted = given.steps or promises.steps(given.n, budget)
-    return replace(given, batch_size=promises.batch_size(given, given.n, budget, wanted))
+    return replace(given, batch_size=promises.batch_size(given, budget, wanted))
 
 
-def with_steps(promises: Promises, budget: Budget, given: Given) -> Given:
+def with_steps(promises: Scale | UserScale, budget: Budget, given: Given) -> Given:
     """Returns what is given, with the number of steps of the step rule where passes do not say it."""
     if given.steps is not None or given.epochs is not None:
         return given
@@ -296,8 +283,9 @@ class Scale:
             return 0
         return calibrate.epoch_steps(design, _passes(design.n))
 
-    def batch_size(self, given: Given, n: int, budget: Budget, wanted: int) -> int | None:
+    def batch_size(self, given: Given, budget: Budget, wanted: int) -> int | None:
         """Returns the size such that the steps make 20 passes, or 1e6 gradients if these are more, at most 2e7."""
+        n = given.n
         if given.sampling == "full":
             return None
         if given.sampling == "assigned":
@@ -345,12 +333,12 @@ class UserScale:
         """Returns 0: batches ask for none."""
         return 0
 
-    def batch_size(self, given: Given, n: int, budget: Budget, wanted: int) -> int | None:
+    def batch_size(self, given: Given, budget: Budget, wanted: int) -> int | None:
         """Returns the size such that the steps make 20 passes, of 1024 users at least; None for all of them."""
         if given.sampling not in (None, "poisson", "fixed"):
             return None
         share = (PASSES if given.epochs is None else given.epochs) / wanted
-        return min(n, max(_LEAST_USERS, math.ceil(share * n)))
+        return min(given.n, max(_LEAST_USERS, math.ceil(share * given.n)))
 
     def pace(self, design: Design, steps: int, noise: float) -> Pace:
         """Returns step size and momentum for the noise of the mean of all steps."""
