@@ -294,18 +294,20 @@ def passes(number: float) -> str:
 # -- what may be saved -------------------------------------------------------------------------------------------------
 
 _VALUES = (
-    *(Budget, Problem, Phase, Schedule, TableGradBound),
-    *(
-        Assigned,
-        AssignedParts,
-        Cyclic,
-        Disjoint,
-        Fixed,
-        Full,
-        Parts,
-        Poisson,
-        Shuffled,
-    ),
+    Budget,
+    Problem,
+    Phase,
+    Schedule,
+    TableGradBound,
+    Assigned,
+    AssignedParts,
+    Cyclic,
+    Disjoint,
+    Fixed,
+    Full,
+    Parts,
+    Poisson,
+    Shuffled,
     *(kind for kind in vars(losses).values() if is_dataclass(kind) and isinstance(kind, type)),
 )
 
