@@ -72,6 +72,10 @@ LETTERS = {
 LOG_TOLERANCE = 1e-3  # of the logarithm of a probability
 
 
+# what a schedule says by its phases
+_OF_PHASES: dict[str, Any] = {"phases_count": len, "reg": lambda phases: phases[0].reg}
+
+
 def mismatches(vector: Vector, actual: Any) -> list[str]:
     """Returns what is wrong with a computed value; nothing if it agrees with the vector."""
     expected = vector.expected
@@ -173,6 +177,8 @@ def _field(actual: Any, name: str) -> Any:
         if name == "sigma2":
             return actual.noise_std**2
         name = LETTERS.get(name, name)
+    if name in _OF_PHASES and not hasattr(actual, name) and hasattr(actual, "phases"):
+        return _OF_PHASES[name](actual.phases)
     return getattr(actual, name, f"no field {name!r}")
 
 

@@ -2,7 +2,6 @@
 
 from torch_dpsco.algorithms.clips import (
     AdaptiveClipped,
-    AutoClip,
     HolderClipped,
     PilotClipped,
     QuantilePilot,
@@ -28,7 +27,6 @@ from torch_dpsco.step.phased import Phased
 
 __all__ = [
     "AdaptiveClipped",
-    "AutoClip",
     "Charge",
     "Clipped",
     "ClippedMean",

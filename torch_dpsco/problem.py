@@ -306,3 +306,14 @@ class Schedule:
             phase, k = self.locate(steps - 1)
             return phase, k + 1
         return self.locate(steps)
+
+
+def shared_bound(here: float, largest: float, share: float) -> float:
+    """Returns the clip: a share of the largest bound, or of the bound here where there is no largest one.
+
+    Args:
+        here: bound on gradients at an iterate.
+        largest: bound over the feasible set, inf for none.
+        share: in (0, 1].
+    """
+    return min(here, share * largest) if math.isfinite(largest) else share * here

@@ -27,17 +27,17 @@ from torch_dpsco.accounting.analysis.rdp import zcdp_epsilon, zcdp_rho
 from torch_dpsco.algorithms import mechanisms as shuffle_noise
 from torch_dpsco.algorithms import mechanisms as shuffle_sizing
 from torch_dpsco.algorithms.mechanisms import (
+    COORDINATES,
+    VECTORS,
     BinomialNoise,
     ShuffleParameters,
     centered_sum,
-    coordinate_cost,
-    coordinate_parameters,
     grid_values,
-    largest_count,
     round_randomly,
-    vector_cost,
-    vector_parameters,
+    shuffle_cost,
+    shuffle_parameters,
 )
+from torch_dpsco.algorithms.oracles import ShuffledClipped
 from torch_dpsco.errors import ConditionError, InfeasibleError
 
 RUNS = 100_000
@@ -261,12 +261,12 @@ def test_the_noise_holds_no_array_of_its_trials():
     st.integers(1, 8),
 )
 def test_sized_protocols_meet_epsilon_and_delta_exactly(n, dim, epsilon, delta, grid):
-    l2 = vector_parameters(n, dim, epsilon, delta, grid=grid)
+    l2 = shuffle_parameters(VECTORS, n, dim, epsilon, delta, grid=grid)
     norm = grid + math.sqrt(dim)
     flat = min(grid, math.floor(norm / math.sqrt(dim)))
     rest = math.floor(math.sqrt(max(norm**2 - grid**2, 0.0) / max(dim - 1, 1)))
     worst = [[flat] * dim, [grid] + [min(rest, grid)] * (dim - 1)]
-    boxes = coordinate_parameters(n, dim, epsilon, delta, grid=grid)
+    boxes = shuffle_parameters(COORDINATES, n, dim, epsilon, delta, grid=grid)
     for parameters, vectors in ((l2, worst), (boxes, [[grid] * dim])):
         for shifts in vectors:
             for sign in (1, -1):
@@ -278,7 +278,7 @@ def test_sized_protocols_meet_epsilon_and_delta_exactly(n, dim, epsilon, delta, 
 
 
 def test_half_of_the_sized_noise_is_caught():
-    parameters = vector_parameters(1000, 1, 1.0, 1e-5)
+    parameters = shuffle_parameters(VECTORS, 1000, 1, 1.0, 1e-5)
     for share, kept in ((1, True), (4, False)):
         trials = 1000 * parameters.noise_bits // share
         lower, upper = delta_bounds(trials, 0.5, [parameters.grid], 1.0)
@@ -294,19 +294,19 @@ def test_noise_grows_until_the_accountant_agrees(monkeypatch):
         return cost._replace(rho=1.5 * cost.rho)
 
     monkeypatch.setattr(shuffle_sizing, "zcdp_shuffle", stricter)
-    for found, cost in (
-        (vector_parameters(1000, 10, 1.0, 1e-5), vector_cost),
-        (coordinate_parameters(1000, 10, 1.0, 1e-5), coordinate_cost),
+    for found, reach in (
+        (shuffle_parameters(VECTORS, 1000, 10, 1.0, 1e-5), VECTORS),
+        (shuffle_parameters(COORDINATES, 1000, 10, 1.0, 1e-5), COORDINATES),
     ):
-        assert 0.8 * rho <= cost(found, 1000, 10).rho <= rho
+        assert 0.8 * rho <= shuffle_cost(reach, found, 1000, 10).rho <= rho
 
 
 def test_the_rule_of_the_specification_is_the_start():
     rho = zcdp_rho(1.0, 1e-5 - 1e-10)
-    assert vector_parameters(1000, 10, 1.0, 1e-5, grid=64) == ShuffleParameters(
+    assert shuffle_parameters(VECTORS, 1000, 10, 1.0, 1e-5, grid=64) == ShuffleParameters(
         64, math.ceil(1.05 * 4 * (64 + math.sqrt(10)) ** 2 / (2 * rho * 1000))
     )
-    assert coordinate_parameters(250, 10, 1.0, 1e-5, grid=64) == ShuffleParameters(
+    assert shuffle_parameters(COORDINATES, 250, 10, 1.0, 1e-5, grid=64) == ShuffleParameters(
         64, math.ceil(1.05 * 4 * 10 * 64**2 / (2 * rho * 250))
     )
 
@@ -315,8 +315,8 @@ def test_the_rule_of_the_specification_is_the_start():
 @pytest.mark.parametrize(("n", "dim"), [(100, 1000), (10**5, 1000), (10**6, 10), (10, 1)])
 @pytest.mark.parametrize("epsilon", [0.5, 8.0])
 def test_default_sizes_are_confirmed_by_the_accountant(n, dim, epsilon):
-    parameters = vector_parameters(n, dim, epsilon, 1e-6)
-    cost = vector_cost(parameters, n, dim)
+    parameters = shuffle_parameters(VECTORS, n, dim, epsilon, 1e-6)
+    cost = shuffle_cost(VECTORS, parameters, n, dim)
     assert zcdp_epsilon(cost.rho, 1e-6 - cost.failure) <= epsilon
     # rounding adds at most about a tenth to the variance
     noise = n * parameters.noise_bits / 4
@@ -325,27 +325,27 @@ def test_default_sizes_are_confirmed_by_the_accountant(n, dim, epsilon):
 
 def test_only_honest_noise_counts():
     parameters = ShuffleParameters(16, 100)
-    half = vector_cost(parameters, 1000, 4, honest_fraction=0.5)
-    assert half == vector_cost(parameters, 500, 4)
-    assert vector_cost(parameters, 1001, 4, honest_fraction=0.5) == half
-    grid = vector_parameters(1000, 4, 1.0, 1e-6).grid
-    fewer = vector_parameters(500, 4, 1.0, 1e-6, grid=grid)
-    assert vector_parameters(1000, 4, 1.0, 1e-6, honest_fraction=0.5) == fewer
+    half = shuffle_cost(VECTORS, parameters, 500, 4)
+    for users in (1000, 1001):
+        oracle = ShuffledClipped(1.0, parameters, users, 4, honest_fraction=0.5)
+        assert oracle.cost() == half
+    sized = ShuffledClipped.calibrated(1.0, 1000, 4, epsilon=1.0, delta=1e-6, honest_fraction=0.5)
+    assert sized.parameters == shuffle_parameters(VECTORS, 500, 4, 1.0, 1e-6)
     with pytest.raises(ConditionError, match="honest_fraction must leave an honest user"):
-        vector_cost(parameters, 10, 4, honest_fraction=0.05)
+        ShuffledClipped(1.0, parameters, 10, 4, honest_fraction=0.05)
 
 
 def test_all_coordinates_cost_more_than_one_vector():
     parameters = ShuffleParameters(64, 314)
     boxes, vector = (
-        coordinate_cost(parameters, 1000, 10).rho,
-        vector_cost(parameters, 1000, 10).rho,
+        shuffle_cost(COORDINATES, parameters, 1000, 10).rho,
+        shuffle_cost(VECTORS, parameters, 1000, 10).rho,
     )
     assert boxes / vector == pytest.approx(10 * 64**2 / (64 + math.sqrt(10)) ** 2, rel=0.02)
 
 
 def test_the_event_holds_for_a_public_number_of_users_only():
-    event = shuffle_sizing.shuffle_event(vector_cost(ShuffleParameters(4, 100), 1000, 2))
+    event = ShuffledClipped(1.0, ShuffleParameters(4, 100), 1000, 2).event()
     assert set(event.adjacencies) == {"replace_one", "zero_out"}
     assert event.rho > 0
     assert 0 < event.delta <= 1e-10
@@ -357,7 +357,7 @@ def test_the_closed_form_is_refused_where_its_claim_was_not_confirmed(monkeypatc
         with pytest.raises(ConditionError, match=r"epsilon must be <= 10 and delta <= 0\.1"):
             vector_parameters_paper(100, 10, epsilon, delta)
     monkeypatch.setattr(
-        papers, "vector_parameters", lambda *a, **k: ShuffleParameters(20, 10**12, 0.25)
+        papers, "shuffle_parameters", lambda *a, **k: ShuffleParameters(20, 10**12, 0.25)
     )
     with pytest.raises(ConditionError, match="the accountant needs 1000000000000 noise bits"):
         vector_parameters_paper(100, 10, 1.0, 1e-6)
@@ -367,7 +367,7 @@ def test_the_closed_form_takes_far_more_noise_than_needed():
     paper = vector_parameters_paper(1000, 10, 1.0, 1e-5)
     assert (
         paper.noise_bits
-        > 10**5 * vector_parameters(1000, 10, 1.0, 1e-5, grid=paper.grid).noise_bits
+        > 10**5 * shuffle_parameters(VECTORS, 1000, 10, 1.0, 1e-5, grid=paper.grid).noise_bits
     )
 
 
@@ -381,33 +381,41 @@ def test_the_closed_form_takes_far_more_noise_than_needed():
         (lambda: analyze_scalar_sum(1, 0, 1, 1, 0.5, 1.0), ValueError, "n must be"),
         (lambda: scalar_sum_variance(1, 1, 1, 0.5, 0.0), ValueError, "upper must be > 0"),
         (
-            lambda: vector_cost(ShuffleParameters(4, 0), 10, 1),
+            lambda: shuffle_cost(VECTORS, ShuffleParameters(4, 0), 10, 1),
             ConditionError,
             "noise_bits must be >= 1",
         ),
         (
-            lambda: vector_cost(ShuffleParameters(4, 1), 2, 1),
+            lambda: shuffle_cost(VECTORS, ShuffleParameters(4, 1), 2, 1),
             ConditionError,
             "shift must leave a window",
         ),
         (
-            lambda: vector_cost(ShuffleParameters(4, 9), 10, 1, failure=0.0),
+            lambda: shuffle_cost(VECTORS, ShuffleParameters(4, 9), 10, 1, failure=0.0),
             ValueError,
             "failure must be",
         ),
-        (lambda: vector_parameters(10, 1, 0.0, 1e-5), ValueError, "epsilon must be > 0"),
-        (lambda: vector_parameters(10, 1, 1.0, 0.0), ValueError, "delta must be"),
         (
-            lambda: coordinate_parameters(0, 1, 1.0, 1e-5),
+            lambda: shuffle_parameters(VECTORS, 10, 1, 0.0, 1e-5),
+            ValueError,
+            "epsilon must be > 0",
+        ),
+        (lambda: shuffle_parameters(VECTORS, 10, 1, 1.0, 0.0), ValueError, "delta must be"),
+        (
+            lambda: shuffle_parameters(COORDINATES, 0, 1, 1.0, 1e-5),
             ValueError,
             "n must be an integer >= 1",
         ),
         (
-            lambda: largest_count(2**20, ShuffleParameters(2**33, 1)),
+            lambda: ShuffledClipped(1.0, ShuffleParameters(2**33, 1), 2**20, 1),
             ValueError,
-            "must be below 2",
+            "counts below 2",
         ),
-        (lambda: vector_parameters(10, 10, 1e-7, 1e-6), InfeasibleError, "rho must be above"),
+        (
+            lambda: shuffle_parameters(VECTORS, 10, 10, 1e-7, 1e-6),
+            InfeasibleError,
+            "rho must be above",
+        ),
     ],
 )
 def test_bad_arguments_are_named(call, error, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import torch_dpsco as dp
 from torch_dpsco.step import chooser as theory
 
 POSITIVE = st.floats(1e-3, 1e3)
@@ -180,3 +182,17 @@ def test_steps_in_units_of_a_clip_stay_below_a_quarter_of_the_distance(noise, st
     assert size * steps <= distance / noise * (1 + 1e-9)
     assert pace.lr >= distance / 4 * (1 - 1e-9) or size * steps == pytest.approx(distance / noise)
     assert 64 <= theory.relative_steps(noise) <= 256
+
+
+def test_one_pass_has_the_steps_of_its_horizon_or_if_it_is_secret_those_of_least_risk():
+    budget = dp.Budget(1.0, 1e-6)
+    scale = theory.Scale(bound=1.0, distance=5.0, smoothness=1.0, dim=10)
+    horizon = scale.horizon(2000, budget)
+    for momentum in (True, False):
+        made = theory.one_pass(scale, 2000, budget, momentum)
+        assert made == theory.one_pass_steps(horizon, 1.0, momentum)
+    assert theory.one_pass(scale, 3, budget, momentum=True) <= 3
+    secret = theory.one_pass(scale, 2000, budget, momentum=True, secret=True)
+    assert secret in theory.numbers_of_steps(2000)
+    kinks = dataclasses.replace(scale, smoothness=None)
+    assert theory.one_pass(kinks, 2000, budget, momentum=True, secret=True) == 1024

@@ -22,7 +22,7 @@ from tests.doors.shared import (
 )
 from torch_dpsco.accounting import calibrate, events
 from torch_dpsco.algorithms.correlated_numbers import square_root
-from torch_dpsco.algorithms.mechanisms import vector_parameters
+from torch_dpsco.algorithms.mechanisms import VECTORS, shuffle_parameters
 
 # -- accounting ----------
 
@@ -227,7 +227,6 @@ simple(
     noise_multiplier=2.0,
     batch_size=6,
 )
-simple("dp.oracles.AutoClip", dp.oracles.AutoClip, bound=1.0, noise_multiplier=1.0, batch_size=6)
 simple(
     "dp.oracles.UserClipped",
     dp.oracles.UserClipped,
@@ -288,7 +287,7 @@ simple(
     "dp.oracles.ShuffledClipped",
     dp.oracles.ShuffledClipped,
     clip=1.0,
-    parameters=lambda: vector_parameters(200, 3, 1.0, 1e-4),
+    parameters=lambda: shuffle_parameters(VECTORS, 200, 3, 1.0, 1e-4),
     batch_size=200,
     dim=3,
 )

@@ -58,7 +58,7 @@ from torch_dpsco.accounting.calibrate import MOST, largest, rounded_up
 from torch_dpsco.accounting.curves import orders_at
 from torch_dpsco.accounting.events import ZERO_OUT, Adjacency, Event
 from torch_dpsco.accounting.ledger import Ledger, impurity
-from torch_dpsco.errors import InfeasibleError, warn
+from torch_dpsco.errors import InfeasibleError, outside, warn
 
 _TAKES = {
     "planned": "any event",
@@ -282,7 +282,7 @@ def parts() -> Iterator[None]:
         _IN_PARTS.reset(token)
 
 
-def warn_of_delta(budget: Budget | None, n: int, stacklevel: int = 2) -> None:
+def warn_of_delta(budget: Budget | None, n: int) -> None:
     """Warns where delta is 1/n or more; called wherever a budget meets a public number of records or users.
 
     Publishing k of n records that are picked at random is (0, k/n)-differentially private, since one record is among
@@ -291,7 +291,6 @@ def warn_of_delta(budget: Budget | None, n: int, stacklevel: int = 2) -> None:
     Args:
         budget: None says nothing; nor does one that is stated as a risk, whose delta is no probability.
         n: public number of what the budget protects.
-        stacklevel: as in `errors.warn`.
     """
     if budget is None or budget.risk or _IN_PARTS.get() or budget.delta < 1.0 / max(n, 1):
         return
@@ -300,7 +299,7 @@ def warn_of_delta(budget: Budget | None, n: int, stacklevel: int = 2) -> None:
         f"delta must be far below 1/n={1 / n:.2g} (got {budget.delta:g}): publishing {open_records}"
         f" of the {n} {budget.unit}s in the open, picked at random, satisfies such a budget; give a"
         f" delta of {0.1 / n:.2g} or less",
-        stacklevel + 1,
+        outside(),
     )
 
 

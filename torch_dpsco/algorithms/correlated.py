@@ -138,7 +138,7 @@ class CorrelatedSGD(PlannedOptimizer):
             bands: b, at most the batches of a pass; b - 1 vectors of past noise are kept. Default 32, or what there is.
             average: "last", "uniform" or "weighted".
             radius: of the ball that the iterates stay in.
-            adjacency: "zero_out" (default) or "zero_out".
+            adjacency: "zero_out" (default) or "replace_one".
 
         Raises:
             AdjacencyError: nothing is proved under add_remove.

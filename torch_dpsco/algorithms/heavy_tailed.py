@@ -58,6 +58,7 @@ from torch_dpsco.algorithms.heavy_tailed_numbers import (
     AveragingSchedule,
     OnePass,
     OnePassPlan,
+    accelerated_factor,
     accelerated_plan,
     averaging_schedule,
     exchange_rate_mean,
@@ -80,7 +81,6 @@ from torch_dpsco.step.chooser import (
     choose_noise,
     choose_pace,
     dimension,
-    noise_for,
     noise_of_pass,
     numbers_of_steps,
     one_pass,
@@ -368,9 +368,8 @@ class _Task:
 
     def _in_one_pass(self) -> _Chosen:
         n = self.given.n
-        goal = self.goal
         secret = _is_secret(self.given.sampling)
-        noise = self._noise_of_release()
+        noise = choose_noise(self.budget, Full(1), 1, self.given)  # of a mean by itself
         asked = self._steps_asked(n)
         theory = self._tried(n, asked, noise, secret)
         scale: Scale | None = None
@@ -384,20 +383,14 @@ class _Task:
         design = _one_pass(self.given, n, steps, secret)
         counted = replace(self.given, steps=steps, epochs=None)
         steps = counted.steps_in(design, once=self.theorem.words == _PASS) or steps
-        if secret and goal is not None:
-            noise = noise_for(goal, design, steps)
+        if secret:
+            noise = choose_noise(self.budget, design, steps, self.given)
             theory = theory and self._best(n, [(steps, noise)])
         averaging = self.theorem.averaging(self.problem, steps) if self.average is None else None
         pace: Pace | None = None
         if scale is not None and averaging is None:
             pace = self._pace_of_pass(scale, Draws(design, steps), noise)
         return _Chosen(design, steps, noise, theory, averaging, pace, secret)
-
-    def _noise_of_release(self) -> float:
-        """Returns the noise of a mean without amplification."""
-        if self.goal is not None:
-            return release_noise(self.goal)
-        return check.nonnegative(noise_multiplier=self.given.noise_multiplier)
 
     def _steps_asked(self, n: int) -> int | None:
         """Returns the number of steps that is given, by itself or as a size of batches."""
@@ -617,7 +610,7 @@ class _Accelerated(Theorem):
 
     def noise_factor(self, problem: Problem, steps: int) -> float | None:
         """Returns what a unit of clip costs in one pass, over `exchange_rate_mean`."""
-        return 2.0 * math.sqrt(2.0 / (3.0 * steps))
+        return accelerated_factor(steps)
 
 
 class _Proximal(Theorem):

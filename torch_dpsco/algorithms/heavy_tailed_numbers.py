@@ -29,7 +29,7 @@ eta = max(2 beta, sqrt(V T (T+1)(2T+1)/12)/D), the last average satisfies
     E F - F* <= 4 beta D^2/(T(T+1)) + 2 D sqrt(V (2T+1)/(3T(T+1))) + B D.
 
 Proof: docs/proofs/heavy_tailed.md#accelerated-steps (the recursion of Ghadimi and Lan with weights t). The threshold
-minimizes B D plus the part of the noise in the root: B(C) + a C with a of `exchange_rate_accelerated`.
+minimizes B D plus the part of the noise in the root: B(C) + a C with a = `accelerated_factor` times that of a mean.
 
 Differs from the paper in: 1. explicit constants; 2. the sharp bias constant; 3. T minimizes the bound itself, rather
 than its order.
@@ -100,39 +100,22 @@ class OnePassPlan:
     """Public numbers of a run in one pass, of every method.
 
     Args:
-        n: public number of records.
-        dim: d.
         steps: T, one batch each.
-        batch_size: s = floor(n/T), the divisor.
-        rho: zCDP of the run.
-        adjacency: of rho.
         clip: C.
         noise_std: sigma, std per coordinate of the noise on a mean.
         bias: largest norm of the bias of a clipped mean, B(C) unless C is below (k-1) r_k/k.
         variance: r_2^2/s + d sigma^2, WITHOUT the square of the bias.
         lr: step size as the optimizer takes it: of the first step, or the factor of t in that of step t.
         bound: on the expected excess risk; not proved under add_remove, see docs/proofs/heavy_tailed.md#one-pass.
-        smoothness: beta.
     """
 
-    n: int
-    dim: int
     steps: int
-    batch_size: int
-    rho: float
-    adjacency: str
     clip: float
     noise_std: float
     bias: float
     variance: float
     lr: float
     bound: float
-    smoothness: float
-
-    @property
-    def noise_multiplier(self) -> float:
-        """Std of the noise on the sum of rows, over the clip."""
-        return self.noise_std * self.batch_size / self.clip
 
 
 @dataclass(frozen=True)
@@ -197,12 +180,7 @@ class OnePass:
         """Returns the fields of a `OnePassPlan` that follow from steps and clip."""
         s = self.batch_size(steps)
         return {
-            "n": self.n,
-            "dim": self.dim,
             "steps": steps,
-            "batch_size": s,
-            "rho": self.rho,
-            "adjacency": self.adjacency,
             "clip": clip,
             "noise_std": self.noise_std(s, clip),
             "bias": clip_bias_worst(self.moment, self.moment_order, clip),
@@ -377,7 +355,7 @@ def strongly_convex_plan(
             chosen = clip_threshold_square(data.moment, data.moment_order, u.bias, weight)
         run = data.run(T, chosen)
         bound = u.initial * distance**2 + u.bias * run["bias"] ** 2 + u.noise * run["variance"]
-        return OnePassPlan(**run, lr=1.0 / beta, bound=bound, smoothness=beta)
+        return OnePassPlan(**run, lr=1.0 / beta, bound=bound)
 
     return planned(least_steps(lambda T: planned(T).bound, data.n) if steps is None else steps)
 
@@ -440,7 +418,8 @@ def accelerated_plan(
     D = check.positive(diameter=diameter)
 
     def exchange_rate(T: int) -> float:
-        return exchange_rate_accelerated(data.n, data.dim, T, data.rho, data.adjacency)
+        mean = exchange_rate_mean(data.batch_size(T), data.dim, data.rho, data.adjacency)
+        return accelerated_factor(T) * mean
 
     def planned(T: int) -> OnePassPlan:
         chosen = clip
@@ -452,7 +431,7 @@ def accelerated_plan(
         eta = max(2.0 * smoothness, math.sqrt(error * T * (T + 1) * (2 * T + 1) / 12.0) / D)
         root = math.sqrt(error * (2 * T + 1) / (3.0 * T * (T + 1)))
         bound = 4.0 * smoothness * D**2 / (T * (T + 1)) + 2.0 * D * root + bias * D
-        return OnePassPlan(**run, lr=1.0 / (2.0 * eta), bound=bound, smoothness=smoothness)
+        return OnePassPlan(**run, lr=1.0 / (2.0 * eta), bound=bound)
 
     if steps is None:
         steps = 1 if smoothness == 0 else least_steps(lambda T: planned(T).bound, data.n)
@@ -555,7 +534,7 @@ def proximal_pl_plan(
             bias=run["bias"],
             variance=run["variance"],
         )
-        return OnePassPlan(**run, lr=1.0 / (2.0 * smoothness), bound=bound, smoothness=smoothness)
+        return OnePassPlan(**run, lr=1.0 / (2.0 * smoothness), bound=bound)
 
     return planned(least_steps(lambda T: planned(T).bound, data.n) if steps is None else steps)
 
@@ -682,8 +661,6 @@ def mean_noise_std(
     rho: float,
     steps: int = 1,
     adjacency: str = "replace_one",
-    *,
-    non_private: bool = False,
 ) -> float:
     """Returns the std of the Gaussian noise on a mean of clipped rows, for `steps` means of the same rows.
 
@@ -695,7 +672,6 @@ def mean_noise_std(
         rho: > 0, zCDP of all `steps` means together.
         steps: T >= 1 means of the SAME rows; 1 if each row is used once.
         adjacency: "replace_one", "zero_out" or "add_remove".
-        non_private: allows rho = inf, that is no noise.
 
     Returns:
         The std per coordinate of the noise on the MEAN; that on the sum is `batch_size` times it.
@@ -719,10 +695,8 @@ def mean_noise_std(
     s = check.positive_count(batch_size=batch_size)
     S = sensitivity_factor(adjacency)
     T = check.positive_count(steps=steps)
-    if check.positive(rho=rho, allow_inf=non_private) == math.inf:
-        return 0.0
     # PRIVACY: rounded up, never down (test_the_noise_of_a_mean_is_never_below_its_exact_value).
-    return _rounded_up(S * C / s, math.sqrt(T / (2.0 * rho)))
+    return _rounded_up(S * C / s, math.sqrt(T / (2.0 * check.positive(rho=rho))))
 
 
 def exchange_rate_mean(
@@ -751,21 +725,13 @@ def exchange_rate_mean(
     return sensitivity_factor(adjacency) / 2.0 * math.sqrt(2.0 * d / check.positive(rho=rho)) / s
 
 
-def exchange_rate_accelerated(
-    n: int, dim: int, steps: int, rho: float, adjacency: str = "replace_one"
-) -> float:
-    """Returns a = 4 sqrt(d T / (3 rho)) / n of AcceleratedSGD, n = T floor(n/T) records used.
+def accelerated_factor(steps: int) -> float:
+    """Returns what a unit of clip costs in AcceleratedSGD over `exchange_rate_mean`: a = 4 sqrt(d T / (3 rho)) / n.
 
     Source:
         docs/proofs/heavy_tailed.md#exchange-rates.
-
-    Example:
-        >>> round(exchange_rate_accelerated(n=1000, dim=3, steps=4, rho=1.0), 12)
-        0.008
     """
-    s = _batch(n, steps)
-    T = float(steps)
-    return 2.0 * math.sqrt(2.0 / (3.0 * T)) * exchange_rate_mean(s, dim, rho, adjacency)
+    return 2.0 * math.sqrt(2.0 / (3.0 * float(steps)))
 
 
 def exchange_rate_phase(n: int, dim: int, rho: float, adjacency: str = "replace_one") -> float:
@@ -779,14 +745,6 @@ def exchange_rate_phase(n: int, dim: int, rho: float, adjacency: str = "replace_
         0.04
     """
     return 2.0 * exchange_rate_mean(n, dim, rho, adjacency)
-
-
-def _batch(n: int, steps: int) -> int:
-    if check.positive_count(steps=steps) > check.positive_count(n=n):
-        raise ValueError(
-            f"steps must be <= n={n}, for batches that use each record once (got {steps})"
-        )
-    return n // steps
 
 
 def _log_ratio(k: float) -> float:

@@ -25,14 +25,13 @@ from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.algorithms.clips import (
     NOISES,
     HolderClipped,
-    shared_bound,
 )
 from torch_dpsco.algorithms.holder_numbers import (
     average_risk_bound,
     balanced_lr,
 )
 from torch_dpsco.errors import MissingConstantError, outside, warn
-from torch_dpsco.problem import Problem
+from torch_dpsco.problem import Problem, shared_bound
 from torch_dpsco.prox import Prox
 from torch_dpsco.rules import AVERAGES
 from torch_dpsco.step.chooser import (
@@ -224,6 +223,9 @@ class HolderSGD(PlannedOptimizer):
         """
         check.choice((*AVERAGES, None), average=average)
         check.choice(NOISES, noise=noise)
+        require_target(budget, noise_multiplier)
+        if distance is not None:
+            check.positive(distance=distance)
         dim = dimension(dim)
         budget, adjacency = agreed(budget, adjacency)
         given = Given(
@@ -246,7 +248,6 @@ class HolderSGD(PlannedOptimizer):
             clip=clip,
             average=average,
         )
-        task.check()
         return task.plan(secure)
 
 
@@ -265,21 +266,15 @@ class _Task:
     average: str | None
 
     @property
-    def is_noise_given(self) -> bool:
-        """Whether the budget only limits the run."""
-        return self.given.noise_multiplier is not None
+    def goal(self) -> Budget | None:
+        """The budget that noise is chosen for; None where noise is given."""
+        return self.budget if self.given.noise_multiplier is None else None
 
     @property
     def radius(self) -> float:
         """How far the minimizer is: as promised, or guessed."""
         radius = self.problem.radius
         return radius if self.distance is None else min(radius, self.distance)
-
-    def check(self) -> None:
-        """Raises for what does not go together."""
-        require_target(self.budget, self.given.noise_multiplier)
-        if self.distance is not None:
-            check.positive(distance=self.distance)
 
     def plan(self, secure: str | None) -> HolderPlan:
         """Returns the plan, stage by stage."""
@@ -296,8 +291,7 @@ class _Task:
         risk: float | None = None
         if average == "uniform" and scale is None and clip == 1:
             risk = self._risk(draws, pace.lr, multiplier)
-        goal = None if self.is_noise_given else self.budget
-        warn_if_buried(goal, draws, multiplier, self.given.n, self.dim)
+        warn_if_buried(self.goal, draws, multiplier, self.given.n, self.dim)
         return HolderPlan(
             budget=self.budget,
             adjacency=self.given.adjacency,
@@ -319,13 +313,13 @@ class _Task:
     def _promises(self) -> tuple[float, Scale | None]:
         """Returns the share of the bound at which rows are clipped, and what the step rule measures by, if it holds."""
         by_theorem = self.average == "uniform" and math.isfinite(self.problem.radius)
-        by_hand = self.lr is not None or self.is_noise_given or by_theorem
         share = self.clip
         if share is not None:
             check.between(0.0, 1.0, clip=check.positive(clip=share))
-        if not by_hand and self.budget is not None:
+        goal = self.goal
+        if goal is not None and self.lr is None and not by_theorem:
             n = self.given.n
-            clip = choose_clip(self.problem, n, self.budget, self.dim) if share is None else share
+            clip = choose_clip(self.problem, n, goal, self.dim) if share is None else share
             scale = scale_of_problem(self.problem, clip, self.distance, self.dim)
             if scale is not None:
                 return clip, scale
@@ -337,9 +331,8 @@ class _Task:
         sized = designed or given.batch_size is not None
         if scale is None and not sized:
             given = replace(given, batch_size=min(_DEFAULT_BATCH, given.n))
-        return choose_design(
-            scale, self.budget, given, None if self.is_noise_given else _DEFAULT_EPOCHS
-        )
+        passes = None if self.goal is None else _DEFAULT_EPOCHS
+        return choose_design(scale, self.budget, given, passes)
 
     def _lr(self, steps: int | None, bound: float, std: float) -> float:
         """Returns the step size without the step rule."""
@@ -372,7 +365,7 @@ class _Task:
         if scale is not None:
             return "weighted"
         smooth = self.problem.smoothness is not None
-        return "last" if self.is_noise_given or smooth else "uniform"
+        return "last" if self.goal is None or smooth else "uniform"
 
     def _risk(self, draws: Draws, lr: float, multiplier: float) -> float | None:
         """Returns the bound on the excess risk of the average of all iterates; None where there is none."""

@@ -112,8 +112,8 @@ class LocalizedSchedule:
         >>> phase = LocalizedPhase(index=1, n=50, batch_size=50, clip=1.0, steps=4, reg=0.5, radius=float("inf"),
         ...                        noise_std=0.1, error=None)
         >>> schedule = LocalizedSchedule(phases=(phase,), rho=0.5)
-        >>> schedule.records, schedule.steps, phase.noise_multiplier
-        (50, 4, 5.0)
+        >>> schedule.risk_bound, phase.noise_multiplier
+        (None, 5.0)
     """
 
     phases: tuple[LocalizedPhase, ...]
@@ -125,26 +125,6 @@ class LocalizedSchedule:
     def __post_init__(self) -> None:
         if not self.phases:
             raise ValueError("phases must hold at least one phase (got none)")
-
-    @property
-    def reg(self) -> float:
-        """Lambda of the first phase."""
-        return self.phases[0].reg
-
-    @property
-    def phases_count(self) -> int:
-        """Number of phases."""
-        return len(self.phases)
-
-    @property
-    def records(self) -> int:
-        """Records that the run uses."""
-        return sum(phase.n for phase in self.phases)
-
-    @property
-    def steps(self) -> int:
-        """Steps of all phases."""
-        return sum(phase.steps for phase in self.phases)
 
     @property
     def risk_bound(self) -> float | None:
@@ -267,7 +247,7 @@ def localized_schedule_ballfree(
         >>> task = PhaseTask(n=10**6, dim=50, rho=0.5, moment_order=2.0, second_moment=1.0, diameter=2.0,
         ...                  max_steps=None)
         >>> schedule = localized_schedule_ballfree(task, moment_2k=1.5)
-        >>> schedule.phases_count, round(schedule.bound, 4), schedule.phases[0].steps
+        >>> len(schedule.phases), round(schedule.bound, 4), schedule.phases[0].steps
         (19, 0.0623, 5000282843)
     """
 
@@ -395,8 +375,8 @@ def reduction_schedule(
         >>> task = PhaseTask(n=10**6, dim=10, rho=0.5, moment_order=2.0, second_moment=1.0, diameter=2.0,
         ...                  max_steps=None)
         >>> schedule = reduction_schedule(task, strong_convexity=0.1, moment_2k=1.5)
-        >>> schedule.phases_count, schedule.records <= 10**6, round(schedule.risk_bound, 4)
-        (80, True, 0.032)
+        >>> len(schedule.phases), round(schedule.risk_bound, 4)
+        (80, 0.032)
     """
     mu = check.positive(strong_convexity=strong_convexity)
     first = task.first

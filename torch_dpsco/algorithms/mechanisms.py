@@ -104,8 +104,8 @@ coordinate, with messages labelled by the coordinate and values moved from [-D, 
 THE SHUFFLE MODEL HERE IS SIMULATED IN ONE PROCESS, which sees all data. The guarantee is that of the counts, and holds
 against an analyzer behind a real shuffler only if the users whose noise it counts are honest (`honest_fraction`).
 
-Differs from the paper in: 1. the sizing of g and b (`shuffle_sizing`); 2. values are moved to [0, 2 D] before they are
-rounded and clamped to the grid, so that no rounding of the machine makes a message longer.
+Differs from the paper in: 1. the sizing of g and b (`shuffle_parameters`); 2. values are moved to [0, 2 D] before
+they are rounded and clamped to the grid, so that no rounding of the machine makes a message longer.
 
 Proofs: docs/proofs/heavy_tailed.md#binomial-table, docs/proofs/heavy_tailed.md#shuffled-sums,
 docs/proofs/heavy_tailed.md#sizes-of-shuffled-sums. Source: Lowy and Razaviyayn, Algorithms 11 and 14; Cheu, Joseph, Mao
@@ -115,11 +115,12 @@ and Peng 2021.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -131,8 +132,8 @@ from torch_dpsco.accounting.analysis.pure import bad_pass_probability
 from torch_dpsco.accounting.analysis.rdp import zcdp_rho
 from torch_dpsco.accounting.analysis.rounding import upper
 from torch_dpsco.accounting.analysis.shuffle import ShuffleCost, zcdp_shuffle
-from torch_dpsco.accounting.events import REPLACE_ONE, ZCDP, ZERO_OUT, Adjacency
 from torch_dpsco.accounting.events import AboveThreshold as AboveThresholdEvent
+from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.errors import ConditionError, InfeasibleError, SequenceError
 from torch_dpsco.noise import Source, stream_of, uniform, words
 from torch_dpsco.step.exact_noise import draw_laplace
@@ -602,22 +603,41 @@ class ShuffleParameters:
         check.fields(self, noise_probability=partial(check.open_interval, 0.0, 1.0))
 
 
-def vector_cost(
-    parameters: ShuffleParameters,
-    n: int,
-    dim: int,
-    *,
-    failure: float = FAILURE,
-    honest_fraction: float = 1.0,
-) -> ShuffleCost:
-    """Returns what one shuffled sum of n vectors costs that are clipped in L2 norm (Algorithms 10 and 11).
+class Reach(NamedTuple):
+    """How far one user moves the counts of a shuffled sum, and the grid where rounding adds at most 10 % of variance.
 
     Args:
+        norm: L2 norm of the move, of (grid, dim).
+        grid: of (number of users, dim, rho).
+    """
+
+    norm: Callable[[int, int], float]
+    grid: Callable[[int, int, float], float]
+
+
+# vectors that are clipped in L2 norm (Algorithms 10 and 11)
+VECTORS = Reach(
+    norm=lambda grid, dim: grid + math.sqrt(dim),
+    grid=lambda n, dim, rho: max(math.sqrt(5 * n * rho), 4 * math.sqrt(dim), 4),
+)
+# PRIVACY: all coordinates may move by the whole grid at once (test_all_coordinates_cost_more_than_one_vector)
+COORDINATES = Reach(
+    norm=lambda grid, dim: grid * math.sqrt(dim),
+    grid=lambda n, dim, rho: max(math.sqrt(5 * n * rho / dim), 4),
+)  # vectors that are clipped in each coordinate (Algorithm 13)
+
+
+def shuffle_cost(
+    reach: Reach, parameters: ShuffleParameters, n: int, dim: int, failure: float = FAILURE
+) -> ShuffleCost:
+    """Returns what one shuffled sum of n vectors costs.
+
+    Args:
+        reach: `VECTORS` or `COORDINATES`.
         parameters: g, b, p of each coordinate.
-        n: public number of users, >= 1.
+        n: public number of users who add their noise, >= 1; of one group, where there are disjoint ones.
         dim: d >= 1.
         failure: probability to be taken from delta, in (0, 1); the result says more where noise hardly reaches g.
-        honest_fraction: of the users whose noise is as the protocol says, in (0, 1].
 
     Returns:
         rho of all orders and the failure probability, see `ShuffleCost`.
@@ -630,46 +650,14 @@ def vector_cost(
     Source: docs/proofs/heavy_tailed.md#shuffled-sums.
 
     Example:
-        >>> round(vector_cost(ShuffleParameters(64, 314), n=1000, dim=10).rho, 4)
+        >>> round(shuffle_cost(VECTORS, ShuffleParameters(64, 314), n=1000, dim=10).rho, 4)
         0.029
-    """
-    dim = check.positive_count(dim=dim)
-    return _cost(parameters, n, dim, parameters.grid + math.sqrt(dim), failure, honest_fraction)
-
-
-def coordinate_cost(
-    parameters: ShuffleParameters,
-    n: int,
-    dim: int,
-    *,
-    failure: float = FAILURE,
-    honest_fraction: float = 1.0,
-) -> ShuffleCost:
-    """Returns what a group of n vectors costs that are clipped in each coordinate (Algorithm 13).
-
-    Arguments, errors and guarantee are those of `vector_cost`; n is the size of one group, and groups are disjoint.
-
-    Example:
-        >>> round(coordinate_cost(ShuffleParameters(64, 314), n=1000, dim=10).rho, 3)
+        >>> round(shuffle_cost(COORDINATES, ShuffleParameters(64, 314), n=1000, dim=10).rho, 3)
         0.262
     """
     dim = check.positive_count(dim=dim)
-    # PRIVACY: all coordinates may move by the whole grid at once
-    # (test_all_coordinates_cost_more_than_one_vector)
-    return _cost(parameters, n, dim, parameters.grid * math.sqrt(dim), failure, honest_fraction)
-
-
-def _cost(
-    parameters: ShuffleParameters,
-    n: int,
-    dim: int,
-    shift_norm: float,
-    failure: float,
-    honest_fraction: float,
-) -> ShuffleCost:
     check.open_interval(0.0, 1.0, failure=failure)
-    # PRIVACY: the noise of dishonest users hides nothing (test_only_honest_noise_counts)
-    trials = _honest(n, honest_fraction) * parameters.noise_bits
+    trials = check.positive_count(n=n) * parameters.noise_bits
     if not trials:
         raise ConditionError(
             f"noise_bits must be >= 1 to hide anything (got {parameters.noise_bits})"
@@ -682,26 +670,13 @@ def _cost(
         p,
         dim=dim,
         max_shift=parameters.grid,
-        shift_norm=shift_norm * (1.0 + 1e-12),
+        shift_norm=reach.norm(parameters.grid, dim) * (1.0 + 1e-12),
         delta_window=window,
     )
 
 
-def _honest(n: int, honest_fraction: float) -> int:
-    n = check.positive_count(n=n)
-    share = check.between(0.0, 1.0, honest_fraction=honest_fraction)
-    honest = math.floor(n * share)
-    if honest < 1:
-        raise ConditionError(f"honest_fraction must leave an honest user among {n} (got {share})")
-    return honest
-
-
-def shuffle_event(cost: ShuffleCost) -> ZCDP:
-    """Returns the ledger's event of a cost: under replace_one and zero_out (removing a user changes the public n)."""
-    return ZCDP(cost.rho, cost.failure, (REPLACE_ONE, ZERO_OUT))
-
-
-def vector_parameters(
+def shuffle_parameters(
+    reach: Reach,
     n: int,
     dim: int,
     epsilon: float,
@@ -709,108 +684,58 @@ def vector_parameters(
     *,
     grid: int | None = None,
     noise_probability: float = 0.5,
-    honest_fraction: float = 1.0,
 ) -> ShuffleParameters:
-    """Returns sizes with which one shuffled sum of L2-clipped vectors is (epsilon, delta)-DP (Algorithms 10 and 11).
+    """Returns the sizes with the least noise, up to a tenth, with which a shuffled sum is (epsilon, delta)-DP.
 
     Args:
-        n: public number of users, >= 1.
+        reach: `VECTORS` or `COORDINATES`.
+        n: public number of users who add their noise, >= 1; of one group, where there are disjoint ones.
         dim: d >= 1.
         epsilon: > 0.
         delta: in (0, 1).
-        grid: g; default max(sqrt(5 n rho), 4 sqrt(d), 4), where rounding adds at most 10 % to the variance.
+        grid: g; default `reach.grid`.
         noise_probability: p in (0, 1).
-        honest_fraction: of the users whose noise is as the protocol says, in (0, 1].
 
     Raises:
         InfeasibleError: no number of bits is enough for the numeric accountant, which tells 10^9 bits from less.
 
-    Guarantee: checked by the numeric accountant, see `vector_cost`.
+    Guarantee: checked by the numeric accountant, see `shuffle_cost`.
 
     Source: docs/proofs/heavy_tailed.md#sizes-of-shuffled-sums.
 
     Example:
-        >>> vector_parameters(n=1000, dim=10, epsilon=1.0, delta=1e-5, grid=64)
+        >>> shuffle_parameters(VECTORS, n=1000, dim=10, epsilon=1.0, delta=1e-5, grid=64)
         ShuffleParameters(grid=64, noise_bits=311, noise_probability=0.5)
-    """
-    dim = check.positive_count(dim=dim)
-    target = _target(epsilon, delta)
-    if grid is None:
-        grid = math.ceil(
-            max(math.sqrt(5 * check.positive_count(n=n) * target.rho), 4 * math.sqrt(dim), 4)
-        )
-    norm = check.positive_count(grid=grid) + math.sqrt(dim)
-    return _sized(grid, noise_probability, n, dim, norm, target, honest_fraction)
-
-
-def coordinate_parameters(
-    n: int,
-    dim: int,
-    epsilon: float,
-    delta: float,
-    *,
-    grid: int | None = None,
-    noise_probability: float = 0.5,
-    honest_fraction: float = 1.0,
-) -> ShuffleParameters:
-    """Returns sizes with which one median of shuffled sums, of n users each, is (epsilon, delta)-DP (Algorithm 13).
-
-    Arguments, errors and guarantee are those of `vector_parameters`; grid is max(sqrt(5 n rho/d), 4) by default.
-
-    Source: docs/proofs/heavy_tailed.md#sizes-of-shuffled-sums.
-
-    Example:
-        >>> coordinate_parameters(n=1000, dim=10, epsilon=1.0, delta=1e-5, grid=64)
+        >>> shuffle_parameters(COORDINATES, n=1000, dim=10, epsilon=1.0, delta=1e-5, grid=64)
         ShuffleParameters(grid=64, noise_bits=2815, noise_probability=0.5)
     """
-    size = check.positive_count(n=n)
+    users = check.positive_count(n=n)
     dim = check.positive_count(dim=dim)
-    target = _target(epsilon, delta)
-    if grid is None:
-        grid = math.ceil(max(math.sqrt(5 * size * target.rho / dim), 4))
-    norm = check.positive_count(grid=grid) * math.sqrt(dim)
-    return _sized(grid, noise_probability, size, dim, norm, target, honest_fraction)
-
-
-def failure_of(delta: float) -> float:
-    """Returns the share of delta that a calibrated release leaves to the window of the accountant."""
-    return min(FAILURE, check.open_interval(0.0, 1.0, delta=delta) / 100)
-
-
-def _target(epsilon: float, delta: float) -> ShuffleCost:
     failure = failure_of(delta)
     rho = zcdp_rho(check.positive(epsilon=epsilon), (delta - failure) / (1.0 - failure))
-    return ShuffleCost(rho, failure)
-
-
-def _sized(
-    grid: int,
-    p: float,
-    n: int,
-    dim: int,
-    norm: float,
-    target: ShuffleCost,
-    honest_fraction: float,
-) -> ShuffleParameters:
-    """Returns the parameters with the least noise of the rule, or 1.1 times as much each time, that meet a target."""
-    (rho, failure), users = target, _honest(n, honest_fraction)
-    p = check.open_interval(0.0, 1.0, noise_probability=p)
+    if grid is None:
+        grid = math.ceil(reach.grid(users, dim, rho))
+    norm = reach.norm(check.positive_count(grid=grid), dim)
+    p = check.open_interval(0.0, 1.0, noise_probability=noise_probability)
     bits = math.ceil(1.05 * norm**2 / (2.0 * rho * p * (1.0 - p) * users))
     while bits * users * p * (1.0 - p) < _LARGEST_VARIANCE:
         found = ShuffleParameters(grid, bits, p)
-        try:
-            price = _cost(found, n, dim, norm, failure, honest_fraction)
+        with suppress(ConditionError):  # too few bits for the grid
+            price = shuffle_cost(reach, found, users, dim, failure)
             # PRIVACY: the accountant decides, also on what a grid too long for the noise loses
             # (test_sized_protocols_meet_epsilon_and_delta_exactly)
             if price.rho <= rho and price.failure <= failure:
                 return found
-        except ConditionError:  # too few bits for the grid
-            pass
         bits = math.ceil(_STEP * bits)
     smallest = norm**2 / (2.0 * _LARGEST_VARIANCE)
     raise InfeasibleError(
         f"epsilon must be larger: rho must be above {smallest:.2g} for this grid (got {rho:.2g})"
     )
+
+
+def failure_of(delta: float) -> float:
+    """Returns the share of delta that a calibrated release leaves to the window of the accountant."""
+    return min(FAILURE, check.open_interval(0.0, 1.0, delta=delta) / 100)
 
 
 def grid_values(values: Tensor, upper: float, grid: int) -> Tensor:
@@ -837,14 +762,3 @@ def centered_sum(count: Tensor, n: int, bound: float, parameters: ShuffleParamet
     return (count.double() - (expected + n * parameters.grid / 2.0)) * (
         2.0 * bound / parameters.grid
     )
-
-
-def largest_count(n: int, parameters: ShuffleParameters) -> int:
-    """Returns n (g + b), the number of bits of a coordinate; raises ValueError if it is not exact in float64."""
-    most = n * (parameters.grid + parameters.noise_bits)
-    if most >= 2**53:
-        raise ValueError(
-            f"n * (grid + noise_bits) must be below 2^53 (got {most:.3g}, {math.log2(most):.1f}"
-            " bits)"
-        )
-    return most

@@ -32,57 +32,9 @@ messages.
 A batch must have exactly batch_size rows, each row being a user with noise of its own. Rounding is drawn at the
 release, from its generator: until then the oracle keeps one float64 per row and coordinate.
 
-Differs from the paper in: 1. sizes by the numeric accountant; 2. the budget of Algorithm 13 (`shuffle_sizing`).
+Differs from the paper in: 1. sizes by the numeric accountant; 2. the budget of Algorithm 13 (`shuffle_parameters`).
 
 Proof: docs/proofs/heavy_tailed.md#shuffled-sums. Source: Lowy and Razaviyayn, Algorithms 10, 11, 13, 14.
-
-Means of rows without a threshold to choose: `AdaptiveClipped` adapts it by private counts, `AutoClip` has none.
-
-AdaptiveClipped clips at a threshold that follows a quantile of the gradient norms, by a private count in every step.
-
-    mean_t = ( sum_i g_i min(1, C_t / |g_i|) + N(0, (z C_t)^2 I) ) / batch_size
-    votes_t = sum_i v_i + N(0, s_b^2),    v_i = [|g_i| <= C_t] - q,    C_{t+1} = C_t exp(-lr votes_t / batch_size)
-
-C_t is a function of releases before step t. The votes add up to 0 in the mean where C_t is the q-quantile.
-
-| row | clipped | vote |
-|---|---|---|
-| norm <= 7/8 C | unchanged | 1 - q |
-| between 7/8 and 9/8 C | min(1, C / norm) | linear in the norm |
-| norm >= 9/8 C | to C | -q |
-| NaN, inf, or a norm that overflows | exactly 0 | -q |
-| null: norm <= 2^-44 sqrt(dim) | unchanged | 0 (linear up to twice that) |
-
-Why one event covers all adjacencies. Take the mean in units of z C_t and the votes in units of s_b: then noise is
-N(0, I), and a row's part of the joint vector has norm at most m = sqrt(1/z^2 + (u/s_b)^2), u = max(q, 1 - q). A record
-added or removed moves the sum by at most m; so does one zeroed, since a null row's part is 0 (its gradient up to
-rounding, its vote exactly); a replaced one by at most 2 m. That is a sum of rows clipped at 1 with noise multiplier
-z_eff = 1/m, sampled or not, and z_eff is the same in all steps.
-
-Differs from the paper in: 1. votes are centered at q, not at 1/2, which is the same for q = 1/2, where z_eff =
-(z^-2 + (2 s_b)^-2)^(-1/2); null rows and empty batches then leave C_t where it is, so that a loss with many zero
-gradients (hinge) does not drive it to infinity, and q is the quantile among the other rows; 2. votes are continuous in
-the norm: a mean loss rounds 1/B, so that one record more moves all norms a little, and a step function would let rows
-at the threshold change sides together; what is left of that is part of the votes' sensitivity, as far as the proof
-goes; 3. C_t stays within 2^-30 and 2^39.
-
-Proof: docs/proofs/heavy_tailed.md#adaptive-clip. Source: Andrew, Thakkar, McMahan and Ramaswamy 2021.
-
-AutoClip normalizes rows.
-
-    mean = ( sum_i g_i R / (|g_i| + gamma) + N(0, (z R)^2 I) ) / batch_size
-
-| row | contribution |
-|---|---|
-| long | of norm just below R |
-| of norm gamma | of norm R / 2 |
-| zero, subnormal | itself times R / gamma |
-| NaN, inf, or a norm that overflows | exactly 0 |
-
-Every row is scaled, so that the bias does not vanish however large R is, and no moment bound gives a guarantee: a
-baseline for deep nets. R and the learning rate are one number.
-
-Proof: docs/proofs/heavy_tailed.md#normalized-rows. Source: Bu, Wang, Zha and Karypis 2023 (AUTO-S).
 
 Means of clipped rows with correlated noise: later releases subtract part of the earlier noise.
 
@@ -100,9 +52,9 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -120,19 +72,18 @@ from torch_dpsco.accounting.events import (
 )
 from torch_dpsco.algorithms.correlated_numbers import Banded
 from torch_dpsco.algorithms.mechanisms import (
+    COORDINATES,
     FAILURE,
+    VECTORS,
     BinomialNoise,
+    Reach,
     ShuffleParameters,
     centered_sum,
-    coordinate_cost,
-    coordinate_parameters,
     failure_of,
     grid_values,
-    largest_count,
     round_randomly,
-    shuffle_event,
-    vector_cost,
-    vector_parameters,
+    shuffle_cost,
+    shuffle_parameters,
 )
 from torch_dpsco.errors import (
     AdjacencyError,
@@ -360,11 +311,21 @@ class Coordinatewise(GroupedMean):
         return {"clip": self.clip, "noise_std": self.noise_std} if self._shapes else {}
 
 
+def honest_users(n: int, fraction: float) -> int:
+    """Returns how many of n users add their noise for sure; raises ConditionError for none."""
+    # PRIVACY: the noise of dishonest users hides nothing (test_only_honest_noise_counts)
+    honest = math.floor(n * check.between(0.0, 1.0, honest_fraction=fraction))
+    if honest < 1:
+        raise ConditionError(
+            f"honest_fraction must leave an honest user among {n} (got {fraction})"
+        )
+    return honest
+
+
 class _Shuffled(GroupedMean):
     """Medians over groups of means from counts of shuffled bits; subclasses clip, and say what a group costs."""
 
-    _cost_of: Callable[..., ShuffleCost]  # of the shuffled sum of a group
-    _parameters_of: Callable[..., ShuffleParameters]  # of one that is to cost so much
+    _reach: ClassVar[Reach]
 
     def __init__(
         self,
@@ -382,9 +343,15 @@ class _Shuffled(GroupedMean):
         self.dim = check.positive_count(dim=dim)
         self.failure = check.open_interval(0.0, 1.0, failure=failure)
         self.honest_fraction = check.between(0.0, 1.0, honest_fraction=honest_fraction)
-        largest_count(self.group_size, parameters)
-        bits = parameters.noise_bits
-        self._event: ZCDP | NonPrivate = shuffle_event(self.cost()) if bits else NonPrivate()
+        most = self.group_size * (parameters.grid + parameters.noise_bits)
+        if most >= 2**53:
+            raise ValueError(
+                f"parameters must give counts below 2^53, exact in float64 (got {parameters})"
+            )
+        self._event: ZCDP | NonPrivate = NonPrivate()
+        if parameters.noise_bits:
+            cost = self.cost()
+            self._event = ZCDP(cost.rho, cost.failure, (REPLACE_ONE, ZERO_OUT))
         self._noise: BinomialNoise | None = None
         self._places: list[Tensor] = []
 
@@ -402,10 +369,16 @@ class _Shuffled(GroupedMean):
         honest_fraction: float = 1.0,
     ) -> Self:
         """Returns the oracle whose releases are (epsilon, delta)-DP each, of a grid if one is given."""
-        size = group_size(batch_size, groups)
-        share = {"honest_fraction": honest_fraction}
-        sizes = cls._parameters_of(size, dim, epsilon, delta, grid=grid, **share)
-        return cls(clip, sizes, batch_size, dim, groups, failure=failure_of(delta), **share)
+        users = honest_users(group_size(batch_size, groups), honest_fraction)
+        return cls(
+            clip,
+            shuffle_parameters(cls._reach, users, dim, epsilon, delta, grid=grid),
+            batch_size,
+            dim,
+            groups,
+            failure=failure_of(delta),
+            honest_fraction=honest_fraction,
+        )
 
     @property
     def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -428,8 +401,8 @@ class _Shuffled(GroupedMean):
         """Returns what a release costs: rho of all orders, and a failure probability."""
         # PRIVACY: the noise of one group hides a record, not that of the batch
         # (test_a_record_is_hidden_by_the_noise_of_its_group_alone)
-        share = {"failure": self.failure, "honest_fraction": self.honest_fraction}
-        return type(self)._cost_of(self.parameters, self.group_size, self.dim, **share)
+        users = honest_users(self.group_size, self.honest_fraction)
+        return shuffle_cost(self._reach, self.parameters, users, self.dim, self.failure)
 
     @abstractmethod
     def _clipped(self, rows: GradBatch, dense: Sequence[Tensor]) -> Tensor:
@@ -528,7 +501,7 @@ class ShuffledClipped(_Shuffled):
 
     Args:
         clip: C > 0.
-        parameters: g, b, p, e.g. of `algorithms.mechanisms.vector_parameters`; noise_bits=0 gives no privacy.
+        parameters: g, b, p, e.g. of `algorithms.mechanisms.shuffle_parameters`; noise_bits=0 gives no privacy.
         batch_size: s, the exact number of rows of a logical batch.
         dim: d, number of trained parameters.
         failure: probability, in (0, 1), that a release leaves the window of the accountant; taken from delta.
@@ -536,7 +509,7 @@ class ShuffledClipped(_Shuffled):
 
     Guarantee:
         Replace-one and zero-out, unit: one row per record, batch size public. Event: ZCDP(rho, failure) of
-        `vector_cost`. Assumes that a record's row does not depend on other records and that at least
+        `shuffle_cost`. Assumes that a record's row does not depend on other records and that at least
         floor(honest_fraction s) users of each batch, the protected one among them, add their noise honestly. Edge
         cases: a row with a norm that is not finite is 0; a batch of another size is refused, also an empty one.
 
@@ -551,8 +524,7 @@ class ShuffledClipped(_Shuffled):
         [0.3, 0.4]
     """
 
-    _cost_of = vector_cost
-    _parameters_of = vector_parameters
+    _reach = VECTORS
 
     def _clipped(self, rows: GradBatch, dense: Sequence[Tensor]) -> Tensor:
         # room for the rounding of the product, the shift by C and the scaling to the grid: 6 u C per coordinate
@@ -573,7 +545,7 @@ class ShuffledMedian(_Shuffled):
 
     Args:
         clip: tau > 0, bound of every coordinate.
-        parameters: g, b, p, e.g. of `algorithms.mechanisms.coordinate_parameters`; noise_bits=0 gives no privacy.
+        parameters: g, b, p, e.g. of `algorithms.mechanisms.shuffle_parameters`; noise_bits=0 gives no privacy.
         batch_size: s, the exact number of rows of a logical batch.
         dim: d, number of trained parameters.
         groups: m in 1..s, of floor(s / m) consecutive rows each; a tail of rows is left out.
@@ -582,7 +554,7 @@ class ShuffledMedian(_Shuffled):
 
     Guarantee:
         Replace-one and zero-out, unit: one row per record, batch size and places of records public: one record touches
-        one group, and all its coordinates. Event: ZCDP(rho, failure) of `coordinate_cost`. Assumes honest users
+        one group, and all its coordinates. Event: ZCDP(rho, failure) of `shuffle_cost`. Assumes honest users
         as `ShuffledClipped` does, in each group. Edge cases: a row with NaN or inf is 0 as a whole; huge finite rows
         are clipped; a batch of another size is refused.
 
@@ -597,8 +569,7 @@ class ShuffledMedian(_Shuffled):
         [1.0]
     """
 
-    _cost_of = coordinate_cost
-    _parameters_of = coordinate_parameters
+    _reach = COORDINATES
 
     def _clipped(self, rows: GradBatch, dense: Sequence[Tensor]) -> Tensor:
         return clipped_rows(dense, self.clip)

@@ -24,8 +24,6 @@ from torch_dpsco import compat
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Shuffled, is_exact
 from torch_dpsco.accounting.events import KNorm
-from torch_dpsco.accounting.report import OneRelease
-from torch_dpsco.accounting.statement import Statement
 from torch_dpsco.algorithms.row_free_plan import (
     Backwards,
     Kept,
@@ -36,7 +34,6 @@ from torch_dpsco.algorithms.row_free_plan import (
     require_linear,
 )
 from torch_dpsco.errors import PrivacyError, SequenceError
-from torch_dpsco.noise import noise_generator
 from torch_dpsco.rows.batch import note_owner
 from torch_dpsco.rules import absorb, averaged
 from torch_dpsco.sampling import (
@@ -49,15 +46,9 @@ from torch_dpsco.sampling import (
 )
 from torch_dpsco.sampling.datasets import source_of
 from torch_dpsco.step import checks
+from torch_dpsco.step.answer import AnswerOptimizer
 from torch_dpsco.step.exact_noise import exact_release, gaussian_vector, knorm_vector
-from torch_dpsco.step.plan import FromPlan
-from torch_dpsco.step.run import (
-    CommonOptimizer,
-    Uncopied,
-    check_call,
-    in_turn,
-    require_one_process,
-)
+from torch_dpsco.step.run import check_call, in_turn
 
 _GIVEN_UP = "the run has ended without an answer: its loss broke a promise; make a new optimizer"
 _IN_MEMORY = 2**26  # numbers of a data set that is copied in double precision (0.5 GB)
@@ -73,7 +64,7 @@ def _require_plain(name: str, moved: Mapping[str, Any]) -> None:
         )
 
 
-class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
+class RowFreeOptimizer(AnswerOptimizer):
     """Rests on promises: nothing is clipped. Base of optimizers that release an iterate, or an average, with noise.
 
     Until the last planned step, which releases the answer, parameters, losses and averages are secret, and so is
@@ -99,19 +90,7 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
     plans: ClassVar[type[RowFreePlan]]
     undisturbed = "its noise covers the planned steps and no others"
     # PRIVACY: the noise is calibrated for these (test_what_the_noise_was_calibrated_for_cannot_be_reassigned)
-    _fixed = frozenset(
-        {
-            "design",
-            "prox",
-            "accountant",
-            "adjacency",
-            "event",
-            "noise_std",
-            "planned_steps",
-            "lrs",
-            "bounds",
-        }
-    ) | {"average", "plan"}
+    _fixed = AnswerOptimizer._fixed | {"prox", "noise_std", "lrs", "bounds", "average"}
 
     def __init__(
         self,
@@ -133,44 +112,24 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
             )
         bias = require_linear(tensors, plan.problem.is_glm, certify_convex)
         self.lrs: tuple[float, ...] = plan.lr if isinstance(plan.lr, tuple) else (plan.lr,)
-        super().__init__(tensors, {"lr": self.lrs[0]})
-        require_one_process()
-        self._plan = self.__dict__["plan"] = (
-            plan  # over the class method: optimizer.plan is what it has made
-        )
-        self._params = tuple(tensors)
-        device = checks.one_device(self._params)
-        checks.require_double(self._params)
-        self._hold(plan, bias)
         self._mean = check.choice(("mean", "sum"), loss_reduction=loss_reduction) == "mean"
-        self.adjacency = checks.agreed_adjacency(plan.adjacency, accountant, plan.design)
-        self.accountant = accountant
-        self.accountant.require_unit("example")
-        checks.require_one_step(self.accountant, self.adjacency, self.event)
-        self._noise = noise_generator(device, generator)
-        self._seeded = generator is not None
+        lr = {"lr": self.lrs[0]}
+        super().__init__(tensors, lr, plan, plan.design, plan.steps, accountant, generator)
+        checks.require_double(self._params)
+        self.average = plan.average
+        self.noise_std = plan.noise_scale
+        self.prox = plan.prox()
+        self.bounds = record_bounds(plan.problem, bias)
+        self._promises = plan.promises
+        self._given_up = False
+        self._epoch = ""
+        self._log: DrawLog | None = None
         for p in self._params:
             p.detach().zero_()
         self._backwards = Backwards(self._params)
         self._kept = Kept(self._params, self, self._backwards)
         self.accountant.declare(self.event, 1)
         note_owner(self._params, self)
-
-    def _hold(self, plan: RowFreePlan, bias: bool) -> None:
-        """Takes over what is planned; nothing is done yet."""
-        self.design = plan.design
-        self.planned_steps = plan.steps
-        self.average = plan.average
-        self.event = plan.event()
-        self.noise_std = plan.noise_scale
-        self.prox = plan.prox()
-        self.bounds = record_bounds(plan.problem, bias)
-        self._promises = plan.promises
-        self._steps = 0
-        self._finalized = False
-        self._given_up = False
-        self._epoch = ""
-        self._log: DrawLog | None = None
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
@@ -419,15 +378,3 @@ class RowFreeOptimizer(FromPlan, Uncopied, CommonOptimizer):
     def metrics(self) -> dict[str, float]:
         """Public numbers: steps made, and std of the noise on each coordinate of the answer."""
         return {"step": self._steps, "noise_std": self._plan.noise_std}
-
-    def report(self, delta: float | None = None) -> Statement:
-        """Returns what is guaranteed, in plain words; delta defaults to the budget's."""
-        run = OneRelease(
-            type(self).__name__,
-            self.design,
-            self.event,
-            self._steps,
-            self.planned_steps,
-            self._finalized,
-        )
-        return self._statement(run, delta, run.ahead())

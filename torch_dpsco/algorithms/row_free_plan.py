@@ -37,17 +37,6 @@ from torch_dpsco.step.checks import listed
 from torch_dpsco.step.plan import ANSWERS, LABELS, BatchPlan, drawing, exact_cost, passes
 
 
-@dataclass(frozen=True)
-class GradBound:
-    """r -> G(r) of a problem, as a value that compares: bound methods compare by identity."""
-
-    problem: Problem
-
-    def __call__(self, radius: float) -> float:
-        """Returns G(radius)."""
-        return self.problem.grad_bound(radius)
-
-
 def loss_promises(
     problem: Problem, *, by: str, gradient_error: float | None = None
 ) -> LossPromises:
@@ -71,7 +60,7 @@ def loss_promises(
     return LossPromises(
         holder_exponent=exponent,
         holder_constant=constant,
-        grad_bound=GradBound(problem),
+        grad_bound=problem.grad_bound,
         loss_at_zero=problem.loss_at_zero,
         radius=problem.radius,
         glm=problem.is_glm,

@@ -22,7 +22,6 @@ from torch_dpsco.algorithms.user_oracles import UserClipped
 from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.problem import Phase
 from torch_dpsco.prox import Prox
-from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import (
     Draws,
     Given,
@@ -33,6 +32,7 @@ from torch_dpsco.step.chooser import (
     choose_noise,
     choose_pace,
     dimension,
+    warn_if_buried,
     with_batches,
 )
 from torch_dpsco.step.oracle import Clipped, ClippedMean, Release
@@ -260,10 +260,8 @@ class UserClippedSGD(PlannedOptimizer):
             epochs=epochs,
             noise_multiplier=noise_multiplier,
         )
-        numbers: dict[str, Any] = {"distance": distance, "epochs": epochs, "steps": steps}
-        for name, value in numbers.items():
-            if value is not None:
-                check.positive(**{name: value})
+        if distance is not None:
+            check.positive(distance=distance)
         by_rule = clip is None or lr is None
         if noise_multiplier is not None and by_rule:
             raise MissingConstantError(
@@ -275,8 +273,8 @@ class UserClippedSGD(PlannedOptimizer):
         draws = _design(scale if by_rule else None, budget, given)
         noise = choose_noise(budget, *draws, given)
         pace = choose_pace(scale, draws, noise) if lr is None else Pace(lr)
-        _warn_if_buried(
-            draws, noise, scale.dim, budget if given.noise_multiplier is None else None
+        warn_if_buried(
+            None if noise_multiplier is not None else budget, draws, noise, n_users, scale.dim
         )
         return UserClippedPlan(
             budget=budget,
@@ -311,9 +309,3 @@ def _design(scale: UserScale | None, budget: Budget | None, given: Given) -> Dra
         is_full = given.sampling == "full" or isinstance(given.sampling, Full)
         passes = _FULL_STEPS if is_full else _EPOCHS
     return choose_design(scale, budget, given, passes)
-
-
-def _warn_if_buried(draws: Draws, noise: float, dim: int | None, budget: Budget | None) -> None:
-    if budget and draws.steps and dim:
-        of_all = noise / draws.design.batch_size / math.sqrt(draws.steps)
-        checks.warn_if_buried(of_all, n=draws.design.n, dim=dim, epsilon=budget.epsilon)

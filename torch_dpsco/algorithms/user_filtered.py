@@ -26,6 +26,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import nn
@@ -33,7 +34,7 @@ from torch import nn
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Full, Parts
-from torch_dpsco.accounting.events import REPLACE_ONE, Adjacency
+from torch_dpsco.accounting.events import REPLACE_ONE
 from torch_dpsco.algorithms.heavy_plan import scale_of
 from torch_dpsco.algorithms.user_clipped import UserPlan
 from torch_dpsco.algorithms.user_numbers import (
@@ -153,8 +154,8 @@ class UserFilteredSGD(PlannedOptimizer):
     def plan(
         cls,
         *,
-        n_users: int | None = None,
-        budget: Budget | None = None,
+        n_users: int,
+        budget: Budget,
         problem: Problem | None = None,
         min_items: int = 1,
         pair_radius: float | None = None,
@@ -193,61 +194,38 @@ class UserFilteredSGD(PlannedOptimizer):
             UnitError: the budget is of another unit.
             AdjacencyError: the budget is not of replace_one.
         """
-        budget, adjacency = _replaced(budget, "or use UserClippedSGD")
-        if n_users is None or budget is None:
-            check.required("", n_users=n_users, budget=budget)
+        budget = _replaced(budget, "or use UserClippedSGD")
         items = check.positive_count(min_items=min_items)
-        most = (
-            check.positive_count(max_steps=max_steps)
-            if steps is None
-            else check.positive_count(steps=steps)
-        )
-        check.open_interval(0.0, 1.0, halt_probability=halt_probability)
-        if distance is not None:
-            check.positive(distance=distance)
+        most = max_steps if steps is None else check.positive_count(steps=steps)
+        check.positive_count(max_steps=max_steps)
         dim = dimension(dim)
         tau = pair_radius
         if tau is None:
-            lipschitz = lipschitz_of(problem, "pair_radius")
-            tau = pair_radius_iid(lipschitz, items, n_users, halt_probability / most)
-
-        def calibrated(steps: int) -> UserFilter:
-            return calibrate_filter(
-                n_users=n_users,
-                steps=steps,
-                epsilon=budget.epsilon,
-                delta=budget.delta,
-                pair_radius=tau,
-                score_share=score_share,
-                halt_probability=halt_probability,
-            )
-
-        risk_bound = None
+            failure = check.open_interval(0.0, 1.0, halt_probability=halt_probability) / most
+            tau = pair_radius_iid(lipschitz_of(problem, "pair_radius"), items, n_users, failure)
+        calibrated = partial(
+            calibrate_filter,
+            n_users=n_users,
+            epsilon=budget.epsilon,
+            delta=budget.delta,
+            pair_radius=tau,
+            score_share=score_share,
+            halt_probability=halt_probability,
+        )
         if steps is None:
             bound = lipschitz_of(problem, "steps")
             made = suited(calibrated, bound, n_users * items, _needed(dim, "steps"), most)
         else:
-            made = calibrated(steps)
-        if lr is None:
-            bound = lipschitz_of(problem, "lr")
-            far = scale_of(Problem() if problem is None else problem, distance, cls.__name__)
-            noise = made.noise_std / math.sqrt(made.steps)
-            dim = _needed(dim, "lr")
-            lr, risk_bound = schedule(bound, far, n_users * items, made.steps, dim, noise)
-        if made.halt_probability() > _HOPELESS:
-            raise InfeasibleError(
-                "filter must be such that a run goes on: at the score"
-                f" {made.typical_score:g} it halts with probability"
-                f" {made.halt_probability():.2g}, below threshold={made.threshold:.5g} of"
-                f" {n_users} users"
-            )
+            made = calibrated(steps=steps)
+        _require_hope(made)
+        lr, risk_bound = _pace(lr, problem, distance, n_users * items, dim, made)
         warn_if_users_are_buried([made], problem, n_users, dim, budget)
         return UserFilteredPlan(
             budget=budget,
-            adjacency=adjacency,
+            adjacency=REPLACE_ONE,
             design=Full(n_users),
             steps=made.steps,
-            lr=check.positive(lr=lr),
+            lr=lr,
             radius=math.inf if problem is None else problem.radius,
             average=average,
             min_items=min_items,
@@ -267,12 +245,40 @@ class UserFilteredSGD(PlannedOptimizer):
         super()._apply(params, release)
 
 
-def _replaced(budget: Budget | None, way: str) -> tuple[Budget | None, Adjacency]:
-    """Returns budget and replace_one, which filters of all users are proved for; raises AdjacencyError for others."""
-    budget, adjacency = agreed(budget, None, "user", REPLACE_ONE)
-    if adjacency != REPLACE_ONE:
+def _pace(
+    lr: float | None,
+    problem: Problem | None,
+    distance: float | None,
+    items: int,
+    dim: int | None,
+    made: UserFilter,
+) -> tuple[float, float | None]:
+    """Returns the step size, by default that of the bound on the risk, and that bound."""
+    if lr is not None:
+        return check.positive(lr=lr), None
+    bound = lipschitz_of(problem, "lr")
+    far = scale_of(problem or Problem(), distance, "UserFilteredSGD")
+    noise = made.noise_std / math.sqrt(made.steps)
+    return schedule(bound, far, items, made.steps, _needed(dim, "lr"), noise)
+
+
+def _require_hope(made: UserFilter) -> None:
+    """Raises InfeasibleError where a run would probably halt at once."""
+    risk = made.halt_probability()
+    if risk > _HOPELESS:
+        raise InfeasibleError(
+            "filter must be such that a run goes on: at the score"
+            f" {made.typical_score:g} it halts with probability {risk:.2g}, below"
+            f" threshold={made.threshold:.5g} of {made.n_users} users"
+        )
+
+
+def _replaced(budget: Budget, way: str) -> Budget:
+    """Returns the budget; raises AdjacencyError unless it is of replace_one, which the filter is proved for."""
+    made, adjacency = agreed(budget, None, "user", REPLACE_ONE)
+    if made is None or adjacency != REPLACE_ONE:
         raise AdjacencyError(f"budget must be of replace_one, {way} (got {adjacency})")
-    return budget, adjacency
+    return made
 
 
 def _needed(dim: int | None, wanted: str) -> int:
@@ -347,10 +353,10 @@ class LocalizedUserSGD(PlannedOptimizer):
     def plan(
         cls,
         *,
-        n_users: int | None = None,
-        budget: Budget | None = None,
+        n_users: int,
+        budget: Budget,
+        problem: Problem,
         phases: int | None = None,
-        problem: Problem | None = None,
         reg: float = 0.0,
         min_items: int = 1,
         pair_radius: float | None = None,
@@ -382,10 +388,8 @@ class LocalizedUserSGD(PlannedOptimizer):
             InfeasibleError: names the phase, its users and steps, and the smallest number of users that works.
             MissingConstantError: promises are missing.
         """
-        budget, adjacency = _replaced(budget, "as the filter on all users is")
-        dim = dimension(dim)
-        if n_users is None or budget is None or problem is None or dim is None:
-            check.required("", n_users=n_users, budget=budget, problem=problem, dim=dim)
+        budget = _replaced(budget, "as the filter on all users is")
+        dim = _needed(dimension(dim), "steps")
         check.nonnegative(reg=reg)
         lipschitz, convexity = _constants(problem, reg)
         made = UserPhases(
@@ -408,7 +412,7 @@ class LocalizedUserSGD(PlannedOptimizer):
         parts = Parts(tuple((Full(own.n_users), own.steps) for own in filters), n_users)
         return UserLocalizedPlan(
             budget=budget,
-            adjacency=adjacency,
+            adjacency=REPLACE_ONE,
             design=parts,
             steps=sum(own.steps for own in filters),
             lr=made[0].lr,
@@ -463,10 +467,10 @@ def warn_if_users_are_buried(
     problem: Problem | None,
     n_users: int,
     dim: int | None,
-    budget: Budget | None,
+    budget: Budget,
 ) -> None:
     """Warns where a bound on gradients is promised and the noise exceeds it in each of the phases."""
-    if dim is None or budget is None:
+    if dim is None:
         return
     with suppress(MissingConstantError):
         bound = lipschitz_of(problem, "a warning")

@@ -636,7 +636,7 @@ def best_steps(
 
 
 def suited(
-    calibrated: Callable[[int], UserFilter],
+    calibrated: Callable[..., UserFilter],
     lipschitz: float,
     n_items: int,
     dim: int,
@@ -645,19 +645,19 @@ def suited(
     """Returns a filter with the steps that suit its noise: T depends on sigma_1, and sigma_1 on log T only.
 
     Args:
-        calibrated: of a number of steps.
+        calibrated: of steps=.
         lipschitz: G.
         n_items: n m.
         dim: d.
         max_steps: cap; a step costs n^2 d operations.
     """
-    made = calibrated(check.positive_count(max_steps=max_steps))
+    made = calibrated(steps=check.positive_count(max_steps=max_steps))
     for _ in range(2):
         sigma_1 = made.noise_std / math.sqrt(made.steps)
         steps = best_steps(lipschitz, n_items, dim, sigma_1, max_steps)
         if steps == made.steps:
             break
-        made = calibrated(steps)
+        made = calibrated(steps=steps)
     return made
 
 
@@ -756,7 +756,7 @@ class UserPhases:
         start = min(self.radius, 2 * self.lipschitz / mu, math.sqrt(2 * proved / mu))
         items = users * self.items_per_user
 
-        def calibrated(steps: int) -> UserFilter:
+        def calibrated(*, steps: int) -> UserFilter:
             tau = self.pair_radius
             if tau is None:
                 failure = self.halt_probability / steps

@@ -330,7 +330,7 @@ class LinearModel(BaseEstimator):
         )
         n = check.positive_count(n=self.n)
         prepare = None
-        warn_of_delta(budget, n, stacklevel=4)
+        warn_of_delta(budget, n)
         intervals = self._level_of_intervals(budget)
         wanted = check.choice(("auto", None), prepare=self.prepare)
         mu = budget.epsilon / math.sqrt(dim)

@@ -29,8 +29,6 @@ from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget, warn_of_delta
 from torch_dpsco.accounting.designs import Full
 from torch_dpsco.accounting.events import Adjacency
-from torch_dpsco.accounting.report import OneRelease
-from torch_dpsco.accounting.statement import Statement
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.estimators.gradient_descent import NoisyGDPlan, plan_noisy_gd
 from torch_dpsco.estimators.objective import ObjectivePlan, plan_objective
@@ -39,17 +37,11 @@ from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, make_records
 from torch_dpsco.losses.base import TableLoss
-from torch_dpsco.noise import noise_generator
 from torch_dpsco.sampling.datasets import one_by_one
 from torch_dpsco.step import checks
+from torch_dpsco.step.answer import AnswerOptimizer
 from torch_dpsco.step.chooser import agreed
-from torch_dpsco.step.plan import FromPlan
-from torch_dpsco.step.run import (
-    CommonOptimizer,
-    Uncopied,
-    in_turn,
-    require_one_process,
-)
+from torch_dpsco.step.run import in_turn
 
 _Planned = TypeVar("_Planned", bound=LinearPlan)
 
@@ -122,7 +114,7 @@ def linear_task(
         raise ValueError(
             f"params must have {task.num_scores} scores, those of {task.loss} (got {scores})"
         )
-    warn_of_delta(budget, n, stacklevel=4)
+    warn_of_delta(budget, n)
     return task
 
 
@@ -136,7 +128,7 @@ def warned_of_noise(plan: _Planned) -> _Planned:
     return plan
 
 
-class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
+class SolvedOptimizer(AnswerOptimizer):
     """Base: a linear layer, a plan, one release.
 
     Args:
@@ -150,8 +142,6 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
         ValueError: params are not those of the plan.
     """
 
-    # PRIVACY: the noise is calibrated for these (test_what_the_noise_was_calibrated_for_cannot_be_reassigned)
-    _fixed = frozenset({"_plan", "plan", "accountant"})
     plans: ClassVar[type[LinearPlan]]
     _loops: ClassVar[bool] = False  # whether the point of a loop can be certified
 
@@ -173,21 +163,9 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
             raise ValueError(
                 f"params must have (scores, features, bias) = {wanted} (got {shape})"
             )
-        super().__init__(given, {})
-        require_one_process()
-        self._plan: LinearPlan = plan
-        self.__dict__["plan"] = plan  # over the class method: optimizer.plan is what it has made
-        self._params: tuple[nn.Parameter, ...] = tuple(self.param_groups[0]["params"])
-        self._noise = noise_generator(checks.one_device(self._params), generator)
-        self._seeded = generator is not None
-        self._steps = 0
-        self._finalized = False
+        super().__init__(given, {}, plan, Full(task.n), 0, ledger, generator)
         self._solved: Any = None
-        ledger.require_unit("example", task.adjacency)
-        checks.agreed_adjacency(task.adjacency, ledger, Full(task.n))
-        checks.require_one_step(ledger, task.adjacency, plan.event())
-        ledger.declare(plan.event(), 1)
-        self.accountant = ledger
+        ledger.declare(self.event, 1)
 
     # -- solving ------------------------------------------------------------------------------------------------------
 
@@ -280,22 +258,8 @@ class SolvedOptimizer(FromPlan, Uncopied, CommonOptimizer):
         # PRIVACY: a loop has left raw gradients (test_the_gradients_of_a_loop_are_dropped_at_the_release)
         self.zero_grad()
 
-    # -- what is public -----------------------------------------------------------------------------------------------
-
-    def report(self, delta: float | None = None) -> Statement:
-        """Returns what is guaranteed, in plain words; delta defaults to the budget's."""
-        run = OneRelease(
-            type(self).__name__,
-            Full(self._plan.task.n),
-            self._plan.event(),
-            0,
-            0,
-            self._finalized,
-        )
-        return self._statement(run, delta, run.ahead())
-
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._plan.event()}, finalized={self._finalized})"
+        return f"{type(self).__name__}({self.event}, finalized={self._finalized})"
 
 
 def _columns(dataset: Dataset[Any], dim: int) -> tuple[Tensor, Tensor]:

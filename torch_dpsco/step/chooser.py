@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -168,27 +168,14 @@ class Draws(NamedTuple):
     steps: int | None
 
 
-class Promises(Protocol):
-    """What the step rule knows of the rows, or the users."""
-
-    def steps(self, n: int, budget: Budget) -> int:
-        """Returns the number of steps that is wanted."""
-
-    def least_steps(self, design: Design) -> int:
-        """Returns the number of steps that these batches ask for at least."""
-
-    def batch_size(self, given: Given, n: int, budget: Budget, wanted: int) -> int | None:
-        """Returns the size of batches for the wanted steps; None for that of the design, or n."""
-
-    def pace(self, design: Design, steps: int, noise: float) -> Pace:
-        """Returns the step size and the momentum of these steps."""
-
-
 # -- the four stages --------------------------------------------------------------------------------------------------
 
 
 def choose_design(
-    promises: Promises | None, budget: Budget | None, given: Given, default: float | None = None
+    promises: Scale | UserScale | None,
+    budget: Budget | None,
+    given: Given,
+    default: float | None = None,
 ) -> Draws:
     """Returns how batches are drawn, by `quietest` where no sampling is given, and the number of steps.
 
@@ -226,7 +213,7 @@ def require_target(budget: Budget | None, noise_multiplier: float | None) -> Non
         )
 
 
-def choose_pace(promises: Promises, draws: Draws, noise: float) -> Pace:
+def choose_pace(promises: Scale | UserScale, draws: Draws, noise: float) -> Pace:
     """Returns the step size and the momentum of the step rule."""
     assert draws.steps is not None  # under a rule there is a last step
     return promises.pace(draws.design, draws.steps, noise)
@@ -243,15 +230,15 @@ def choose_clip(problem: Problem, n: int, budget: Budget, dim: int | None) -> fl
 # -- what the stages share --------------------------------------------------------------------------------------------
 
 
-def with_batches(promises: Promises, budget: Budget, given: Given) -> Given:
+def with_batches(promises: Scale | UserScale, budget: Budget, given: Given) -> Given:
     """Returns what is given, with the batch size of the step rule where there is none."""
     if given.batch_size is not None or isinstance(given.sampling, Design):
         return given
     wanted = given.steps or promises.steps(given.n, budget)
-    return replace(given, batch_size=promises.batch_size(given, given.n, budget, wanted))
+    return replace(given, batch_size=promises.batch_size(given, budget, wanted))
 
 
-def with_steps(promises: Promises, budget: Budget, given: Given) -> Given:
+def with_steps(promises: Scale | UserScale, budget: Budget, given: Given) -> Given:
     """Returns what is given, with the number of steps of the step rule where passes do not say it."""
     if given.steps is not None or given.epochs is not None:
         return given
@@ -296,8 +283,9 @@ class Scale:
             return 0
         return calibrate.epoch_steps(design, _passes(design.n))
 
-    def batch_size(self, given: Given, n: int, budget: Budget, wanted: int) -> int | None:
+    def batch_size(self, given: Given, budget: Budget, wanted: int) -> int | None:
         """Returns the size such that the steps make 20 passes, or 1e6 gradients if these are more, at most 2e7."""
+        n = given.n
         if given.sampling == "full":
             return None
         if given.sampling == "assigned":
@@ -345,12 +333,12 @@ class UserScale:
         """Returns 0: batches ask for none."""
         return 0
 
-    def batch_size(self, given: Given, n: int, budget: Budget, wanted: int) -> int | None:
+    def batch_size(self, given: Given, budget: Budget, wanted: int) -> int | None:
         """Returns the size such that the steps make 20 passes, of 1024 users at least; None for all of them."""
         if given.sampling not in (None, "poisson", "fixed"):
             return None
         share = (PASSES if given.epochs is None else given.epochs) / wanted
-        return min(n, max(_LEAST_USERS, math.ceil(share * n)))
+        return min(given.n, max(_LEAST_USERS, math.ceil(share * given.n)))
 
     def pace(self, design: Design, steps: int, noise: float) -> Pace:
         """Returns step size and momentum for the noise of the mean of all steps."""
@@ -606,14 +594,10 @@ def usual_distance(
         >>> usual_distance(0.5, 1.0, None, smooth=True)
         25.0
     """
-    steps = (
-        _FIRST_STEPS
-        * check.positive(grad_at_zero=grad_at_zero)
-        / check.positive(bound_x=bound_x) ** 2
-    )
+    steps = _FIRST_STEPS * grad_at_zero / bound_x**2
     if bound_y is None:
         return steps
-    targets = _TARGETS * check.positive(bound_y=bound_y) / bound_x
+    targets = _TARGETS * bound_y / bound_x
     return min(steps, 2.0 * targets) if smooth else targets
 
 
@@ -629,7 +613,7 @@ def clip_share(noise: float) -> float:
         >>> clip_share(0.0001), clip_share(0.03)
         (1.0, 0.5)
     """
-    ratio = check.nonnegative(noise=noise) / _LOUD
+    ratio = noise / _LOUD
     return 1.0 if ratio <= _CLIPPED**4 else max(_CLIPPED, _CLIPPED * ratio**-0.25)
 
 
@@ -666,10 +650,7 @@ def steps_to(horizon: float, smoothness: float | None) -> int:
     """
     if smoothness is None:
         return MOST
-    return min(
-        MOST,
-        max(LEAST, math.ceil(math.sqrt(SETTLED * smoothness * check.positive(horizon=horizon)))),
-    )
+    return min(MOST, max(LEAST, math.ceil(math.sqrt(SETTLED * smoothness * horizon))))
 
 
 def smooth_pace(horizon: float, steps: int, smoothness: float) -> Pace:
@@ -684,11 +665,8 @@ def smooth_pace(horizon: float, steps: int, smoothness: float) -> Pace:
         >>> smooth_pace(horizon=50.0, steps=100, smoothness=1.0)
         Pace(lr=0.5, momentum=0.0)
     """
-    step = min(
-        check.positive(horizon=horizon) / check.positive_count(steps=steps),
-        steps / (SETTLED * smoothness),
-    )
-    reach = check.positive(smoothness=smoothness) * max(step, 1.0 / smoothness)
+    step = min(horizon / steps, steps / (SETTLED * smoothness))
+    reach = smoothness * max(step, 1.0 / smoothness)
     momentum = max(0.0, (reach - 1.0) / (reach + 1.0))
     return Pace(step * (1.0 - momentum), momentum)
 
@@ -707,12 +685,9 @@ def rough_pace(distance: float, noise: float, steps: int, grad_bound: float) -> 
         >>> round(pace.lr, 9), pace.momentum
         (0.00125, 0.975)
     """
-    check.positive_count(steps=steps)
-    moved = math.hypot(
-        steps * check.positive(noise=noise), math.sqrt(steps) * grad_bound / _ALONG
-    )
+    moved = math.hypot(steps * noise, math.sqrt(steps) * grad_bound / _ALONG)
     momentum = max(0.0, 1.0 - 2.0 * SETTLED / steps)
-    return Pace(check.positive(distance=distance) / moved * (1.0 - momentum), momentum)
+    return Pace(distance / moved * (1.0 - momentum), momentum)
 
 
 def one_pass_steps(horizon: float, smoothness: float, momentum: bool) -> int:
@@ -723,7 +698,7 @@ def one_pass_steps(horizon: float, smoothness: float, momentum: bool) -> int:
         smoothness: L > 0.
         momentum: whether steps may be T/(5 L), or 1/(2 L) at most.
     """
-    reach = check.positive(horizon=horizon) * check.positive(smoothness=smoothness)
+    reach = horizon * smoothness
     steps = math.pow(SETTLED * reach, 2.0 / 5.0) if momentum else math.pow(2.0 * reach, 2.0 / 3.0)
     return min(MOST, max(_FEW, math.ceil(steps)))
 
@@ -742,11 +717,8 @@ def risk(distance: float, noise: float, steps: int, smoothness: float, momentum:
         >>> risk(1.0, 0.1, 100, 1.0, momentum=True), risk(1.0, 0.1, 4, 1.0, momentum=True) > 0.1
         (0.1, True)
     """
-    largest = check.positive_count(steps=steps) / SETTLED if momentum else 0.5
-    horizon = min(
-        check.positive(distance=distance) / noise,
-        steps * largest / check.positive(smoothness=smoothness),
-    )
+    largest = steps / SETTLED if momentum else 0.5
+    horizon = min(distance / noise, steps * largest / smoothness)
     return distance**2 / (2.0 * horizon) + horizon * noise**2 / 2.0
 
 
@@ -756,9 +728,7 @@ def relative_steps(noise: float) -> int:
     Args:
         noise: norm of the noise of the mean of all steps, in units of the clip, > 0.
     """
-    return min(
-        MOST_OF_USERS, max(LEAST, math.ceil(math.sqrt(_ROUNDS / check.positive(noise=noise))))
-    )
+    return min(MOST_OF_USERS, max(LEAST, math.ceil(math.sqrt(_ROUNDS / noise))))
 
 
 def relative_pace(noise: float, steps: int, distance: float | None = None) -> Pace:
@@ -776,8 +746,6 @@ def relative_pace(noise: float, steps: int, distance: float | None = None) -> Pa
         >>> round(pace.lr, 9), pace.momentum
         (0.06, 0.9)
     """
-    steps = check.positive_count(steps=steps)
-    reach = check.positive(distance=distance or _RELATIVE)
     slow = min(1.0, 2.0 * SETTLED / steps)
-    step = min(1.0 / (steps * check.positive(noise=noise)), 1.0 / (_OSCILLATION * slow))
-    return Pace(reach * step * slow, 1.0 - slow)
+    step = min(1.0 / (steps * noise), 1.0 / (_OSCILLATION * slow))
+    return Pace((distance or _RELATIVE) * step * slow, 1.0 - slow)

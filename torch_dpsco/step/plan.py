@@ -51,7 +51,7 @@ from torch_dpsco.accounting.events import (
 )
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.acts import act
-from torch_dpsco.errors import AdjacencyError, ConditionError, outside
+from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.losses.base import TableGradBound
 from torch_dpsco.problem import Phase, Problem, Schedule
 from torch_dpsco.prox import Ball, Identity, Prox
@@ -294,18 +294,20 @@ def passes(number: float) -> str:
 # -- what may be saved -------------------------------------------------------------------------------------------------
 
 _VALUES = (
-    *(Budget, Problem, Phase, Schedule, TableGradBound),
-    *(
-        Assigned,
-        AssignedParts,
-        Cyclic,
-        Disjoint,
-        Fixed,
-        Full,
-        Parts,
-        Poisson,
-        Shuffled,
-    ),
+    Budget,
+    Problem,
+    Phase,
+    Schedule,
+    TableGradBound,
+    Assigned,
+    AssignedParts,
+    Cyclic,
+    Disjoint,
+    Fixed,
+    Full,
+    Parts,
+    Poisson,
+    Shuffled,
     *(kind for kind in vars(losses).values() if is_dataclass(kind) and isinstance(kind, type)),
 )
 
@@ -377,7 +379,7 @@ class BatchPlan(Plan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        warn_of_delta(self.budget, self.n, stacklevel=outside())
+        warn_of_delta(self.budget, self.n)
         check.choice((None, "exact"), secure=self.secure)
         check.choice(AVERAGES, average=self.average)
 

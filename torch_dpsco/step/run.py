@@ -48,8 +48,7 @@ from torch_dpsco.accounting.ledger import LOCK
 from torch_dpsco.accounting.report import Run as PublicRun
 from torch_dpsco.accounting.statement import Statement, make_statement
 from torch_dpsco.compat import OPTIMIZER_HOOKS, is_profiling
-from torch_dpsco.distributed import world_size
-from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError, outside
+from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError
 from torch_dpsco.problem import Schedule
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rules import UpdateRule
@@ -191,7 +190,7 @@ def make_run(  # noqa: D417 (the others are those of `PrivateOptimizer`)
         accountant = Accountant(adjacency=adjacency, unit=oracle.unit)
     accountant.require_unit(oracle.unit)
     if not is_planned and not isinstance(design, Undeclared):
-        warn_of_delta(accountant.budget, design.n, stacklevel=outside())
+        warn_of_delta(accountant.budget, design.n)
     checks.require_same_parts(oracle, design, schedule)
     payments = Payments(oracle, design, accountant, schedule.steps)
     if payments.adaptive:
@@ -672,45 +671,6 @@ class CommonOptimizer(Optimizer):
         # PRIVACY: said loudly (test_the_report_says_where_the_noise_comes_from)
         return make_statement(
             self.accountant.report(delta, ahead=ahead), replace(run, repeatable=self._seeded)
-        )
-
-
-class Uncopied:
-    """Mixin of optimizers whose one answer is made of secret iterates."""
-
-    _finalized: bool
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns torch's state, which is empty, once the answer is released; raises SequenceError before."""
-        if not self._finalized:
-            # PRIVACY: averages are of secret iterates (test_nothing_is_saved_before_the_answer)
-            raise SequenceError(
-                "nothing may be saved before finalize(): all is secret. An interrupted run starts"
-                " again, since nothing was released or charged"
-            )
-        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        return state
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # PRIVACY: two answers of one secret run would be two releases
-        # (test_a_run_cannot_be_copied, test_a_solved_run_cannot_be_copied)
-        raise SequenceError(
-            "a run of secret iterates must not be copied: it has one release; make a new optimizer"
-        )
-
-    def __copy__(self) -> Any:
-        return self.__deepcopy__({})
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__deepcopy__({})
-
-
-def require_one_process() -> None:
-    """Raises SequenceError in a distributed run; if a release is not a sum over the rows of the processes."""
-    if world_size() > 1:
-        raise SequenceError(
-            f"world_size must be 1 for this optimizer (got {world_size()}): HolderSGD and"
-            " ClippedSGD run in several processes, on Poisson or full batches"
         )
 
 

@@ -19,13 +19,12 @@ from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
 from torch_dpsco.algorithms import localized_numbers
 from torch_dpsco.algorithms.heavy_tailed_numbers import (
     OnePass,
-    _batch,
     _log_bias_constant,
     _rounded_up,
+    accelerated_factor,
     accelerated_plan,
     clip_bias,
     clip_threshold_square,
-    exchange_rate_accelerated,
     exchange_rate_mean,
     mean_noise_std,
     safe_exp,
@@ -38,6 +37,7 @@ from torch_dpsco.algorithms.localized_numbers import (
     halved_sizes,
 )
 from torch_dpsco.algorithms.mechanisms import (
+    VECTORS,
     BinomialNoise,
     FloatArray,
     ShuffleParameters,
@@ -47,11 +47,16 @@ from torch_dpsco.algorithms.mechanisms import (
     centered_sum,
     grid_values,
     round_randomly,
-    vector_parameters,
+    shuffle_parameters,
 )
 from torch_dpsco.algorithms.oracles import clipped_rows, medians
 from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.noise import Source, uniform
+
+
+def _batch(n: int, steps: int) -> int:
+    """Returns floor(n/T)."""
+    return OnePass(n=n, dim=1, rho=1.0, moment=1.0, moment_order=2.0).batch_size(steps)
 
 
 def clip_bias_constant(moment_order: float) -> float:
@@ -502,7 +507,9 @@ def vector_parameters_paper(n: int, dim: int, epsilon: float, delta: float) -> S
     )
     found = ShuffleParameters(grid, bits, 0.25)
     # what holds for fewer bits holds for more: sizes from the accountant are enough to confirm
-    enough = vector_parameters(n, dim, epsilon, delta, grid=grid, noise_probability=0.25)
+    enough = shuffle_parameters(
+        VECTORS, n, dim, epsilon, delta, grid=grid, noise_probability=0.25
+    )
     if enough.noise_bits > bits:
         # PRIVACY: (test_the_closed_form_is_refused_where_its_claim_was_not_confirmed)
         raise ConditionError(
@@ -716,8 +723,10 @@ def flat(planner: Callable[..., Any], inputs: Any = OnePass) -> Callable[..., An
 def accelerated_numbers(**task: Any) -> dict[str, float]:
     """Returns the numbers of an accelerated plan by the letters of the vectors."""
     plan = flat(accelerated_plan)(**task)
+    adjacency = task.get("adjacency", "replace_one")
+    mean = exchange_rate_mean(task["n"] // plan.steps, task["dim"], task["rho"], adjacency)
     return {
-        "a": exchange_rate_accelerated(plan.n, plan.dim, plan.steps, plan.rho, plan.adjacency),
+        "a": accelerated_factor(plan.steps) * mean,
         "C": plan.clip,
         "bias": plan.bias,
         "sigma": plan.noise_std,

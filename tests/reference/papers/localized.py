@@ -251,7 +251,7 @@ def boosted_localized_schedule(
         >>> task = PhaseTask(n=640, dim=3, rho=0.2, moment_order=2.0, second_moment=1.0, diameter=2.0,
         ...                  max_steps=None)
         >>> schedule = boosted_localized_schedule(task, moment=1.3, copies=3, conservative=True)
-        >>> schedule.phases_count, round(schedule.bound, 3), [phase.n for phase in schedule.phases]
+        >>> len(schedule.phases), round(schedule.bound, 3), [phase.n for phase in schedule.phases]
         (6, 58.9, [106, 53, 26, 13, 6, 3])
     """
     moment = check.positive(moment=moment)
