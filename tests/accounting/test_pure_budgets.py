@@ -60,7 +60,6 @@ IMPURE: list[Event] = [
     RDPCurve((2.0,), (0.1,)),
     Failure(1e-12),
     Failure(1e-12, "transcript"),
-    Failure(1e-12, "per_side"),
     NonPrivate(),
     Laplace(0.0, {REPLACE_ONE: 1.0}),
     AboveThreshold(0.0, 1.0, {REPLACE_ONE: 1.0}),
