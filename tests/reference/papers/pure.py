@@ -33,7 +33,6 @@ from torch_dpsco.accounting.analysis.rdp import (
     Orders,
     by_order,
     divergence,
-    two_sided,
 )
 
 _DEPTH = 50.0  # what lies e^-50 below the peak of an integrand is left out
