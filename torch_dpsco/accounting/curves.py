@@ -34,11 +34,11 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_ep
 from torch_dpsco.accounting.analysis.objective import Change, objpert_rdp
 from torch_dpsco.accounting.analysis.pld import pld_delta, pld_epsilon
 from torch_dpsco.accounting.analysis.pld_laws import (
-    ApproxLoss,
     FixedSizeLoss,
     GaussianLoss,
     LossLaw,
     PoissonLoss,
+    PureLoss,
     ReplaceOneLoss,
 )
 from torch_dpsco.accounting.analysis.pure import (
@@ -489,7 +489,7 @@ def laws_of(event: SimpleEvent, adjacency: Adjacency) -> tuple[LossLaw, ...] | N
         )
     # PRIVACY: the worst law of a pure mechanism; that of one Laplace coordinate is not proved to be the worst for
     # several (test_pure_events_have_the_worst_law)
-    return (ApproxLoss(cost.pure),) if math.isfinite(cost.pure) else None
+    return (PureLoss(cost.pure),) if math.isfinite(cost.pure) else None
 
 
 def composed_laws(
