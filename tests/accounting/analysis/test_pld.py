@@ -198,8 +198,7 @@ def test_the_worse_direction_is_reported():
         ways[1], rel=1e-6
     )  # the total variation distance has no order
     ways = [
-        pld._improved(order, pld._AtDelta(1e-5), 1e-4).result.epsilon
-        for order in (ledger, exchanged)
+        pld._improved(order, pld._AtDelta(1e-5), 1e-4).epsilon for order in (ledger, exchanged)
     ]
     assert pld_epsilon(exchanged, 1e-5).epsilon == ways[0] > 1.05 * ways[1]
 
