@@ -186,8 +186,8 @@ def foreign_book(
         ValueError: an entry is not (noise multiplier >= 0, rate in [0, 1], steps >= 0).
     """
     book = Book(config={"adjacency": adjacency, "unit": unit})
-    entry: Any
-    for entry in history if isinstance(history, Iterable) else (history,):
+    given: Any = history
+    for entry in given if isinstance(given, Iterable) else (given,):
         if not isinstance(entry, Sequence) or len(entry) != 3:
             raise ValueError(
                 f"history must hold (noise_multiplier, sample_rate, steps) (got {entry!r})"
