@@ -27,7 +27,7 @@ from collections.abc import Callable
 import numpy as np
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.pure import rdp_laplace, rdp_pure
+from torch_dpsco.accounting.analysis.pure import rdp_laplace, rdp_pure, rho_pure
 from torch_dpsco.accounting.analysis.rdp import (
     FloatArray,
     Orders,
@@ -234,3 +234,8 @@ def _profile(exponent: float, divisor: float = 1.0) -> float:
     """Returns (1 - e^exponent) / divisor, or 0 if that is negative, rounded up."""
     # PRIVACY: 1e-15 exceeds the rounding (test_profiles_are_not_below_their_high_precision_values)
     return min(1.0, max(0.0, -math.expm1(exponent)) / divisor * (1 + 1e-15))
+
+
+def rdp_pure_dp(epsilon: float, order: float) -> float:
+    """Returns `rdp_pure`; at order 1 the Kullback-Leibler divergence epsilon tanh(epsilon / 2)."""
+    return rho_pure(epsilon) if order == 1 else rdp_pure(epsilon, order)
