@@ -192,7 +192,7 @@ def test_the_worse_direction_is_reported():
         ledger = ((PoissonLoss(rate, noise), steps),)
         exchanged = ((PoissonLoss(rate, noise, reverse=True), steps),)
         query = pld._AtEpsilon(at)
-        ways = [pld._improved(order, query, 1e-4).result.delta for order in (ledger, exchanged)]
+        ways = [pld._improved(order, query, 1e-4).delta for order in (ledger, exchanged)]
         assert pld_delta(ledger, at).delta == pld_delta(exchanged, at).delta == max(ways)
     assert ways[0] == pytest.approx(
         ways[1], rel=1e-6
