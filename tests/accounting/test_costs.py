@@ -12,8 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.reference.papers.accounting import laplace_delta
-from tests.reference.papers.pure import pure_delta
-from torch_dpsco.accounting.analysis.pure import rdp_laplace, rdp_pure, rho_pure
+from torch_dpsco.accounting.analysis.pure import (
+    pure_delta,
+    rdp_l2_knorm,
+    rdp_laplace,
+    rdp_pure,
+    rho_pure,
+)
 from torch_dpsco.accounting.curves import METHODS, cost_of, laws_of, orders_at
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
@@ -85,7 +90,7 @@ def test_pure_mechanisms_have_the_curves_of_the_analysis(adjacency):
         (Laplace(4.0, SENS), shift / 4, rdp_laplace(4.0 / shift, ORDERS)),
         (AboveThreshold(8.0, 16.0, SENS, 2), shift / 8 + 4 * shift / 16, None),
         (Pure(0.5), 0.5, None),
-        (KNorm(0.5, 20), 0.5, None),
+        (KNorm(0.5, 20), 0.5, rdp_l2_knorm(0.5, 20, ORDERS)),
     ):
         cost = cost_of(event, adjacency)
         assert cost.pure == pytest.approx(epsilon)
@@ -329,7 +334,7 @@ def test_too_many_combinations_fall_back():
     st.sampled_from([1e-3, 1e-6]),
 )
 def test_best_is_never_above_any_other_bound(events, delta):
-    """Loss distributions lose where only a pure epsilon is known (`Laplace`)."""
+    """Loss distributions lose where only a pure epsilon is known of noise in many dimensions (`KNorm`)."""
     ledger, adjacency = Ledger(events), ZERO_OUT if _fixed(events) else ADD_REMOVE
     best = ledger.evaluate(delta, adjacency)
     figures = {method: ledger.epsilon(delta, adjacency, method) for method in ("rdp", "pld")}

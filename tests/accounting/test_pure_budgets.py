@@ -362,11 +362,11 @@ def test_what_was_recorded_past_a_pure_budget_ends_it():
 
 def test_the_figures_of_the_page_on_accounting_are_right():
     accountant = Accountant()
-    accountant.authorize(KNorm(0.1, 10), 100)
-    assert accountant.get_epsilon(0.0) == pytest.approx(10.0)
-    assert accountant.get_epsilon(1e-6) == pytest.approx(4.775, abs=5e-4)
-    more = Accountant(Budget(10.0, 1e-6, "replace_one"))
-    assert more.max_steps(KNorm(0.1, 10)) > 200
+    accountant.authorize(KNorm(0.1, 10), 10)
+    assert accountant.get_epsilon(0.0) == 1.0
+    assert accountant.get_epsilon(1e-6) == pytest.approx(0.411, abs=5e-4)
+    more = Accountant(Budget(1.0, 1e-6, "replace_one"))
+    assert more.max_steps(KNorm(0.1, 10)) > 20
 
 
 def test_a_budget_with_a_delta_still_takes_pure_events():

@@ -43,6 +43,7 @@ from torch_dpsco.accounting.analysis.pld_laws import (
 )
 from torch_dpsco.accounting.analysis.pure import (
     above_threshold_epsilon,
+    rdp_l2_knorm,
     rdp_laplace,
     rdp_pure,
     rho_pure,
@@ -280,7 +281,7 @@ def _(event: events.AboveThreshold, adjacency: Adjacency, orders: FloatArray) ->
 
 
 @_cost.register
-def _(event: events.Pure | events.KNorm, adjacency: Adjacency, orders: FloatArray) -> Cost:
+def _(event: events.Pure, adjacency: Adjacency, orders: FloatArray) -> Cost:
     return _of_pure(event.eps, orders)
 
 
@@ -288,6 +289,13 @@ def _(event: events.Pure | events.KNorm, adjacency: Adjacency, orders: FloatArra
 def _(event: events.ApproxDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
     # simulated by: tell all with probability delta, else a pure mechanism (Kairouz, Oh, Viswanath 2015)
     return replace(_of_pure(event.eps, orders), log_survival=math.log1p(-event.delta))
+
+
+@_cost.register
+def _(event: events.KNorm, adjacency: Adjacency, orders: FloatArray) -> Cost:
+    return _of_pure(
+        event.eps, orders, rdp_l2_knorm(event.eps, event.dim, orders) if event.eps else None
+    )
 
 
 @_cost.register

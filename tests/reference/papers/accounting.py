@@ -17,13 +17,6 @@ from tests.reference.papers.mixtures import (
     rdp_epsilon_at_order,
     sampled_divergence,
 )
-from tests.reference.papers.pure import (
-    _LEAST_EPSILON,
-    _log_integral,
-    _log_total,
-    _profile,
-    pure_delta,
-)
 from torch_dpsco import _validate
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis import rdp as quad
@@ -37,7 +30,16 @@ from torch_dpsco.accounting.analysis.pld_laws import (
     cuts,
     lifted,
 )
-from torch_dpsco.accounting.analysis.pure import _LEAST, _log_cdf, _mean_over_laplace
+from torch_dpsco.accounting.analysis.pure import (
+    _LEAST,
+    _LEAST_EPSILON,
+    _log_cdf,
+    _log_integral,
+    _log_total,
+    _mean_over_laplace,
+    _profile,
+    pure_delta,
+)
 from torch_dpsco.accounting.analysis.rdp import (
     CHUNK,
     MAX_NOISE,

@@ -1,4 +1,4 @@
-"""Pure differential privacy converted to other notions of privacy.
+"""Pure differential privacy converted to other notions of privacy, and the K-norm mechanism.
 
 Of all epsilon-DP pairs, randomized response
 
@@ -17,8 +17,24 @@ Laplace noise of scale b = 1/t on a number of sensitivity 1 is better at every o
 Both are evaluated by their excess E, a sum or product of positive terms, where it is small, and by the exponents where
 it is large, so that neither 1 + E rounds to 1 nor anything overflows.
 
-Source: docs/proofs/accounting.md#pure-mechanisms, docs/proofs/accounting.md#laplace-noise; Mironov
-2017.
+The L2 K-norm mechanism has noise of density proportional to exp(-epsilon |z|_2 / sensitivity), in R^dim. Measure z in
+units of the sensitivity. Between a data set and a neighbor the center moves by v, |v| <= 1; the moment E exp(c (|Z - v|
+- |Z|)) is convex and even in v, so |v| = 1 is the worst. The privacy loss is epsilon eta with
+
+    eta = |z - v| - |z|  in [-1, 1],
+
+one of the two elliptic coordinates with foci 0 and v. The other, xi = |z - v| + |z|, has the density
+(xi^2 - 1)^((dim-3)/2) (xi^2 - eta^2) e^(-epsilon xi / 2), and integrates to Bessel functions K: under either center,
+eta has the density (for the neighbor with the opposite sign in the exponent)
+
+    e^(epsilon eta / 2) (1 - eta^2)^((dim-3)/2) (kappa + 1 - eta^2) / constant,
+    kappa = 2 (dim - 1) / epsilon * K_(nu+1)(epsilon / 2) / K_nu(epsilon / 2),     nu = dim / 2 - 1.
+
+So the loss is symmetric, every quantity is one integral over eta = sin(theta) in (0, 1), and (a - 1) D_a has even a
+closed form in Bessel functions, which the tests use (its functions overflow for large dim).
+
+Source: docs/proofs/accounting.md#pure-mechanisms, docs/proofs/accounting.md#laplace-noise,
+docs/proofs/accounting.md#k-norm-noise, docs/proofs/output.md#k-norm-noise; Mironov 2017.
 
 AboveThreshold (the sparse vector technique): its constants, its error probabilities, and its sum with Gaussians.
 
@@ -41,7 +57,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 
@@ -52,8 +68,10 @@ from torch_dpsco.accounting.analysis.rdp import (
     FloatArray,
     Orders,
     by_order,
+    divergence,
     nodes,
     rounded_up,
+    two_sided,
 )
 from torch_dpsco.accounting.analysis.rounding import upper
 from torch_dpsco.errors import InfeasibleError
@@ -93,12 +111,20 @@ def rdp_laplace(scale: float, order: Orders) -> Orders:
     return by_order(curve, order)
 
 
-def rdp_pure(epsilon: float, order: Orders) -> Orders:
+@overload
+def rdp_pure(epsilon: float, order: float) -> float: ...
+
+
+@overload
+def rdp_pure(epsilon: float, order: FloatArray) -> FloatArray: ...
+
+
+def rdp_pure(epsilon: float, order: float | FloatArray) -> float | FloatArray:
     """Returns the largest Renyi divergence that an epsilon-DP mechanism can have: that of randomized response.
 
     Args:
         epsilon: >= 0 (inf allowed).
-        order: Renyi order(s) a > 1.
+        order: Renyi order(s) a >= 1; at 1 the Kullback-Leibler divergence epsilon tanh(epsilon / 2).
 
     Returns:
         D_a, rounded up, and never above epsilon.
@@ -111,16 +137,18 @@ def rdp_pure(epsilon: float, order: Orders) -> Orders:
     Source: docs/proofs/accounting.md#pure-mechanisms.
 
     Example:
-        >>> round(rdp_pure(epsilon=1.0, order=2.0), 6)
-        0.735326
+        >>> round(rdp_pure(epsilon=1.0, order=2.0), 6), round(rdp_pure(epsilon=1.0, order=1.0), 6)
+        (0.735326, 0.462117)
     """
     epsilon = check.nonnegative(epsilon=epsilon, allow_inf=True)
-
-    def curve(block: FloatArray) -> FloatArray:
-        # PRIVACY: the pair is the worst of all (test_no_random_epsilon_dp_pair_costs_more_than_randomized_response)
-        return _randomized_response(epsilon, block)
-
-    return by_order(curve, order)
+    values = np.asarray(order, dtype=np.float64)
+    if values.ndim > 1:
+        raise ValueError(f"order must be a number or a 1-d array (got shape {values.shape})")
+    for bad in np.atleast_1d(values)[~((values >= 1) & (values < np.inf)).ravel()]:
+        raise ValueError(f"order must be finite and >= 1 (got {bad})")
+    # PRIVACY: the pair is the worst of all (test_no_random_epsilon_dp_pair_costs_more_than_randomized_response)
+    result = _randomized_response(epsilon, np.atleast_1d(values))
+    return float(result[0]) if values.ndim == 0 else result
 
 
 def rho_pure(epsilon: float) -> float:
@@ -154,6 +182,39 @@ def rho_pure(epsilon: float) -> float:
     return min(epsilon, max(_LEAST, epsilon * math.tanh(epsilon / 2) * (1 + 2e-15)))
 
 
+def pure_delta(epsilon: float, pure_epsilon: float) -> float:
+    """Returns the largest delta at `epsilon` of a mechanism that is `pure_epsilon`-DP: that of randomized response.
+
+    Args:
+        epsilon: any finite number.
+        pure_epsilon: >= 0 (inf allowed).
+
+    Returns:
+        (e^pure_epsilon - e^epsilon) / (1 + e^pure_epsilon), and max(0, 1 - e^epsilon) beyond +-pure_epsilon, rounded
+        up.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: docs/proofs/accounting.md#pure-mechanisms; Kairouz, Oh and Viswanath 2015.
+
+    Example:
+        >>> round(pure_delta(epsilon=0.5, pure_epsilon=1.0), 6)
+        0.287649
+    """
+    epsilon = check.finite(epsilon=epsilon)
+    worst = check.nonnegative(pure_epsilon=pure_epsilon, allow_inf=True)
+    if epsilon <= -worst:
+        return _profile(epsilon)
+    return _profile(epsilon - worst, 1 + math.exp(-worst))
+
+
+def _profile(exponent: float, divisor: float = 1.0) -> float:
+    """Returns (1 - e^exponent) / divisor, or 0 if that is negative, rounded up."""
+    # PRIVACY: 1e-15 exceeds the rounding (test_profiles_are_not_below_their_high_precision_values)
+    return min(1.0, max(0.0, -math.expm1(exponent)) / divisor * (1 + 1e-15))
+
+
 def _laplace(inverse: float, order: FloatArray) -> FloatArray:
     """D_a of Laplace noise; `inverse` is 1/scale.
 
@@ -176,7 +237,7 @@ def _laplace(inverse: float, order: FloatArray) -> FloatArray:
 
 
 def _randomized_response(epsilon: float, order: FloatArray) -> FloatArray:
-    """D_a of randomized response."""
+    """D_a of randomized response; at a = 1 its limit."""
     if math.isinf(epsilon):
         return np.full_like(order, np.inf)
     excess = order - 1
@@ -218,6 +279,167 @@ def _cost(value: FloatArray, epsilon: float) -> FloatArray:
     """Returns the value rounded up; where it underflows, the least cost that is reported for a positive epsilon."""
     # PRIVACY: covers rounding and underflow (test_no_curve_is_below_its_high_precision_value)
     return np.maximum(rounded_up(value), _LEAST) if epsilon > 0 else np.zeros_like(value)
+
+
+_DEPTH = 50.0  # what lies e^-50 below the peak of an integrand is left out
+_PANELS = 32
+_POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(16)
+_NODES = ((np.arange(_PANELS)[:, None] + (1 + _POINTS) / 2) / _PANELS).ravel()
+_LOG_WEIGHTS = np.log(np.tile(_WEIGHTS / 2 / _PANELS, _PANELS))
+_LEAST_EPSILON = 1e-100  # below, the bound of randomized response serves: products underflow
+
+
+def rdp_l2_knorm(epsilon: float, dim: int, order: Orders) -> Orders:
+    """Returns the Renyi divergence of one K-norm release.
+
+    For moderate a epsilon it is about a epsilon^2 / (2 dim), the price of a Gaussian of nearly equal energy, and far
+    below that of other epsilon-DP mechanisms; it tends to epsilon as a grows.
+
+    Args:
+        epsilon: >= 0, the pure epsilon of the release: the noise has the scale sensitivity / epsilon.
+        dim: >= 1, coordinates of the release.
+        order: Renyi order(s) a > 1.
+
+    Returns:
+        D_a, rounded up, and never above `rdp_pure`.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Guarantee: one release of a vector with that L2 sensitivity, whatever the adjacency of the sensitivity.
+
+    Source: docs/proofs/accounting.md#k-norm-noise.
+
+    Example:
+        >>> round(rdp_l2_knorm(epsilon=1.0, dim=100, order=2.0), 7)
+        0.0099988
+    """
+    epsilon = check.nonnegative(epsilon=epsilon)
+    dim = check.positive_count(dim=dim)
+
+    def curve(block: FloatArray) -> FloatArray:
+        worst = rdp_pure(epsilon, block)
+        if epsilon < _LEAST_EPSILON:
+            return worst
+        if dim == 1:
+            return np.minimum(rdp_laplace(1 / epsilon, block), worst)
+        # PRIVACY: quadrature errors are below what is added (test_the_curve_is_not_below_its_closed_form)
+        return np.minimum(divergence(block, _log_excess(epsilon, dim, block)), worst)
+
+    return by_order(curve, order)
+
+
+def _log_excess(epsilon: float, dim: int, order: FloatArray) -> FloatArray:
+    """Returns log E, E = E_Q[r^a] - 1, by the two-sided kernel: Q has the exponent -loss / 2 on loss > 0."""
+    column = order[:, None]
+
+    def kernel(loss: FloatArray) -> FloatArray:
+        return two_sided(column, loss) - column * loss
+
+    slopes = (order - 0.5) * epsilon
+    return _log_integral(epsilon, dim, slopes, kernel) - _log_total(epsilon, dim)
+
+
+def _log_total(epsilon: float, dim: int) -> float:
+    """Returns the log of the constant of the density of eta."""
+
+    def kernel(loss: FloatArray) -> FloatArray:
+        return np.log1p(np.exp(-loss))
+
+    return float(_log_integral(epsilon, dim, np.array([epsilon / 2]), kernel)[0])
+
+
+def _log_integral(
+    epsilon: float,
+    dim: int,
+    slopes: FloatArray,
+    kernel: Callable[[FloatArray], FloatArray],
+    start: float = 0.0,
+) -> FloatArray:
+    """Returns log of the integral over theta in (start, pi/2) of w(theta) exp(slope sin(theta) + kernel(loss)).
+
+    loss = epsilon sin(theta) and w = cos^(dim-2)(theta) (1 + cos^2(theta) / kappa): the Jacobian cancels the pole that
+    dim = 2 has in eta, and w is entire. Each slope has nodes of its own, 32 panels of 16 points on the interval where
+    slope sin + (dim-2) log cos, which is concave in theta, is within e^-50 of its peak.
+
+    Args:
+        epsilon: > 0.
+        dim: >= 2.
+        slopes: (K,) each > 0.
+        kernel: maps (K, nodes) losses to logarithms <= log 2, which grow at most as a power of theta.
+        start: lower end, in [0, pi/2).
+    """
+    low, high = _window(slopes, dim, start)
+    theta = low[:, None] + (high - low)[:, None] * _NODES
+    sine = np.sin(theta)
+    with np.errstate(divide="ignore", under="ignore"):
+        log_cosine = np.log1p(-sine * sine) / 2
+        weight = (
+            (dim - 2) * np.where(sine < 1, log_cosine, -800.0)
+            if dim > 2
+            else np.zeros_like(theta)
+        )
+        weight = weight + np.log1p(np.cos(theta) ** 2 / _kappa(epsilon, dim))
+        terms = weight + slopes[:, None] * sine + kernel(epsilon * sine) + _LOG_WEIGHTS
+        top = terms.max(axis=1)
+        total: FloatArray = (
+            np.log(np.sum(np.exp(terms - top[:, None]), axis=1)) + top + np.log(high - low)
+        )
+    return total
+
+
+def _window(slopes: FloatArray, dim: int, start: float) -> tuple[FloatArray, FloatArray]:
+    """Returns the theta on both sides of the peak of slope sin + (dim-2) log cos where it has fallen by `_DEPTH`."""
+    power = dim - 2
+    sine = 2 * slopes / (power + np.hypot(power, 2 * slopes))
+    peak = np.maximum(np.arcsin(np.minimum(sine, 1.0)), start)
+
+    def fall(theta: FloatArray) -> FloatArray:
+        # differences by product formulas: the values themselves may be 1e9 with a fall of 1
+        half = (theta - peak) / 2
+        drop: FloatArray = -2 * slopes * np.sin(half) * np.cos(peak + half)
+        if power:
+            ratio = np.maximum(np.cos(theta), 1e-320) / np.maximum(np.cos(peak), 1e-300)
+            drop = drop - power * np.log(ratio)
+        return drop
+
+    inside_low = peak
+    outside_low = np.full_like(peak, start)
+    inside_high = peak
+    outside_high = np.full_like(peak, math.pi / 2)
+    for _ in range(60):  # the outer ends are kept: too wide is safe
+        middle = (inside_low + outside_low) / 2
+        deep = fall(middle) > _DEPTH
+        outside_low = np.where(deep, middle, outside_low)
+        inside_low = np.where(deep, inside_low, middle)
+        middle = (inside_high + outside_high) / 2
+        deep = fall(middle) > _DEPTH
+        outside_high = np.where(deep, middle, outside_high)
+        inside_high = np.where(deep, inside_high, middle)
+    return outside_low, outside_high
+
+
+def _kappa(epsilon: float, dim: int) -> float:
+    """Returns 2 (dim-1) / epsilon * K_(nu+1)(x) / K_nu(x), nu = dim/2 - 1, x = epsilon/2.
+
+    K_nu(x) = 1/2 integral over the real line of e^(nu t - x cosh t). The peak is at e^t = (nu + h) / x with
+    h = hypot(nu, x). At a distance u from it the exponent has fallen by h (cosh u - 1) + nu (sinh u - u), which on the
+    left is at least nu (|u| - 1), and 0.3 h u^2 for |u| < 1. The ratio is the mean of e^t; the trapezoid rule converges
+    geometrically.
+    """
+    nu = dim / 2 - 1
+    x = epsilon / 2
+    h = math.hypot(nu, x)
+    step = min(0.1, 0.4 / math.sqrt(h))
+    right = math.acosh(1 + 2 * _DEPTH / h)
+    left = math.sqrt(_DEPTH / 0.3 / h)
+    if left > 1:
+        left = math.log((nu + h) / x) + math.log(4 * _DEPTH / x) + 1
+        left = min(left, _DEPTH / nu + 1) if nu > 0 else left
+    u = np.arange(-math.ceil(left / step), math.ceil(right / step) + 1, dtype=np.float64) * step
+    weight = np.exp(nu * u - (h + nu) / 2 * np.expm1(u) - x * x / (h + nu) / 2 * np.expm1(-u))
+    mean = np.sum(weight * np.exp(u)) / np.sum(weight)
+    return 2 * (dim - 1) / epsilon * (nu + h) / x * float(mean)
 
 
 _REACH = 60.0  # Laplace scales kept beyond the outermost breakpoint: the rest is below e^-60 of the result
@@ -505,7 +727,7 @@ def svt_gaussian_mu(epsilon: float, delta: float, epsilon_svt: float) -> float:
     high = 1.0
     if svt_gaussian_delta(epsilon, svt, low) >= delta:
         raise InfeasibleError(
-            f"delta must be > {svt_gaussian_delta(epsilon, svt, low):g} beside epsilon_svt = {svt:g} at epsilon"
+            f"delta must be > {pure_delta(epsilon, svt):g} beside epsilon_svt = {svt:g} at epsilon"
             f" = {epsilon:g} (got {delta:g})"
         )
     while svt_gaussian_delta(epsilon, svt, high) <= delta:

@@ -632,6 +632,13 @@ def log_excess(
     return result
 
 
+def two_sided(order: FloatArray, log_ratio: FloatArray) -> FloatArray:
+    """Returns log(r^a + r^(1-a) - r - 1) for log r >= 0, from its product form."""
+    power = order * log_ratio
+    kernel: FloatArray = power + np.log(np.expm1(-power) * np.expm1(-(order - 1) * log_ratio))
+    return kernel
+
+
 def divergence(order: FloatArray, log_excess: FloatArray) -> FloatArray:
     """Returns D_a = log(1 + E) / (a - 1) from log E, rounded up by more than the quadrature error."""
     return rounded_up(np.logaddexp(0.0, log_excess) / (order - 1))
