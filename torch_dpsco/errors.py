@@ -72,7 +72,8 @@ class UtilityWarning(UserWarning):
     """Privacy holds, but a utility theorem does not apply, or a setting is likely to waste accuracy.
 
     An optimizer says such a thing once. A few of this class concern privacy itself: noise or batches that can be
-    repeated, a delta of 1/n and more, a ledger file of unknown age, noise that is not proved. They are given each time.
+    repeated, a delta of 1/n and more, a ledger file of unknown age, noise that is not proved, batches that
+    Opacus charges as Poisson ones. They are given each time.
     """
 
 

@@ -14,6 +14,7 @@ from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     ADJACENCIES,
     REPLACE_ONE,
+    ZCDP,
     ZERO_OUT,
     Gaussian,
     NonPrivate,
@@ -286,3 +287,15 @@ def test_mu_is_given_only_where_it_holds():
         spoiled.authorize(spoiler)
         with pytest.raises(ValueError, match="mu must be exact"):
             spoiled.get_mu()
+
+
+def test_rho_is_given_only_where_it_holds():
+    accountant = Accountant(adjacency=REPLACE_ONE)
+    accountant.authorize(Gaussian(2.0, {REPLACE_ONE: 1.0}), 4)
+    accountant.authorize(ZCDP(0.25))
+    assert accountant.get_rho() == pytest.approx(0.75)
+    for spoiler in (STEP, Gaussian(2.0, {REPLACE_ONE: 1.0}, failure=1e-6), ZCDP(0.25, 1e-9)):
+        spoiled = Accountant(adjacency=REPLACE_ONE)
+        spoiled.authorize(spoiler)
+        with pytest.raises(ValueError, match="rho must be exact"):
+            spoiled.get_rho()

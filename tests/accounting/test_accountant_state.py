@@ -138,7 +138,7 @@ def test_a_state_of_something_else_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         target.load_state_dict(altered)
     for nothing in ({}, None):
-        with pytest.raises(ValueError, match="state_dict must not be empty"):
+        with pytest.raises(ValueError, match="state_dict must be a mapping, not an empty one"):
             target.load_state_dict(nothing)
     assert image(target) == before
 

@@ -55,7 +55,6 @@ EVENTS = [
     *(
         Failure(1e-7),
         Failure(1e-7, "transcript"),
-        Failure(1e-7, "per_side"),
     ),
     *(
         Repeat(WHOLE, 0),

@@ -65,7 +65,6 @@ EVENTS = [
     RDPCurve((2.0, 4.0, 300.0), (0.1, 0.2, 20.0)),
     Failure(1e-7, "coupling"),
     Failure(1e-7, "transcript"),
-    Failure(1e-7, "per_side"),
     Parallel({"a": [Pure(0.5)]}, "keys", partition_kind="keyed"),
     Parallel({"a": [Pure(0.5)]}, "public keys", partition_kind="keyed", key_public=True),
 ]
@@ -172,11 +171,8 @@ def test_failures_take_their_share_of_delta():
     assert epsilon(base, Failure(p, "transcript")) == pytest.approx(
         Ledger([base]).epsilon(DELTA - p, REPLACE_ONE), rel=1e-6
     )
-    side = epsilon(base, Failure(1e-7, "per_side"))
-    left = DELTA - (1 + math.exp(side)) * 1e-7
-    assert Ledger([base]).epsilon(left, REPLACE_ONE) <= side * (1 + 1e-9)
-    assert plain < side < epsilon(base, Failure(DELTA / 2, "transcript"))
-    for kind in ("coupling", "transcript", "per_side"):
+    assert plain < epsilon(base, Failure(DELTA / 2, "transcript"))
+    for kind in ("coupling", "transcript"):
         assert epsilon(base, Failure(DELTA, kind)) == math.inf
         assert (
             Ledger([base, Failure(p, kind)]).delta(1.0, REPLACE_ONE)

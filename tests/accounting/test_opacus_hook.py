@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch_dpsco.accounting.events import (
     ADD_REMOVE,
 )
 from torch_dpsco.doctor import doctor
-from torch_dpsco.errors import BudgetExceeded, SequenceError
+from torch_dpsco.errors import BudgetExceeded, SequenceError, UtilityWarning
 
 # -- the hook ---------------------------------------------------------------------------------------------------------
 
@@ -103,6 +104,19 @@ def test_sampling_is_taken_from_opacus_and_said_to_be():
     assert any(line in said for said in resumed.report(DELTA).assumptions)
 
 
+def test_a_loader_that_opacus_does_not_draw_from_is_warned_of():
+    """Its engine charges a shuffled loader as Poisson batches; with `poisson_sampling=True` it draws by itself."""
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        Script()
+        assert not any(said.category is UtilityWarning for said in given)
+        Script(poisson_sampling=False)
+    (said,) = (said for said in given if said.category is UtilityWarning)
+    assert "poisson_sampling must be True" in str(said.message)
+    assert said.filename.endswith("opacus_script.py")  # who called Opacus
+
+
+@pytest.mark.filterwarnings("ignore:poisson_sampling must be True")
 def test_the_doctor_sees_through_our_hook():
     script = Script(poisson_sampling=False)
     plain = DataLoader(DATA, batch_size=16, shuffle=True)

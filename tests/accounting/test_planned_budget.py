@@ -96,7 +96,6 @@ def test_another_event_than_the_first_is_refused_and_changes_nothing(other):
 def test_without_a_planned_budget_nothing_need_be_planned():
     for budget in (
         None,
-        Budget(1.0, DELTA, "replace_one", mode="rdp", orders=40),
         Budget(1.0, DELTA, "replace_one", mode="rdp"),
     ):
         accountant = Accountant(budget)

@@ -24,8 +24,8 @@ from torch_dpsco.accounting.events import (
     clipped_gaussian,
 )
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.accounting.report import trade_off
 from torch_dpsco.errors import AdjacencyError
+from torch_dpsco.show.card import trade_off
 
 RATES = st.floats(0.0, 1.0) | st.sampled_from([1e-9, 1e-4, 0.01, 1 - 1e-6])
 PARTS = st.floats(1e-6, 1 - 1e-6)

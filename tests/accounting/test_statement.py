@@ -314,7 +314,6 @@ def test_an_astronomic_epsilon_is_stated_without_overflow():
     statement = stated(Full(1000), event=clipped_gaussian(0.05))
     assert 700 < statement.figures.epsilon < math.inf
     assert "e^epsilon is more than 1e304" in statement.warnings[0]
-    assert json.loads(statement.json())["odds_factor"] == "inf"
     assert "guess right at most 100 % of the time" in section(statement, "What it means")
     assert "k = 2: none; k = 10: none" in section(statement, "What is protected")
 
@@ -535,7 +534,7 @@ def test_text_markdown_and_json_hold_the_same_sentences(settings):
 def test_the_json_reads_back_with_exact_figures(settings):
     statement = stated(**settings)
     facts = json.loads(statement.json())
-    assert json.loads(json.dumps(facts)) == facts == json.loads(statement.json(indent=None))
+    assert json.loads(json.dumps(facts)) == facts
     assert (facts["schema"], facts["schema_version"]) == ("torch_dpsco.privacy_statement", 1)
     report = statement.figures
     assert {
@@ -544,8 +543,7 @@ def test_the_json_reads_back_with_exact_figures(settings):
     guarantee = facts["guarantee"]
     assert (float(guarantee["epsilon"]), guarantee["delta"]) == (report.epsilon, report.delta)
     assert guarantee["holds"] == math.isfinite(report.epsilon)
-    assert facts["attack"]["advantage"] == report.advantage
-    assert 0.5 <= facts["attack"]["accuracy"] <= 1.0
+    assert guarantee["advantage"] == report.advantage
     assert facts["run"]["steps"] == statement.run.steps
     assert facts["library"] == {"name": "torch_dpsco", "version": dp.__version__}
     assert (facts["budget"] is None) == (report.budget is None)
@@ -560,13 +558,7 @@ def test_infinity_is_a_string_in_json_because_json_has_none():
     assert "Infinity" not in text
     assert "NaN" not in text
     facts = json.loads(text)
-    assert (
-        facts["guarantee"]["epsilon"]
-        == facts["epsilons"]["add_remove"]
-        == facts["odds_factor"]
-        == "inf"
-    )
-    assert facts["groups"]["2"] == {"epsilon": "inf", "delta": 1.0}
+    assert facts["guarantee"]["epsilon"] == facts["epsilons"]["add_remove"] == "inf"
 
 
 @pytest.mark.parametrize(("design", "adjacency"), CELLS, ids=named)

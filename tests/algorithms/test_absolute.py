@@ -101,7 +101,7 @@ def test_a_resumed_run_goes_on_at_its_place_in_the_schedule():
 @pytest.mark.weekly
 @pytest.mark.parametrize(
     "mode",
-    [{"mode": "rdp", "orders": 7}, {"mode": "rdp"}],
+    [{"mode": "rdp"}],
 )
 def test_the_run_stops_where_the_filter_does_and_the_target_holds(mode):
     budget = dp.Budget(2.0, 1e-5, adjacency="add_remove", **mode)

@@ -702,7 +702,7 @@ def test_no_adaptive_event_is_charged_inside_a_pass() -> None:
 
 @pytest.mark.weekly
 def test_a_pass_that_fits_but_not_by_the_mode_of_the_budget_is_refused_for_that() -> None:
-    budget = dp.Budget(2.0, DELTA, mode="rdp", orders=(8.0,))
+    budget = dp.Budget(2.0, DELTA, mode="rdp")
     given: dict[str, Any] = {"n": 200, "batch_size": 20, "epochs": 2, "sampling": "allocated"}
     plan = dp.HolderSGD.plan(
         problem=dp.losses.Logistic().problem(bound_x=2.0), budget=budget, **given
@@ -713,9 +713,8 @@ def test_a_pass_that_fits_but_not_by_the_mode_of_the_budget_is_refused_for_that(
         dp.HolderSGD(nn.Linear(2, 1).parameters(), plan)
 
 
-@pytest.mark.parametrize("orders", [None, (4.0,)])
-def test_an_adaptive_budget_takes_passes_one_after_another(orders: Any) -> None:
-    budget = dp.Budget(8.0, DELTA, adjacency="add_remove", mode="rdp", orders=orders)
+def test_an_adaptive_budget_takes_passes_one_after_another() -> None:
+    budget = dp.Budget(8.0, DELTA, adjacency="add_remove", mode="rdp")
     ledger = dp.Accountant(budget)
     model, optimizer = built(accountant=ledger)
     train(model, optimizer, T)

@@ -240,7 +240,7 @@ def test_the_budget_refuses_a_step_and_leaves_everything_as_it_was(row: Row) -> 
     budget = dp.Budget(target, DELTA, adjacency=row.adjacency, unit=row.unit)
     if opt.adaptive:
         target *= 2  # in terms of one order
-        budget = replace(budget, epsilon=target, mode="rdp", orders=64.0)
+        budget = replace(budget, epsilon=target, mode="rdp")
     run = row.make(steps=None, accountant=row.accountant(budget))
     for seed in range(20):
         if not run.opt.accountant.admits(planned_event(run.opt.oracle, run.opt.design, 0, 1)):

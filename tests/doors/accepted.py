@@ -134,7 +134,6 @@ FINE = {
     "dp.Problem.grad_bound.radius": "zero part huge inf",
     "dp.Schedule.locate.step": COUNT,
     "dp.Schedule.position.steps": COUNT,
-    "Statement.json.indent": "zero",
     "dp.doctor.loader": "none tuple list dict set Array Tensor Loader DataSet Model",
     "dp.doctor.record": "*",
     "dp.Accountant.authorize.releases": "dict",

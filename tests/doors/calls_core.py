@@ -28,7 +28,7 @@ from torch_dpsco.algorithms.mechanisms import VECTORS, shuffle_parameters
 
 
 simple("dp.Budget", dp.Budget, epsilon=1.0, delta=1e-5)
-simple("dp.Budget[rdp]", dp.Budget, epsilon=1.0, delta=1e-5, mode="rdp", orders=(4.0, 20.0))
+simple("dp.Budget[rdp]", dp.Budget, epsilon=1.0, delta=1e-5, mode="rdp")
 CALLS["dp.Budget.under"] = lambda: (budget().under, {"adjacency": "zero_out"})
 simple("dp.Accountant", dp.Accountant, budget=budget)
 for _name, _more in {
@@ -39,6 +39,7 @@ for _name, _more in {
     "get_delta": {"epsilon": 1.0},
     "get_epsilon": {"delta": 1e-4},
     "get_mu": {},
+    "get_rho": {},
     "report": {},
     "require_unit": {"unit": "example", "adjacency": "zero_out"},
     "settle": {"adjacency": "zero_out"},

@@ -50,7 +50,7 @@ from torch_dpsco.accounting.report import (
     make_report,
     of_adaptive_run,
 )
-from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError, UnitError
+from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError, UnitError, warn
 
 _NONE: Mapping[str, int] = MappingProxyType({})
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
@@ -453,6 +453,15 @@ class Accountant:
         """
         # by this name the doctor finds it
         sample_rate = check.between(0.0, 1.0, sample_rate=sample_rate)
+        # PRIVACY: Opacus hands over the rate alone; its engine, which calls this, knows how batches are drawn
+        # (test_a_loader_that_opacus_does_not_draw_from_is_warned_of)
+        if sys._getframe(1).f_locals.get("poisson_sampling") is False:
+            warn(
+                f"poisson_sampling must be True for steps that are charged as Poisson batches of rate {sample_rate:g}"
+                " (got False): if the loader shuffles, or takes records in order, the true epsilon may be many times"
+                " the one reported; PrivacyEngine of torch_dpsco.integrations.opacus refuses such loaders",
+                stacklevel=3,
+            )
 
         def hook(optimizer: Any) -> None:
             try:
@@ -610,14 +619,25 @@ class Accountant:
             ValueError: there is no such mu: sampled events, failure probabilities, or parameters that may depend on
                 what was released.
         """
+        return math.sqrt(self._exact("mu_squared", "mu", adjacency))
+
+    @typed
+    @locked
+    def get_rho(self, *, adjacency: Adjacency | None = None) -> float:
+        """Returns rho of zero-concentrated differential privacy; raises ValueError as `get_mu` does."""
+        return self._exact("rho", "rho", adjacency)
+
+    def _exact(self, field: str, name: str, adjacency: Adjacency | None) -> float:
+        """Returns a sum of costs that all events must have."""
         self._require_fixed_parameters()
         cost = self.ledger.cost(adjacency or self.adjacency)
-        if cost.mu_squared is None or cost.fails:
+        total: float | None = getattr(cost, field)
+        if total is None or cost.fails:
             raise ValueError(
-                "mu must be exact: the ledger holds sampled or failing events, ask get_epsilon"
-                " instead"
+                f"{name} must be exact: the ledger holds events without it, or failing ones; ask"
+                " get_epsilon instead"
             )
-        return math.sqrt(cost.mu_squared)
+        return total
 
     @typed
     @locked

@@ -186,12 +186,8 @@ def foreign_book(
         ValueError: an entry is not (noise multiplier >= 0, rate in [0, 1], steps >= 0).
     """
     book = Book(config={"adjacency": adjacency, "unit": unit})
-    if not isinstance(history, Iterable):
-        raise ValueError(
-            f"history must hold (noise_multiplier, sample_rate, steps) (got {history!r})"
-        )
-    entry: Any
-    for entry in history:
+    given: Any = history
+    for entry in given if isinstance(given, Iterable) else (given,):
         if not isinstance(entry, Sequence) or len(entry) != 3:
             raise ValueError(
                 f"history must hold (noise_multiplier, sample_rate, steps) (got {entry!r})"
@@ -216,10 +212,10 @@ def read_state(state: Mapping[str, Any] | None) -> Book:
     Raises:
         ValueError: empty, of another accountant or version, malformed, altered or damaged.
     """
-    if state is not None and not isinstance(state, Mapping):
-        raise ValueError(f"state_dict must be a mapping (got {check.shown(state)})")
-    if not state:
-        raise ValueError(f"state_dict must not be empty (got {state!r})")
+    if not isinstance(state, Mapping) or not state:
+        raise ValueError(
+            f"state_dict must be a mapping, not an empty one (got {check.shown(state)})"
+        )
     mechanism = state.get("mechanism")
     if mechanism != MECHANISM:
         raise ValueError(

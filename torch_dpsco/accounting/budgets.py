@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
@@ -71,8 +71,6 @@ _MISSING = float("nan")  # told from a nan that was given by identity
 NO_BUDGET_DELTA = 1e-6  # of figures where no delta is part of a target
 
 _ROUNDING = 1e-14  # relative to the largest term or exponent of a sum: more than its rounding
-_LEAST_ORDER = 1.01  # closer to 1 the conversion multiplies errors of the curve by more than 100
-_LARGEST_ORDER = 2.0**14  # of the grid on which curves are kept
 _ULP = 2.0**-52
 
 
@@ -98,8 +96,6 @@ class Budget:
         unit: what one record is; "example" or "user".
         mode: "planned": parameters fixed in advance. Adaptive: "gdp" (unsampled Gaussians, no overhead), "rdp" (any
             event that cannot fail).
-        orders: Renyi orders of mode "rdp", in (1.01, 2^14], one number or several, fixed before the run; None for those
-            of the odometer, a little above the best one.
         advantage: largest (true - false positive rate) of any test which of two neighboring data sets was used, in
             (0, 1), in place of epsilon and delta.
         tpr: largest true positive rate of such a test, in (fpr, 1), in place of epsilon and delta, with `fpr`.
@@ -111,7 +107,7 @@ class Budget:
     Example:
         >>> Budget(1.0, 1e-5, adjacency="add_remove")
         Budget(epsilon=1.0, delta=1e-05, adjacency='add_remove', unit='example', mode='planned')
-        >>> Budget(1.0, 1e-5, mode="rdp", orders=20).adaptive
+        >>> Budget(1.0, 1e-5, mode="rdp").adaptive
         True
         >>> Budget(tpr=0.2, fpr=0.01).risk
         'true positive rate 0.2 at false positive rate 0.01'
@@ -122,7 +118,6 @@ class Budget:
     adjacency: Adjacency = None  # type: ignore[assignment]  # "zero_out", unless a plan names another
     unit: str = "example"
     mode: str = "planned"
-    orders: float | Iterable[float] | None = None
     advantage: float | None = None
     tpr: float | None = None
     fpr: float | None = None
@@ -148,8 +143,6 @@ class Budget:
                 f"delta must be > 0 in mode {self.mode!r} (got 0.0): at delta = 0 take mode 'planned', whose sums hold"
                 " for events that are chosen on the way too"
             )
-        if self.orders is not None:
-            check.fields(self, orders=self._checked_orders)
 
     def _set_line(self, free: bool) -> None:
         """Sets epsilon and delta to those that imply the risk, if a risk is the target."""
@@ -178,16 +171,6 @@ class Budget:
             )
         object.__setattr__(self, "epsilon", line[0])
         object.__setattr__(self, "delta", line[1])
-
-    def _checked_orders(self, orders: float | Iterable[float]) -> tuple[float, ...]:
-        if self.mode != "rdp":
-            raise ValueError(f"orders must not be given in mode {self.mode!r} (got {orders!r})")
-        found = tuple(map(float, orders if isinstance(orders, Iterable) else (orders,)))
-        if not found or not all(_LEAST_ORDER < order <= _LARGEST_ORDER for order in found):
-            raise ValueError(
-                f"orders must be in ({_LEAST_ORDER}, 2^14], >= 1 of them (got {found})"
-            )
-        return found
 
     @property
     def adaptive(self) -> bool:
@@ -249,7 +232,7 @@ class Budget:
         return not vars(self)["_unsaid"]
 
     def __repr__(self) -> str:
-        extra = ("orders", "advantage", "tpr", "fpr")
+        extra = ("advantage", "tpr", "fpr")
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         shown = [
             f"{name}={value!r}"
@@ -453,15 +436,14 @@ class RDPFilter(Filter):
         super().__init__(budget)
         if not self.admits(Ledger()):
             raise InfeasibleError(
-                f"epsilon must be >= {rounded_up(self.spent(Ledger()))}, the smallest that these orders grant an empty"
-                f" run at delta={budget.delta:g} (got {budget.epsilon:g}); take larger orders"
+                f"epsilon must be >= {rounded_up(self.spent(Ledger()))}, the smallest that mode 'rdp' grants an empty"
+                f" run at delta={budget.delta:g} (got {budget.epsilon:g})"
             )
 
     def _costs(
         self, ledger: Ledger, event: Event | None, count: int
     ) -> tuple[FloatArray, FloatArray]:
-        orders = tuple(self.budget.orders or ODOMETER_ORDERS)  # type: ignore[arg-type]
-        return _renyi_costs(ledger, self.budget.adjacency, orders, event, count)
+        return _renyi_costs(ledger, self.budget.adjacency, event, count)
 
     def admits(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> bool:
         """Returns whether `count` such events, if any, fit after those of the ledger."""
@@ -494,17 +476,16 @@ def _rounding(ledger: Ledger, event: Event | None = None) -> float:
 def _renyi_costs(
     ledger: Ledger,
     adjacency: Adjacency,
-    orders: Sequence[float],
     event: Event | None = None,
     count: int = 1,
 ) -> tuple[FloatArray, FloatArray]:
     """Returns the next larger orders of the grid on which costs are kept, and the sums of costs there."""
-    level = 0 if max(orders) <= orders_at(0)[-1] else 1
-    places = np.searchsorted(orders_at(level), orders)
-    cost = ledger.cost(adjacency, level, event, count)
+    orders = orders_at(0)
+    places = np.searchsorted(orders, ODOMETER_ORDERS)
+    cost = ledger.cost(adjacency, 0, event, count)
     # PRIVACY: (test_what_may_fail_fits_no_adaptive_budget)
     sums = np.full(len(places), math.inf) if cost.fails else cost.rdp[places]
-    return orders_at(level)[places], sums * _rounding(ledger, event)
+    return orders[places], sums * _rounding(ledger, event)
 
 
 @lru_cache(maxsize=64)
@@ -565,7 +546,7 @@ def adaptive_epsilon(
             return budget.epsilon
     if delta == 0:
         return ledger.epsilon(delta, adjacency)
-    orders, costs = _renyi_costs(ledger, adjacency, ODOMETER_ORDERS)
+    orders, costs = _renyi_costs(ledger, adjacency)
     return odometer_epsilon(orders, costs, delta) if costs.any() else 0.0
 
 

@@ -2,7 +2,7 @@
 
 A `Cost` holds what composes by addition, each where it is defined: the Renyi curve on a grid of orders, mu^2 of
 Gaussian differential privacy (exact for unsampled Gaussians), rho of zero-concentrated privacy, the sum of pure
-epsilons, and failure probabilities of the three kinds. Sequential composition adds costs, parallel composition takes
+epsilons, and failure probabilities of both kinds. Sequential composition adds costs, parallel composition takes
 their pointwise maximum (valid for each measure by itself: the differing record lies in one part).
 
 What objective perturbation charges is a Renyi curve. For monotone losses with one record added or removed it is the
@@ -34,11 +34,11 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_ep
 from torch_dpsco.accounting.analysis.objective import Change, objpert_rdp
 from torch_dpsco.accounting.analysis.pld import pld_delta, pld_epsilon
 from torch_dpsco.accounting.analysis.pld_laws import (
-    ApproxLoss,
     FixedSizeLoss,
     GaussianLoss,
     LossLaw,
     PoissonLoss,
+    PureLoss,
     ReplaceOneLoss,
 )
 from torch_dpsco.accounting.analysis.pure import (
@@ -51,7 +51,7 @@ from torch_dpsco.accounting.analysis.pure import (
 from torch_dpsco.accounting.analysis.rdp import (
     FloatArray,
     default_orders,
-    epsilon_with_failures,
+    delta_before_failure,
     rdp_delta,
     rdp_epsilon,
     rdp_poisson_gaussian,
@@ -76,8 +76,8 @@ from torch_dpsco.accounting.events import (
 from torch_dpsco.errors import AdjacencyError
 
 METHODS = ("best", "rdp", "pld")
-_SCALARS = 6  # numbers of a row behind its Renyi curve
-_SURVIVAL = 3  # place of log_survival, from the end
+_SCALARS = 5  # numbers of a row behind its Renyi curve
+_SURVIVAL = 2  # place of log_survival, from the end
 
 
 @cache
@@ -108,7 +108,6 @@ class Cost:
         pure: sum of pure epsilons, inf where there is none.
         log_survival: sum of log(1 - failure) of couplings.
         transcript: sum of transcript failures.
-        per_side: sum of failures on each side by itself.
     """
 
     rdp: FloatArray
@@ -117,7 +116,6 @@ class Cost:
     pure: float = math.inf
     log_survival: float = 0.0
     transcript: float = 0.0
-    per_side: float = 0.0
 
     @classmethod
     def zero(cls, level: int) -> Cost:
@@ -129,13 +127,13 @@ class Cost:
         """All numbers in one vector, nan for what is not defined: sums of costs are sums of rows."""
         mu_squared = math.nan if self.mu_squared is None else self.mu_squared
         rho = math.nan if self.rho is None else self.rho
-        rest = mu_squared, rho, self.pure, self.log_survival, self.transcript, self.per_side
+        rest = mu_squared, rho, self.pure, self.log_survival, self.transcript
         return np.concatenate([self.rdp, rest])
 
     @classmethod
     def of_row(cls, row: FloatArray) -> Cost:
         """Returns the cost of a row."""
-        mu_squared, rho, pure, log_survival, transcript, per_side = map(float, row[-_SCALARS:])
+        mu_squared, rho, pure, log_survival, transcript = map(float, row[-_SCALARS:])
         mu = None if math.isnan(mu_squared) else mu_squared
         return cls(
             row[:-_SCALARS],
@@ -144,7 +142,6 @@ class Cost:
             pure,
             log_survival,
             transcript,
-            per_side,
         )
 
     def __add__(self, other: Cost) -> Cost:
@@ -158,7 +155,7 @@ class Cost:
     @property
     def fails(self) -> bool:
         """Whether something may fail."""
-        return bool(self.log_survival or self.transcript or self.per_side)
+        return bool(self.log_survival or self.transcript)
 
     def maximum(self, other: Cost) -> Cost:
         """Returns the pointwise maximum: a bound whichever of the two parts holds the differing record."""
@@ -321,8 +318,6 @@ def _(event: events.Failure, adjacency: Adjacency, orders: FloatArray) -> Cost:
     nothing = Cost(np.zeros_like(orders), 0.0, 0.0, 0.0)
     if event.kind == "transcript":
         return replace(nothing, transcript=event.probability)
-    if event.kind == "per_side":
-        return replace(nothing, per_side=event.probability)
     return replace(nothing, log_survival=math.log1p(-event.probability))
 
 
@@ -376,25 +371,13 @@ def epsilon_of(
     if not cost.fails:
         return _converted(cost_at, delta, laws, method, enough)
 
-    found = Evaluation(math.inf, "failure")
-
-    def converted(delta: float) -> float:
-        nonlocal found
-        found = _converted(cost_at, delta, laws, method)
-        return found.epsilon
-
-    epsilon = epsilon_with_failures(
-        delta,
-        converted,
-        coupling=cost.failure,
-        transcript=cost.transcript,
-        per_side=cost.per_side,
-    )
-    return (
-        replace(found, epsilon=epsilon)
-        if math.isfinite(epsilon)
-        else Evaluation(math.inf, "failure")
-    )
+    left = delta_before_failure(delta, cost.transcript, "transcript")
+    left = delta_before_failure(left, cost.failure, "coupling")
+    if left > 0:
+        found = _converted(cost_at, left, laws, method)
+        if math.isfinite(found.epsilon):
+            return found
+    return Evaluation(math.inf, "failure")
 
 
 def _converted(
@@ -440,8 +423,7 @@ def delta_of(cost_at: Callable[[int], Cost], epsilon: float, laws: Laws) -> floa
             else gaussian_delta(math.sqrt(cost.mu_squared), epsilon)
         )
     delta0 = cost.failure
-    sides = (1.0 + math.exp(min(epsilon, 700.0))) * cost.per_side
-    return min(1.0, delta0 + (1.0 - delta0) * delta + cost.transcript + sides)
+    return min(1.0, delta0 + (1.0 - delta0) * delta + cost.transcript)
 
 
 _LEVEL = 1  # orders up to 2^14
@@ -515,7 +497,7 @@ def laws_of(event: SimpleEvent, adjacency: Adjacency) -> tuple[LossLaw, ...] | N
         )
     # PRIVACY: the worst law of a pure mechanism; that of one Laplace coordinate is not proved to be the worst for
     # several (test_pure_events_have_the_worst_law)
-    return (ApproxLoss(cost.pure),) if math.isfinite(cost.pure) else None
+    return (PureLoss(cost.pure),) if math.isfinite(cost.pure) else None
 
 
 def composed_laws(

@@ -235,9 +235,8 @@ class Failure(_Checked):
 
     Args:
         probability: in [0, 1).
-        kind: "coupling" (a coupling of the noiseless outputs of both data sets fails: delta' = (delta - p)/(1 - p)),
-            "transcript" (a function of the pair and the transcript: adds p to delta), or "per_side" (an event on each
-            side by itself: adds (1 + e^epsilon) p).
+        kind: "coupling" (a coupling of the noiseless outputs of both data sets fails: delta' = (delta - p)/(1 - p)) or
+            "transcript" (a function of the pair and the transcript: adds p to delta).
     """
 
     probability: float

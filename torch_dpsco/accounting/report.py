@@ -55,30 +55,6 @@ _MEANING = {
 _SLACK = 1.0 + 1e-14  # more than the rounding of the few operations below
 
 
-def trade_off(curve: Iterable[tuple[float, float]], false_positive: float) -> float:
-    """Returns a lower bound on the false negative rate of every test which of two neighboring data sets was used.
-
-    Proof. For a test with true positive rate t and false positive rate f, (epsilon, delta)-DP of "says yes" gives
-    t <= e^epsilon f + delta, and of "says no", with the data sets exchanged, 1 - f <= e^epsilon (1 - t) + delta.
-
-    Args:
-        curve: pairs (epsilon, delta) that hold for the same releases, in both directions.
-        false_positive: rate f in [0, 1].
-
-    Example:
-        >>> trade_off([(0.0, 0.1)], 0.5), trade_off([(float("inf"), 0.0)], 0.5)
-        (0.4, 0.0)
-    """
-    f = check.between(0.0, 1.0, false_positive=false_positive)
-    best = 0.0
-    for epsilon, delta in curve:
-        if epsilon < 700:  # e^epsilon fits
-            best = max(
-                best, 1.0 - delta - math.exp(epsilon) * f, math.exp(-epsilon) * (1.0 - delta - f)
-            )
-    return best
-
-
 def group_guarantee(epsilon: float, delta: float, size: int) -> tuple[float, float]:
     """Returns (k epsilon, k e^((k-1) epsilon) delta), which holds for k records where (epsilon, delta) holds for one.
 

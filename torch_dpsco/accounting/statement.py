@@ -19,7 +19,6 @@ from datetime import datetime
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.designs import (
@@ -141,12 +140,9 @@ class Statement:
             lines += ["", f"## {title}", "", *(f"- {sentence}" for sentence in sentences)]
         return "\n".join(lines) + "\n"
 
-    @typed
-    def json(self, indent: int | None = 2) -> str:
+    def json(self) -> str:
         """Returns exact figures and all sentences; `json.loads` reads it, infinity is the string "inf"."""
-        if indent is not None:
-            check.between(0, 100, indent=indent)
-        return json.dumps(finite(_facts(self)), indent=indent, allow_nan=False)
+        return json.dumps(finite(_facts(self)), indent=2, allow_nan=False)
 
     @typed
     def named(
@@ -283,6 +279,7 @@ def finite(value: Any) -> Any:
 _GUARANTEE = (
     "epsilon",
     "delta",
+    "advantage",
     "adjacency",
     "unit",
     "unit_name",
@@ -300,12 +297,6 @@ def _facts(statement: Statement) -> dict[str, Any]:
         "library": {"name": "torch_dpsco", "version": statement.version},
         "guarantee": {"holds": holds} | {name: getattr(report, name) for name in _GUARANTEE},
         "epsilons": dict(report.epsilons),
-        "odds_factor": odds_factor(report.epsilon),
-        "attack": {
-            "advantage": report.advantage,
-            "accuracy": accuracy(report.advantage),
-        },
-        "groups": {str(k): _group_figures(report, k) for k in GROUPS},
         "budget": _budget(report),
         **_facts_of_run(statement.run, report.planned_epsilon),
         "charges": [
@@ -323,11 +314,6 @@ def _facts(statement: Statement) -> dict[str, Any]:
         "warnings": statement.warnings,
         "sections": [section._asdict() for section in statement.sections],
     }
-
-
-def _group_figures(report: PrivacyReport, size: int) -> dict[str, float]:
-    epsilon, delta = group_guarantee(report.epsilon, report.delta, size)
-    return {"epsilon": epsilon, "delta": delta}
 
 
 def _budget(report: PrivacyReport) -> dict[str, Any] | None:

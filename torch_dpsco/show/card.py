@@ -10,7 +10,7 @@ import json
 import math
 import os
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.risk import Risk, percent
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.accounting.report import PrivacyReport, trade_off
+from torch_dpsco.accounting.report import PrivacyReport
 from torch_dpsco.accounting.statement import table
 from torch_dpsco.show import plots
 
@@ -92,6 +93,30 @@ def panels(report: PrivacyReport) -> Iterator[plots.Panel]:
 
 
 _SHARES = [k / 100 for k in range(101)]
+
+
+def trade_off(curve: Iterable[tuple[float, float]], false_positive: float) -> float:
+    """Returns a lower bound on the false negative rate of every test which of two neighboring data sets was used.
+
+    Proof. For a test with true positive rate t and false positive rate f, (epsilon, delta)-DP of "says yes" gives
+    t <= e^epsilon f + delta, and of "says no", with the data sets exchanged, 1 - f <= e^epsilon (1 - t) + delta.
+
+    Args:
+        curve: pairs (epsilon, delta) that hold for the same releases, in both directions.
+        false_positive: rate f in [0, 1].
+
+    Example:
+        >>> trade_off([(0.0, 0.1)], 0.5), trade_off([(float("inf"), 0.0)], 0.5)
+        (0.4, 0.0)
+    """
+    f = check.between(0.0, 1.0, false_positive=false_positive)
+    best = 0.0
+    for epsilon, delta in curve:
+        if epsilon < 700:  # e^epsilon fits
+            best = max(
+                best, 1.0 - delta - math.exp(epsilon) * f, math.exp(-epsilon) * (1.0 - delta - f)
+            )
+    return best
 
 
 def _found_out(report: PrivacyReport, risk: Risk) -> plots.Panel:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.analysis.rdp import negative_binomial_selection
+from torch_dpsco.accounting.analysis.rdp import selection_curve
 from torch_dpsco.accounting.budgets import Budget, warn_of_delta
 from torch_dpsco.accounting.curves import orders_at
 from torch_dpsco.accounting.events import (
@@ -64,7 +64,6 @@ from torch_dpsco.statistics.scores import (
 )
 from torch_dpsco.trial.undo import Refused, attempt
 
-_ETA = 1.0  # of the truncated negative binomial law that is geometric
 _LEVEL = 1  # orders up to 2^14
 _BITS = 256  # of the draw of K
 _EXACT = Context(prec=100)
@@ -380,7 +379,7 @@ class PrivateSearch(BaseEstimator):
                     f"candidates must have a Renyi curve (got {name!r}): {error}"
                 ) from error
             values = np.maximum(values, _curve(name, plan.event(), trial))
-        found = negative_binomial_selection(orders, values, _ETA, gamma)
+        found = selection_curve(orders, values, gamma)
         return RDPCurve(tuple(orders.tolist()), tuple(found.tolist()), (trial.adjacency,))
 
     def _best(

@@ -11,12 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.reference.papers.output import delta_with_failure
-from torch_dpsco.accounting.analysis.gaussian import (
-    gaussian_delta,
-    gaussian_epsilon,
-)
+from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.analysis.pure import pure_delta
-from torch_dpsco.accounting.analysis.rdp import delta_before_failure, epsilon_with_failures
+from torch_dpsco.accounting.analysis.rdp import FAILURE_KINDS, delta_before_failure
+from torch_dpsco.accounting.events import Failure, Gaussian
+from torch_dpsco.accounting.ledger import Ledger
 
 KINDS = ["coupling", "transcript", "per_side"]
 probabilities = st.one_of(st.just(0.0), st.floats(-15.0, 0.0).map(lambda x: 10**x))
@@ -47,10 +46,11 @@ def test_a_failure_is_never_undercharged(kind, delta, failure, epsilon):
 
 
 @pytest.mark.cases(1, 1)
-@pytest.mark.parametrize("kind", KINDS)
-@given(probabilities, probabilities, epsilons)
-def test_the_inverse_never_exceeds_the_delta_of_the_statement(kind, delta, failure, epsilon):
-    left = delta_before_failure(delta, failure, epsilon, kind)
+@pytest.mark.parametrize("kind", FAILURE_KINDS)
+@given(probabilities, probabilities)
+def test_the_inverse_never_exceeds_the_delta_of_the_statement(kind, delta, failure):
+    epsilon = 0.0
+    left = delta_before_failure(delta, failure, kind)
     assert 0 <= left <= delta
     with mp.workdps(60):
         if left > 0:
@@ -65,15 +65,14 @@ def test_the_inverse_never_exceeds_the_delta_of_the_statement(kind, delta, failu
 
 
 def test_the_inverse_divides_by_the_rest_of_a_coupling():
-    assert delta_before_failure(0.3, 0.1, 0.0, "coupling") == pytest.approx(0.2 / 0.9, rel=1e-12)
-    assert delta_before_failure(0.3, 0.3, 0.0, "coupling") == 0.0
-    assert delta_before_failure(1.0, 1.0, 0.0, "coupling") == 0.0
+    assert delta_before_failure(0.3, 0.1, "coupling") == pytest.approx(0.2 / 0.9, rel=1e-12)
+    assert delta_before_failure(0.3, 0.3, "coupling") == 0.0
+    assert delta_before_failure(1.0, 1.0, "coupling") == 0.0
 
 
 def test_a_failure_at_a_huge_epsilon_takes_everything():
     assert delta_with_failure(0.0, 1e-300, 800.0, "per_side") == 1.0
     assert delta_with_failure(0.0, 0.0, 800.0, "per_side") == 0.0
-    assert delta_before_failure(0.5, 1e-300, 800.0, "per_side") == 0.0
 
 
 @given(st.floats(0.1, 3.0), st.floats(0.01, 0.5), st.floats(0.0, 2.0))
@@ -110,23 +109,15 @@ def test_each_rule_is_reached_by_a_mechanism_with_that_failure(strength, failure
     st.floats(-12.0, -0.5).map(lambda x: 10**x),
     st.floats(0.0, 0.45),
     st.floats(0.0, 0.45),
-    st.floats(0.0, 0.02),
 )
 @settings(max_examples=60)
-def test_the_epsilon_with_failures_satisfies_delta(mu, delta, coupling, transcript, per_side):
-    shares = {
-        "coupling": coupling * delta,
-        "transcript": transcript * delta,
-        "per_side": per_side * delta,
-    }
-    epsilon = epsilon_with_failures(delta, lambda d: gaussian_epsilon(mu, d), **shares)
-    if math.isinf(epsilon):
-        # no epsilon satisfies delta: what the failures add, and what the mechanism has, is too much at each of these
-        for tried in np.linspace(0, math.log(1 / max(per_side, 1e-9)) + 1, 60):
-            assert total(mu, float(tried), shares) > delta * (1 - 1e-3)
-        return
+def test_the_epsilon_with_failures_satisfies_delta(mu, delta, coupling, transcript):
+    shares = {"coupling": coupling * delta, "transcript": transcript * delta}
+    noisy = Gaussian(1.0, {"zero_out": mu}, failure=shares["coupling"])
+    ledger = Ledger([noisy, Failure(shares["transcript"], "transcript")])
+    epsilon = ledger.epsilon(delta, "zero_out")
     assert total(mu, epsilon, shares) <= delta * (1 + 1e-12)
-    if epsilon > 1e-6 and per_side < 1e-3:
+    if epsilon > 1e-6:
         assert total(mu, epsilon * (1 - 1e-3), shares) > delta * (1 - 1e-9)
 
 
@@ -137,23 +128,10 @@ def total(mu, epsilon, shares):
     return value
 
 
-def test_without_failures_the_conversion_is_unchanged():
-    assert epsilon_with_failures(1e-5, lambda d: gaussian_epsilon(0.3, d)) == gaussian_epsilon(
-        0.3, 1e-5
-    )
-    assert epsilon_with_failures(1e-5, lambda d: 0.0) == 0.0
-
-
-def test_failures_that_take_all_of_delta_leave_no_epsilon():
-    for kind in KINDS:
-        assert (
-            epsilon_with_failures(1e-5, lambda d: gaussian_epsilon(0.3, d), **{kind: 1e-5})
-            == math.inf
-        )
-    # (1 + e^epsilon) beta grows past delta before the mechanism's epsilon is reached
-    assert (
-        epsilon_with_failures(1e-5, lambda d: gaussian_epsilon(3.0, d), per_side=1e-6) == math.inf
-    )
+@pytest.mark.parametrize("kind", FAILURE_KINDS)
+def test_failures_that_take_all_of_delta_leave_no_epsilon(kind):
+    ledger = Ledger([Gaussian(1.0, {"zero_out": 0.3}), Failure(1e-5, kind)])
+    assert ledger.epsilon(1e-5, "zero_out") == math.inf
 
 
 @pytest.mark.parametrize(
@@ -166,9 +144,12 @@ def test_failures_that_take_all_of_delta_leave_no_epsilon():
             lambda: delta_with_failure(0.1, 0.1, 1.0, "both"),
             "kind must be one of coupling, transcript, per_side",
         ),
-        (lambda: delta_before_failure(math.nan, 0.1, 1.0, "coupling"), "delta must be in"),
-        (lambda: epsilon_with_failures(0.0, lambda d: 0.0), "delta must be in"),
-        (lambda: epsilon_with_failures(0.1, lambda d: 0.0, transcript=2.0), "failure must be in"),
+        (lambda: delta_before_failure(math.nan, 0.1, "coupling"), "delta must be in"),
+        (lambda: delta_before_failure(0.1, 2.0, "transcript"), "failure must be in"),
+        (
+            lambda: delta_before_failure(0.1, 0.1, "per_side"),
+            "kind must be one of coupling, transcript",
+        ),
     ],
 )
 def test_arguments_out_of_range_are_named(call, message):

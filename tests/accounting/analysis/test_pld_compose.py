@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch_dpsco.accounting.analysis import pld as pld_compose
 from torch_dpsco.accounting.analysis.pld import compose, transform_size
 from torch_dpsco.accounting.analysis.pld_laws import (
-    ApproxLoss,
     Cumulant,
     FixedSizeLoss,
     GridLaw,
     PoissonLoss,
+    PureLoss,
     ReplaceOneLoss,
     Window,
     coarsening,
@@ -131,7 +131,7 @@ LAWS = [
 def test_the_curve_is_that_of_the_exact_convolution_rounded_up(law, counts, epsilon):
     laws = [
         (each.on_grid(0.02, 9.0), count)
-        for each, count in zip([law, ApproxLoss(0.11)], counts, strict=False)
+        for each, count in zip([law, PureLoss(0.11)], counts, strict=False)
     ]
     cumulant = Cumulant(laws)
     aim = min(epsilon, cumulant.top)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tests.reference.papers.accounting import LaplaceLoss, laplace_delta
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.analysis.pld_laws import (
-    ApproxLoss,
     Dots,
     FixedSizeLoss,
     GaussianLoss,
@@ -22,6 +21,7 @@ from torch_dpsco.accounting.analysis.pld_laws import (
     MixturePair,
     OppositePair,
     PoissonLoss,
+    PureLoss,
     ReplaceOneLoss,
     connected,
 )
@@ -51,8 +51,8 @@ LAWS = [
     GaussianLoss(0.7),
     LaplaceLoss(0.7),
     LaplaceLoss(12.0),
-    ApproxLoss(1.3, 1e-4),
-    ApproxLoss(0.31),
+    PureLoss(1.3),
+    PureLoss(0.31),
 ]
 
 
@@ -106,8 +106,8 @@ def exact(law: object, epsilon: float) -> float:
         return least_hockey_stick(MixturePair(law.rate, law.noise), epsilon)
     if isinstance(law, LaplaceLoss):
         return laplace_delta(epsilon, 1 / law.epsilon)
-    if isinstance(law, ApproxLoss):
-        return law.delta + (1 - law.delta) * pure_delta(epsilon, law.epsilon)
+    if isinstance(law, PureLoss):
+        return pure_delta(epsilon, law.epsilon)
     assert isinstance(law, GaussianLoss)
     return gaussian_delta(law.ratio, epsilon)
 
@@ -162,11 +162,10 @@ def test_at_the_dots_the_hockey_stick_is_exact(law):
 @pytest.mark.parametrize("grid", [1e-3, 0.03])
 def test_the_masses_of_both_hypotheses_are_kept(law, grid):
     put = law.on_grid(grid, REACH)
-    lost = law.infinite
     assert 0 <= math.fsum(put.mass) + put.infinite - 1 < 1e-11
-    assert -1e-15 <= math.fsum(put.mass * np.exp(-put.losses())) + lost - 1 < 1e-11
+    assert -1e-15 <= math.fsum(put.mass * np.exp(-put.losses())) - 1 < 1e-11
     assert put.mass.min() >= 0
-    assert put.infinite - lost < 1e-18
+    assert put.infinite < 1e-18
 
 
 def test_what_integrals_may_be_short_of_is_added():
@@ -320,9 +319,7 @@ def test_buckets_have_the_stated_accuracy(pair):
         (lambda: FixedSizeLoss(0.1, math.inf), "noise must be finite"),
         (lambda: GaussianLoss(-1.0), "ratio must be > 0"),
         (lambda: LaplaceLoss(0.0), "epsilon must be > 0"),
-        (lambda: ApproxLoss(-1.0), "epsilon must be >= 0"),
-        (lambda: ApproxLoss(1.0, 1.0), "delta must be < 1"),
-        (lambda: ApproxLoss(1.0, -0.1), r"delta must be in \[0, 1\]"),
+        (lambda: PureLoss(-1.0), "epsilon must be >= 0"),
     ],
 )
 def test_bad_parameters_are_named(make, message):

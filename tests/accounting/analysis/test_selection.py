@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 from scipy.special import logsumexp
 
-from torch_dpsco.accounting.analysis.rdp import (
-    expected_trials,
-    negative_binomial_selection,
-)
+from torch_dpsco.accounting.analysis.rdp import selection_curve
 
 ORDERS = np.array([1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0, 64.0])
 
@@ -23,14 +20,12 @@ def base(p, q):
     return np.array([max(divergence(p, q, order), divergence(q, p, order)) for order in ORDERS])
 
 
-def negative_binomial(x, eta, gamma):
+def geometric(x, gamma):
     """Generating function, summed term by term, k <= 4000."""
     k = np.arange(1, 4001)
-    logs = k * math.log1p(-gamma) + np.cumsum(np.log(np.maximum(k + eta - 1, 1e-300)) - np.log(k))
-    if eta == 0:
-        logs = k * math.log1p(-gamma) - np.log(k)
+    logs = k * math.log1p(-gamma)
     weights = np.exp(logs - logs.max())
-    return float(weights @ x**k / weights.sum()), float(weights @ k / weights.sum())
+    return float(weights @ x**k / weights.sum())
 
 
 def best_of(p, generating):
@@ -47,51 +42,36 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize(("eta", "gamma"), [(1.0, 0.05), (1.0, 0.5), (0.0, 0.05), (2.5, 0.2)])
-def test_no_pair_exceeds_the_curve(pair, eta, gamma):
-    claim = negative_binomial_selection(ORDERS, base(*pair), eta, gamma)
-    (p, _), (q, _) = (
-        best_of(side, lambda x: negative_binomial(x, eta, gamma)[0]) for side in pair
-    )
+@pytest.mark.parametrize("gamma", [0.05, 0.2, 0.5])
+def test_no_pair_exceeds_the_curve(pair, gamma):
+    claim = selection_curve(ORDERS, base(*pair), gamma)
+    (p, _), (q, _) = (best_of(side, lambda x: geometric(x, gamma)) for side in pair)
     for order, bound in zip(ORDERS, claim, strict=True):
         assert max(divergence(p, q, order), divergence(q, p, order)) <= bound
 
 
 def test_the_cost_of_the_winner_alone_is_refuted():
     pair = PAIRS[1]
-    (p, _), (q, _) = (
-        best_of(side, lambda x: negative_binomial(x, 1.0, 0.05)[0]) for side in pair
-    )
+    (p, _), (q, _) = (best_of(side, lambda x: geometric(x, 0.05)) for side in pair)
     exact = np.array([divergence(p, q, order) for order in ORDERS])
     assert (exact > base(*pair)).any()
 
 
-@pytest.mark.parametrize(("eta", "gamma"), [(1.0, 0.1), (0.0, 0.02), (0.5, 0.3)])
-def test_expected_trials_are_those_of_the_law(eta, gamma):
-    assert expected_trials(eta, gamma) == pytest.approx(
-        negative_binomial(1.0, eta, gamma)[1], rel=1e-9
-    )
-
-
-@pytest.mark.parametrize(("eta", "mean"), [(1.0, 10.0), (0.0, 10.0)])
-def test_dp_accounting_agrees(eta, mean):
+def test_dp_accounting_agrees():
     dp_event = pytest.importorskip("dp_accounting.dp_event")
     accountant = pytest.importorskip("dp_accounting.rdp").RdpAccountant(ORDERS)
 
     values = ORDERS / (2 * 8.0**2)
-    event = dp_event.RepeatAndSelectDpEvent(dp_event.GaussianDpEvent(8.0), mean, eta)
+    mean = 10.0
+    event = dp_event.RepeatAndSelectDpEvent(dp_event.GaussianDpEvent(8.0), mean, 1.0)
     theirs = np.minimum.accumulate(accountant.compose(event)._rdp[::-1])[::-1]
-    low, high = 1e-9, 1 - 1e-9
-    for _ in range(200):
-        gamma = (low + high) / 2
-        low, high = (gamma, high) if expected_trials(eta, gamma) > mean else (low, gamma)
-    ours = negative_binomial_selection(ORDERS, values, eta, gamma)
+    ours = selection_curve(ORDERS, values, 1 / mean)
     finite = np.isfinite(theirs)
     assert finite.sum() >= 4
     np.testing.assert_allclose(ours[finite], theirs[finite], rtol=1e-3)
 
 
-@pytest.mark.parametrize(("eta", "gamma"), [(-1.0, 0.5), (math.nan, 0.5), (1.0, 0.0), (1.0, 1.0)])
-def test_laws_out_of_range_are_refused(eta, gamma):
-    with pytest.raises(ValueError, match="must be"):
-        negative_binomial_selection(ORDERS, ORDERS, eta, gamma)
+@pytest.mark.parametrize("gamma", [math.nan, 0.0, 1.0])
+def test_laws_out_of_range_are_refused(gamma):
+    with pytest.raises(ValueError, match="gamma must be"):
+        selection_curve(ORDERS, ORDERS, gamma)

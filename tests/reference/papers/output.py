@@ -31,7 +31,6 @@ from torch_dpsco import _validate as check
 from torch_dpsco._margin import up
 from torch_dpsco._validate import positive
 from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta
-from torch_dpsco.accounting.analysis.rdp import _checked
 from torch_dpsco.accounting.analysis.rounding import DOUBLE, safe, scaled_up
 from torch_dpsco.algorithms.heavy_tailed_numbers import safe_exp
 from torch_dpsco.errors import ConditionError
@@ -982,7 +981,12 @@ def delta_with_failure(delta: float, failure: float, epsilon: float, kind: str) 
         >>> round(delta_with_failure(delta=1e-6, failure=1e-7, epsilon=1.0, kind="per_side"), 12)
         1.371828e-06
     """
-    delta, failure, weight = _checked(delta, failure, epsilon, kind)
+    delta = check.between(0.0, 1.0, delta=delta)
+    failure = check.between(0.0, 1.0, failure=failure)
+    epsilon = check.nonnegative(epsilon=epsilon)
+    weight = 1.0
+    if check.choice(("coupling", "transcript", "per_side"), kind=kind) == "per_side":
+        weight = 1 + math.exp(epsilon) if epsilon < 700 else math.inf
     if failure == 0:
         return delta
     kept = 1 - failure if kind == "coupling" else 1.0

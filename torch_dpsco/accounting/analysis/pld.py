@@ -149,7 +149,7 @@ class PLDResult(NamedTuple):
     """An (epsilon, delta) guarantee.
 
     Args:
-        epsilon: upper bound; inf if infinite losses alone exceed delta.
+        epsilon: upper bound.
         delta: that of the guarantee.
         grid: final grid, 0 if none was needed.
         rounding: share of delta that is a margin for rounding.
@@ -195,10 +195,7 @@ def pld_epsilon(
         return PLDResult(alone, delta, 0.0, 0.0)
     if any(delta < law.least_delta for law, _ in ledger):
         return None
-    infinite = -math.expm1(math.fsum(count * math.log1p(-law.infinite) for law, count in ledger))
-    if infinite >= delta:
-        return PLDResult(math.inf, delta, 0.0, 0.0)
-    return _both_ways(ledger, _AtDelta(delta, delta - infinite), step)
+    return _both_ways(ledger, _AtDelta(delta), step)
 
 
 def pld_delta(
@@ -248,18 +245,17 @@ class _AtDelta:
     """What is epsilon at a delta?"""
 
     delta: float
-    finite: float  # delta less what infinite losses take
 
     def plan(self, cumulant: Cumulant) -> _Plan:
         """Returns the tilt and what is known in advance from the cumulant."""
 
         def epsilon(t: float) -> float:
-            return (cumulant(t) - math.log(self.finite) + conversion(t)) / t
+            return (cumulant(t) - math.log(self.delta) + conversion(t)) / t
 
         tilt = least(epsilon, cumulant.limit)
         if epsilon(tilt) <= 0:
             return _AtEpsilon(0.0).plan(cumulant)._replace(tolerance=math.inf)
-        return _Plan(tilt, epsilon(tilt), math.log(self.finite), _LOOSE * tilt * epsilon(tilt))
+        return _Plan(tilt, epsilon(tilt), math.log(self.delta), _LOOSE * tilt * epsilon(tilt))
 
     def answer(self, curve: DeltaCurve, shift: float) -> PLDResult | None:
         """Reads the answer off a curve, the losses of which may be short of the true ones by `shift`."""
@@ -317,41 +313,26 @@ def _single(ledger: Ledger) -> LossLaw | None:
     return ledger[0][0] if len(ledger) == 1 and ledger[0][1] == 1 else None
 
 
-class _Reading(NamedTuple):
-    """An answer for one order of the pairs, None if there is none, and whether more work could improve it."""
-
-    result: PLDResult | None
-    final: bool
-
-    @property
-    def rank(self) -> tuple[float, float]:
-        """Larger is worse."""
-        return (math.inf, math.inf) if self.result is None else self.result[:2]
-
-
 @lru_cache(maxsize=1024)
 def _both_ways(ledger: Ledger, query: _Query, grid: float) -> PLDResult | None:
-    """Returns the worse answer of the two orders of the pairs, improving only the one that decides."""
+    """Returns the worse answer of the two orders of the pairs."""
     # PRIVACY: each order over the whole list, then the larger (test_the_worse_direction_is_reported)
     orders = dict.fromkeys([ledger, tuple((law.exchanged(), count) for law, count in ledger)])
-    readings = {order: _one_way(order, query, grid, refine=False) for order in orders}
-    while True:
-        order = max(readings, key=lambda order: readings[order].rank)
-        if readings[order].final:
-            return readings[order].result
-        readings[order] = _improved(order, query, grid)
+    found = [_improved(order, query, grid) for order in orders]
+    known = [result for result in found if result is not None]
+    return max(known) if len(known) == len(found) else None
 
 
-def _improved(ledger: Ledger, query: _Query, grid: float) -> _Reading:
+def _improved(ledger: Ledger, query: _Query, grid: float) -> PLDResult | None:
     """Returns the best answer for the pairs as they are ordered."""
-    reading = _one_way(ledger, query, grid, refine=True)
+    found = _one_way(ledger, query, grid)
     # fewer points have less rounding: a coarser grid may be tighter, and both are bounds
-    while reading.result is not None and reading.result.rounding > _MUCH_ROUNDING:
-        coarser = _one_way(ledger, query, 8 * reading.result.grid, refine=True)
-        if coarser.rank >= reading.rank:
+    while found is not None and found.rounding > _MUCH_ROUNDING:
+        coarser = _one_way(ledger, query, 8 * found.grid)
+        if coarser is None or coarser[:2] >= found[:2]:
             break
-        reading = coarser
-    return _Reading(reading.result, final=True)
+        found = coarser
+    return found
 
 
 class _Scene(NamedTuple):
@@ -360,34 +341,26 @@ class _Scene(NamedTuple):
     laws: Counted
     plan: _Plan
     view: Window
-    coarse: bool  # whether the grid costs too much
 
-    def reading(
-        self, query: _Query, curve: DeltaCurve, counts: Sequence[int], refine: bool
-    ) -> _Reading:
+    def answer(self, query: _Query, curve: DeltaCurve, counts: Sequence[int]) -> PLDResult | None:
         """Returns the answer that a curve gives for these counts."""
-        answer = query.answer(curve, summed(counts, [law.shift for law, _ in self.laws]))
-        if answer is None:
-            return _Reading(None, final=refine)
-        return _Reading(answer, final=not self.coarse and answer.rounding <= _MUCH_ROUNDING)
+        return query.answer(curve, summed(counts, [law.shift for law, _ in self.laws]))
 
 
-def _one_way(ledger: Ledger, query: _Query, grid: float, *, refine: bool) -> _Reading:
-    """Returns the answer for the pairs as they are ordered, on a finer grid only if `refine`."""
+def _one_way(ledger: Ledger, query: _Query, grid: float) -> PLDResult | None:
+    """Returns the answer for the pairs as they are ordered."""
     counts = [count for _, count in ledger]
     if (
         isinstance(query, _AtDelta) and sum(counts) > 1
     ):  # one release alone has no rounding, composed as it is
-        kept = _kept(tuple((law, *_block(count)) for law, count in ledger), query, grid, refine)
+        kept = _kept(tuple((law, *_block(count)) for law, count in ledger), query, grid)
         if kept is not None:
             powers, scene = kept
-            curve = powers.curve(counts, math.log(query.delta))
-            return scene.reading(query, curve, counts, refine)
-    found = _resolved(ledger, query, grid, refine)
+            return scene.answer(query, powers.curve(counts, math.log(query.delta)), counts)
+    found = _resolved(ledger, query, grid)
     if found is None:
-        return _Reading(None, final=True)
-    curve = compose(found.laws, found.view, found.plan.epsilon)
-    return found.reading(query, curve, counts, refine)
+        return None
+    return found.answer(query, compose(found.laws, found.view, found.plan.epsilon), counts)
 
 
 def _block(count: int) -> tuple[int, int]:
@@ -406,10 +379,10 @@ def _block(count: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def _kept(
-    blocks: tuple[tuple[LossLaw, int, int], ...], query: _AtDelta, grid: float, refine: bool
+    blocks: tuple[tuple[LossLaw, int, int], ...], query: _AtDelta, grid: float
 ) -> tuple[Powers, _Scene] | None:
     """Returns what answers all counts of a block: the scene of the largest, seen down to the smallest."""
-    scene = _resolved(tuple((law, most) for law, _, most in blocks), query, grid, refine)
+    scene = _resolved(tuple((law, most) for law, _, most in blocks), query, grid)
     if scene is None:
         return None
     least = [few for _, few, _ in blocks]
@@ -424,7 +397,7 @@ def _kept(
     return (powers, scene) if powers.few else None
 
 
-def _resolved(ledger: Ledger, query: _Query, grid: float, refine: bool) -> _Scene | None:
+def _resolved(ledger: Ledger, query: _Query, grid: float) -> _Scene | None:
     """Chooses the grid, and how far into the tails to go."""
     if len(ledger) > _MAX_LAWS:
         return None
@@ -449,8 +422,8 @@ def _resolved(ledger: Ledger, query: _Query, grid: float, refine: bool) -> _Scen
         view = _view(cumulant, plan, sum(count for _, count in laws), step)
         cost = math.fsum(count * coarsening(law, plan.tilt) for law, count in laws)
         factor = _regrid(cost / plan.tolerance, view.width / step, span / step, points)
-        if factor == 1 or (factor < 1 and (coarsened or not refine)):
-            return _Scene(laws, plan, view, factor < 1 and not coarsened)
+        if factor == 1 or (factor < 1 and coarsened):
+            return _Scene(laws, plan, view)
         coarsened = coarsened or factor > 1
         step *= factor
     return None

@@ -20,7 +20,7 @@ Privacy loss laws of single releases, and laws on a grid that dominate them, rou
     ReplaceOneLoss   the same, one record replaced
     FixedSizeLoss    Gaussian noise on a batch of fixed size, one record replaced or zeroed out
     GaussianLoss     unsampled Gaussian noise
-    ApproxLoss       whatever is (epsilon, delta)-DP
+    PureLoss         whatever is epsilon-DP
 
 For a dominating pair (P, Q) the privacy loss is L = log P/Q under P. A grid law keeps the mass of L on the grid k h and
 at infinity. A bucket (k h, (k+1) h] of P-mass p and Q-mass m is replaced by two dots,
@@ -369,11 +369,6 @@ class LossLaw(ABC):
         return None
 
     @property
-    def infinite(self) -> float:
-        """Mass of an infinite loss."""
-        return 0.0
-
-    @property
     def least_delta(self) -> float:
         """The delta below which its grid laws give no figure."""
         return 0.0
@@ -542,28 +537,16 @@ class FixedSizeLoss(LossLaw):
 
 
 @dataclass(frozen=True)
-class ApproxLoss(LossLaw):
-    """Any (epsilon, delta)-DP release; delta = 0 is pure privacy.
+class PureLoss(LossLaw):
+    """Any epsilon-DP release, epsilon >= 0.
 
-    The worst law: infinity with mass delta, and of the rest +epsilon with e^eps / (1 + e^eps), -epsilon otherwise.
-
-    Args:
-        epsilon: >= 0.
-        delta: in [0, 1).
+    The worst law: +epsilon with probability e^eps / (1 + e^eps), else -epsilon.
     """
 
     epsilon: float
-    delta: float = 0.0
 
     def __post_init__(self) -> None:
-        check.fields(self, epsilon=check.nonnegative, delta=partial(check.between, 0.0, 1.0))
-        if self.delta == 1:
-            raise ValueError("delta must be < 1 (got 1.0)")
-
-    @property
-    def infinite(self) -> float:
-        """See the base class."""
-        return self.delta
+        check.fields(self, epsilon=check.nonnegative)
 
     def span(self, reach: float) -> tuple[float, float]:
         """The support."""
@@ -575,7 +558,7 @@ class ApproxLoss(LossLaw):
         count = math.ceil(self.epsilon / grid) - first
         mass = np.zeros(max(count, 1))
         excess = np.zeros(max(count, 1))
-        scale = (1 - self.delta) / (1 + math.exp(-self.epsilon))
+        scale = 1 / (1 + math.exp(-self.epsilon))
         for index, loss, weight in (
             (0, -self.epsilon, scale * math.exp(-self.epsilon)),
             (-1, self.epsilon, scale),
@@ -584,7 +567,7 @@ class ApproxLoss(LossLaw):
             mass[index] += atom_mass
             excess[index] += atom_excess
         accuracy = 16 * UNIT * (4 + self.epsilon)
-        return GridLaw(first, connected(mass, excess, grid, accuracy), self.delta, grid, accuracy)
+        return GridLaw(first, connected(mass, excess, grid, accuracy), 0.0, grid, accuracy)
 
 
 def _rate(rate: float) -> float:

@@ -25,8 +25,7 @@ docs/proofs/accounting.md#renyi-integrals; Mironov, Talwar and Zhang 2019.
 Renyi curve of the best of a random, secret number of releases.
 
 K is drawn, then K releases with one Renyi curve (fresh randomness each); the one that a public total order puts first
-leaves, and neither K nor the others. K has a truncated negative binomial law, P(K = k) proportional to
-(1-gamma)^k binom(k + eta - 1, k), k >= 1 (eta = 1: geometric, 0: logarithmic).
+leaves, and neither K nor the others. K has a geometric law, P(K = k) proportional to (1-gamma)^k, k >= 1.
 
 Source: docs/proofs/search.md; Papernot and Steinke 2022, theorem 2.
 
@@ -60,20 +59,18 @@ Source: docs/proofs/accounting.md#renyi-integrals.
 
 Failure probabilities, and what Gaussian and zero-concentrated differential privacy say of (epsilon, delta).
 
-A mechanism may be as private as its analysis says only up to an event of probability beta. Three kinds are told apart:
+A mechanism may be as private as its analysis says only up to an event of probability beta. Two kinds are told apart:
 
 * coupling: the noiseless outputs of the two data sets can be coupled so that they are close except with probability d.
   By joint convexity of the hockey stick its delta is at most d + (1 - d) delta, with no factor e^epsilon;
 * transcript: the failure is a function of the pair of data sets and the transcript, and two mechanisms M and M* agree
   until it happens. Then P(E) <= P*(E and good) + beta <= e^epsilon Q*(E and good) + delta + beta and the good part is
-  the same under M: it adds beta;
-* per side: on each data set on its own, M differs from M* with probability beta. Then P(E) <= P*(E) + beta
-  <= e^epsilon (Q(E) + beta) + delta + beta: it adds (1 + e^epsilon) beta.
+  the same under M: it adds beta.
 
 Several failures of one kind: couplings of successive releases hold together with probability prod(1 - d_i); transcript
-and per-side failures add up.
+failures add up.
 
-Source: docs/proofs/accounting.md#failure-probabilities, docs/proofs/output.md#accuracy-in-expectation (per side).
+Source: docs/proofs/accounting.md#failure-probabilities.
 
 Zero-concentrated differential privacy: rho-zCDP bounds the Renyi divergence of every order a by rho a. The conversion
 at order a = 1 + b is
@@ -96,7 +93,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeVar, cast, get_args
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 import scipy
@@ -398,56 +395,25 @@ def _replace_log_excess(mixture: PoissonMixture, order: FloatArray) -> FloatArra
 _SELECTED = 1e-12  # added, relative: more than the rounding of a few sums
 
 
-def expected_trials(eta: float, gamma: float) -> float:
-    """Returns E K of the truncated negative binomial law.
-
-    Args:
-        eta: > -1.
-        gamma: in (0, 1).
-
-    Example:
-        >>> expected_trials(1.0, 0.25)
-        4.0
-    """
-    eta, log_gamma = _law(eta, gamma)
-    odds = math.expm1(-log_gamma)  # (1 - gamma) / gamma
-    return odds / -log_gamma if eta == 0 else eta * odds / -math.expm1(eta * log_gamma)
-
-
-def negative_binomial_selection(
-    orders: ArrayLike, values: ArrayLike, eta: float, gamma: float
-) -> FloatArray:
+def selection_curve(orders: ArrayLike, values: ArrayLike, gamma: float) -> FloatArray:
     """Returns the curve of the selection at the same orders.
 
     Args:
         orders: each > 1, increasing.
         values: bound of one release per order, both directions, >= 0 (inf for none).
-        eta: > -1.
         gamma: in (0, 1).
 
     Raises:
         ValueError: a range or a shape.
     """
     order, value = curve_of(orders, values)
-    eta, log_gamma = _law(eta, gamma)
+    log_gamma = math.log(check.open_interval(0.0, 1.0, gamma=gamma))
     # PRIVACY: what the others cost (test_no_pair_exceeds_the_curve, test_the_cost_of_the_winner_alone_is_refuted)
     others = min(-log_gamma, float(np.min((1 - 1 / order) * value - log_gamma / order)))
-    found = value + (1 + eta) * others + math.log(expected_trials(eta, gamma)) / (order - 1)
-    return _increasing(found)
-
-
-def _increasing(bounds: FloatArray) -> FloatArray:
-    """Returns bounds no larger than those at higher orders, as divergences are."""
-    return np.asarray(np.minimum.accumulate(bounds[::-1])[::-1] * (1 + _SELECTED))
-
-
-def _law(eta: float, gamma: float) -> tuple[float, float]:
-    """Returns eta and log gamma."""
-    if check.finite(eta=eta) <= -1:
-        raise ValueError(f"eta must be > -1 (got {eta})")
-    if not 0 < check.finite(gamma=gamma) < 1:
-        raise ValueError(f"gamma must be in (0, 1) (got {gamma})")
-    return float(eta), math.log(gamma)
+    trials = math.expm1(-log_gamma) / -math.expm1(log_gamma)  # expected
+    found = value + 2.0 * others + math.log(trials) / (order - 1)
+    # divergences are no larger than those at higher orders
+    return np.asarray(np.minimum.accumulate(found[::-1])[::-1] * (1 + _SELECTED))
 
 
 _LEAST_ORDER = 1.01  # closer to 1 the conversion multiplies errors of the curve by more than 100
@@ -785,21 +751,16 @@ def _log_falling(order: FloatArray, log_ratio: FloatArray, weight: FloatArray) -
     return falling
 
 
-FailureKind = Literal["coupling", "transcript", "per_side"]
-
-FAILURE_KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
+FAILURE_KINDS = ("coupling", "transcript")
 
 
-def delta_before_failure(
-    delta: float, failure: float, epsilon: float, kind: FailureKind
-) -> float:
+def delta_before_failure(delta: float, failure: float, kind: str) -> float:
     """Returns the delta that is left for the mechanism itself.
 
     Args:
         delta: in [0, 1], of the whole statement.
         failure: total failure probability of this kind, in [0, 1].
-        epsilon: >= 0, of the whole statement; only "per_side" depends on it.
-        kind: "coupling" (delta - d) / (1 - d), "transcript" delta - beta, "per_side" delta - (1 + e^epsilon) beta.
+        kind: "coupling" (delta - d) / (1 - d), or "transcript" delta - beta.
 
     Returns:
         delta in [0, 1], rounded down; 0 if the failure takes all of it.
@@ -810,88 +771,20 @@ def delta_before_failure(
     Source: docs/proofs/accounting.md#failure-probabilities.
 
     Example:
-        >>> round(delta_before_failure(delta=1e-6, failure=1e-7, epsilon=1.0, kind="transcript"), 12)
+        >>> round(delta_before_failure(delta=1e-6, failure=1e-7, kind="transcript"), 12)
         9e-07
     """
-    delta, failure, weight = _checked(delta, failure, epsilon, kind)
+    delta = check.between(0.0, 1.0, delta=delta)
+    failure = check.between(0.0, 1.0, failure=failure)
+    check.choice(FAILURE_KINDS, kind=kind)
     if failure == 0:
         return delta
     # PRIVACY: rounded down (test_the_inverse_never_exceeds_the_delta_of_the_statement); margin of what is
     # taken away (docs/proofs/accounting.md#failure-probabilities)
-    left = delta * (1 - _ROUNDING) - up(failure * weight, 4 * _ROUNDING)
+    left = delta * (1 - _ROUNDING) - up(failure, 4 * _ROUNDING)
     if left <= 0:
         return 0.0
     return left / (1 - failure) * (1 - _ROUNDING) if kind == "coupling" else left
-
-
-def epsilon_with_failures(
-    delta: float,
-    epsilon_at: Callable[[float], float],
-    *,
-    coupling: float = 0.0,
-    transcript: float = 0.0,
-    per_side: float = 0.0,
-) -> float:
-    """Returns an epsilon at which a mechanism with failures satisfies delta.
-
-    epsilon solves epsilon = epsilon_at(delta'), delta' = (delta - beta_t - (1 + e^epsilon) beta_s - d) / (1 - d). The
-    right-hand side grows with epsilon, so that iterating from 0 climbs to the least solution; the value returned lies
-    above it and has been checked to satisfy the inequality.
-
-    Args:
-        delta: in (0, 1), of the whole statement.
-        epsilon_at: conversion of the mechanism itself, nonincreasing in delta.
-        coupling: total failure of couplings, d = 1 - prod(1 - d_i).
-        transcript: total of transcript failures, beta_t.
-        per_side: total of per-side failures, beta_s.
-
-    Returns:
-        epsilon >= 0, within a relative 1e-9 where it is not next to the largest that the failures admit; inf if they
-        take all of delta.
-
-    Raises:
-        ValueError: an argument is out of range.
-
-    Guarantee: (epsilon, delta)-DP if `epsilon_at` is valid for the mechanism itself.
-
-    Source: docs/proofs/accounting.md#failure-probabilities.
-
-    Example:
-        >>> from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
-        >>> round(epsilon_with_failures(1e-5, lambda delta: gaussian_epsilon(0.1, delta), per_side=1e-6), 6)
-        0.347804
-    """
-    delta = check.open_interval(0.0, 1.0, delta=delta)
-
-    def bound(epsilon: float) -> float:
-        left = delta_before_failure(delta, transcript, epsilon, "transcript")
-        left = delta_before_failure(left, per_side, epsilon, "per_side")
-        left = delta_before_failure(left, coupling, epsilon, "coupling")
-        return epsilon_at(left) if 0 < left < 1 else math.inf
-
-    epsilon = 0.0
-    for round_number in range(400):
-        padded = epsilon * (1 + 1e-9 * 2 ** (round_number // 20)) + 1e-12
-        found = bound(padded)
-        # PRIVACY: only a verified epsilon is returned (test_the_epsilon_with_failures_satisfies_delta)
-        if found <= padded:
-            return found  # smaller, and valid too, since less is taken away there
-        epsilon = bound(epsilon)
-        if math.isinf(epsilon):
-            break
-    return math.inf
-
-
-def _checked(
-    delta: float, failure: float, epsilon: float, kind: FailureKind
-) -> tuple[float, float, float]:
-    """Returns delta, the failure, and the factor with which it is added to delta."""
-    delta = check.between(0.0, 1.0, delta=delta)
-    failure = check.between(0.0, 1.0, failure=failure)
-    epsilon = check.nonnegative(epsilon=epsilon)
-    if check.choice(FAILURE_KINDS, kind=kind) != "per_side":
-        return delta, failure, 1.0
-    return delta, failure, 1 + math.exp(epsilon) if epsilon < 700 else math.inf
 
 
 def zcdp_epsilon(rho: float, delta: float) -> float:
