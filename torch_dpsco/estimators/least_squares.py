@@ -377,10 +377,10 @@ def preconditioned_numbers(
         >>> preconditioned_numbers(mu=0.21, n=20_000, dim=129, num_scores=20, curvature=0.05)[0]
         32
     """
-    signal = check.positive(mu=mu) * check.positive_count(n=n) / math.sqrt(num_scores * dim)
+    signal = mu * n / math.sqrt(num_scores * dim)
     if clip is None:
         clip = min(max(signal / _LOUD, _CLIPS[0]), _CLIPS[1])
-    needed = _DAMPING * _REACH * math.sqrt(2 * check.positive_count(dim=dim)) * curvature / clip
+    needed = _DAMPING * _REACH * math.sqrt(2 * dim) * curvature / clip
     least, most = _SHARES
     steps = min(
         max(math.ceil(needed * math.sqrt((1 - most) / most)), _FEW_AND_MANY[0]), _FEW_AND_MANY[1]
@@ -396,11 +396,7 @@ def ridge_of(gram_std: float, dim: int) -> float:
         >>> ridge_of(1.0, 50)
         20.0
     """
-    return (
-        _DAMPING
-        * check.positive(gram_std=gram_std)
-        * math.sqrt(2 * check.positive_count(dim=dim))
-    )
+    return _DAMPING * gram_std * math.sqrt(2 * dim)
 
 
 def stable_step(curvature: float, ridge: float, largest: float) -> float:
@@ -410,7 +406,7 @@ def stable_step(curvature: float, ridge: float, largest: float) -> float:
         >>> stable_step(0.25, ridge=1.0, largest=1.0)
         8.0
     """
-    return 1 / check.positive(curvature=curvature) * (1 + ridge / max(largest, ridge * 1e-6))
+    return 1 / curvature * (1 + ridge / max(largest, ridge * 1e-6))
 
 
 def preconditioned_mu(
@@ -433,15 +429,11 @@ def preconditioned_mu(
         >>> round(preconditioned_mu(1.0, 2.0, 1.0, 4.0, steps=12), 9)
         1.0
     """
-    covariance = check.positive(gram_moved=gram_moved) / check.positive(gram_std=gram_std)
-    sums = check.positive(gradient_moved=gradient_moved) / check.positive(
-        gradient_std=gradient_std
-    )
+    covariance = gram_moved / gram_std
+    sums = gradient_moved / gradient_std
     # PRIVACY: every step counts (test_the_level_of_a_run_is_that_of_all_its_releases); margin of the root
     # (docs/proofs/rounding.md#model-of-arithmetic)
-    return scaled_up(
-        math.hypot(covariance, math.sqrt(check.positive_count(steps=steps)) * sums), 8
-    )
+    return scaled_up(math.hypot(covariance, math.sqrt(steps) * sums), 8)
 
 
 def horizon(
@@ -485,7 +477,7 @@ def boosted_clip(signal: float) -> float:
         >>> boosted_clip(50.0), boosted_clip(400.0), boosted_clip(10_000.0)
         (1.0, 2.0, 10.0)
     """
-    return max(1.0, math.sqrt(check.positive(signal=signal)) / 10)
+    return max(1.0, math.sqrt(signal) / 10)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -812,14 +804,11 @@ def adassp_constants(
         6.129808
     """
     whole = math.fsum(weights) * (1 + 1e-15)
-    share_lmin, share_xtx, share_xty = (
-        check.positive(weights=share) / whole for share in weights
-    )
+    share_lmin, share_xtx, share_xty = (share / whole for share in weights)
     replaced = sensitivity_factor(adjacency) == 2
     mu = level_left(gaussian_mu(epsilon, delta), spent)
-    square = check.positive(bound_x=bound_x) ** 2
-    product = bound_x * check.positive(bound_y=bound_y)
-    d = check.positive_count(dim=dim)
+    square = bound_x**2
+    product = bound_x * bound_y
     failure = check.open_interval(0.0, 1.0, failure=failure)
     tail = math.sqrt(2 * (math.log(2) - math.log(failure)))
     # PRIVACY: mu^2 is shared out, so that the squares add up to it (test_the_three_levels_add_up_to_the_budget); margin
@@ -831,7 +820,7 @@ def adassp_constants(
     xty = scaled_up((2.0 if replaced else 1.0) * product / (mu * math.sqrt(share_xty)), 12)
     off_diagonal = scaled_up(xtx / math.sqrt(2), 2)
     return AdaSSPConstants(
-        lmin, xtx, off_diagonal, xty, xtx * (math.sqrt(2 * d) + tail), lmin * tail
+        lmin, xtx, off_diagonal, xty, xtx * (math.sqrt(2 * dim) + tail), lmin * tail
     )
 
 

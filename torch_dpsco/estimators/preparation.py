@@ -430,11 +430,7 @@ def sum_level(mu: float, n: int, dim: int, adjacency: str) -> float:
         >>> round(sum_level(0.2, 10_000, 50, "add_remove"), 4), sum_level(0.2, 100, 50, "add_remove")
         (0.0141, 0.0)
     """
-    error = (
-        math.sqrt(check.positive_count(dim=dim))
-        * sensitivity_factor(adjacency)
-        / check.positive_count(n=n)
-    )
+    error = math.sqrt(dim) * sensitivity_factor(adjacency) / n
     return _level(mu, error, _SUM_ERROR, _SUM_USELESS)
 
 
@@ -454,7 +450,7 @@ def counts_level(mu: float, n: int, counts: int) -> float:
         >>> round(counts_level(0.2, 100_000, 25), 4), round(counts_level(0.2, 500, 25), 4), counts_level(0.2, 200, 25)
         (0.0167, 0.0667, 0.0)
     """
-    error = math.sqrt(check.positive_count(counts=counts)) / check.positive_count(n=n)
+    error = math.sqrt(counts) / n
     level = _level(mu, error, _COUNT_ERROR, _COUNT_USELESS)
     least = error / _COUNT_USELESS
     return level or (least if least <= math.sqrt(_MOST_SHARE) * mu else 0.0)
@@ -507,13 +503,13 @@ def robust_width(signal: float) -> float:
 
 
 def _level(mu: float, error: float, wanted: float, useless: float) -> float:
-    level = min(error / wanted, math.sqrt(_SHARE) * check.positive(mu=mu))
+    level = min(error / wanted, math.sqrt(_SHARE) * mu)
     return level if error / level <= useless else 0.0
 
 
 def level_left(mu: float, spent: float) -> float:
     """Returns the level that a budget of level mu leaves beside Gaussian releases of level `spent`, rounded down."""
-    if not 0 <= check.nonnegative(spent=spent) < check.positive(mu=mu):
+    if not 0 <= spent < mu:
         raise ValueError(f"spent must be below mu={mu:g} (got {spent:g})")
     # PRIVACY: squares of levels add up (test_what_is_left_and_what_is_spent_are_within_the_level)
     return math.sqrt((mu - spent) * (mu + spent)) * (1 - 1e-15) if spent else mu
