@@ -12,7 +12,7 @@ from torch_dpsco.doctor import Diagnosis, Finding
 from torch_dpsco.errors import PrivacyError
 
 ROOT = Path(__file__).parents[2]
-WARNING = Finding("warning", "split-with-workers", "no design", "give n=")
+WARNING = Finding("warning", "not-probed", "no design", "give n=")
 ERROR = Finding("error", "loss-reduction", "2 against 1", "use mean\nor sum")
 CRITICAL = Finding("critical", "no-accountant", "step_hook is None", "leave the hook alone")
 

@@ -17,6 +17,7 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators import least_squares as preconditioned_gd
+from torch_dpsco.estimators.choose import plan_linear
 from torch_dpsco.estimators.least_squares import (
     PreconditionedGDPlan,
     horizon,
@@ -442,4 +443,4 @@ def test_what_it_does_not_cover_is_refused(settings: dict[str, object], word: st
     with pytest.raises(ConditionError, match=word):
         plan_preconditioned_gd(task(**settings))
     with pytest.raises(ConditionError, match="exact"):
-        plan_preconditioned_gd(task(), secure="exact")
+        plan_linear(task(), "preconditioned_gd", secure="exact")

@@ -30,7 +30,6 @@ from torch_dpsco.doctor.script import (
     critical,
     error,
     is_ghost_loss_value,
-    is_split,
     poisson_rate,
     warning,
 )
@@ -38,7 +37,6 @@ from torch_dpsco.errors import PrivacyError
 from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.step.oracle import ClippedMean
 from torch_dpsco.step.run import CommonOptimizer
-from torch_dpsco.trial import HALF
 
 _NAMED = 4  # names listed in an evidence
 _DEFAULT_SEED = (
@@ -380,20 +378,6 @@ def rate_not_accounted(script: Script, evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def split_with_workers(script: Script, evidence: Evidence) -> Iterator[Finding]:
-    """BatchMemoryManager's queue of skip flags runs ahead with workers."""
-    workers = getattr(script.source, "num_workers", 0)
-    if is_split(script.loader) and workers:
-        yield warning(
-            "split-with-workers",
-            f"BatchMemoryManager with num_workers={workers}: prefetched flags stay in the"
-            " optimizer's queue when an epoch is broken off, and then parts of two batches are"
-            " released together",
-            "num_workers=0, or optimizer.loader(dataset, physical_batch_size=..., num_workers=...)"
-            " of a dp optimizer",
-        )
-
-
 def no_accountant(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Opacus' optimizer has one step hook, and the accountant needs it."""
     optimizer = script.opacus_optimizer
@@ -511,18 +495,6 @@ def grad_scaler(script: Script, evidence: Evidence) -> Iterator[Finding]:
                 " makes it smaller again",
                 f"torch.amp.GradScaler(growth_interval={steps + 1})",
             )
-
-
-def half_precision_noise(script: Script, evidence: Evidence) -> Iterator[Finding]:
-    """Opacus draws noise in the dtype of the parameters."""
-    kinds = sorted({str(p.dtype) for p in script.trainable.values() if p.dtype in HALF})
-    if kinds and script.opacus_optimizer is not None:
-        yield warning(
-            "half-precision-noise",
-            f"parameters are {', '.join(kinds)}: Opacus draws the noise and adds it in that"
-            " precision, which the Gaussian analysis does not cover",
-            "keep the parameters in float32 (autocast for the forward only)",
-        )
 
 
 def isolated_rows(script: Script, evidence: Evidence) -> Iterator[Finding]:
@@ -656,9 +628,7 @@ CHECKS: tuple[Check, ...] = (
     rate_not_accounted,
     fixed_seed,
     grad_scaler,
-    half_precision_noise,
     stale_parameters,
-    split_with_workers,
     isolated_rows,
 )
 ROW_FREE_CHECKS: tuple[Check, ...] = (random_gradients, broken_promise, single_precision)

@@ -316,12 +316,6 @@ def underlying_loader(loader: Any) -> Any:
     return loader.data_loader if isinstance(loader, of_opacus(_SPLITS)) else loader
 
 
-def is_split(loader: Any) -> bool:
-    """Returns whether the loader is one that BatchMemoryManager made, or such a manager."""
-    sampler = getattr(loader, "batch_sampler", None)
-    return isinstance(sampler, of_opacus(_PARTS)) or isinstance(loader, of_opacus(_SPLITS))
-
-
 def batch_sampler(loader: Any) -> Any:
     """Returns the batch sampler of a loader, without the splitting of BatchMemoryManager."""
     sampler = getattr(loader, "batch_sampler", None)

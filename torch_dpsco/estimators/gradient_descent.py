@@ -43,7 +43,6 @@ from torch_dpsco.accounting.analysis.objective import objpert_reg
 from torch_dpsco.accounting.analysis.rounding import (
     DOUBLE,
     gamma,
-    require_gaussian,
     safe,
 )
 from torch_dpsco.accounting.events import GDP, REPLACE_ONE
@@ -266,7 +265,7 @@ def far_radius(task: LinearTask) -> float:
 
 
 def plan_noisy_gd(
-    task: LinearTask, steps: int | None = None, secure: str | None = None, released: str = "last"
+    task: LinearTask, steps: int | None = None, released: str = "last"
 ) -> NoisyGDPlan:
     """Returns the numbers of noisy gradient descent for a task.
 
@@ -274,7 +273,6 @@ def plan_noisy_gd(
         task: its public numbers; delta > 0.
         steps: T; default 3 beta / reg, where the last iterate has converged, at most 500; for all sums as many as the
             way that the noise allows needs, 64 to 1024.
-        secure: None; "exact" is refused, see docs/proofs/exact_gaussian.md.
         released: "last" for the last iterate, with a regularizer; "all" for all sums, with momentum, and without one
             unless it is given.
 
@@ -285,11 +283,6 @@ def plan_noisy_gd(
         The event of the plan, for the task's adjacency: for the last iterate alone, where n_max is a promise about the
         number of records on which the contraction rests, or for all noisy sums.
     """
-    require_gaussian(
-        secure,
-        "NoisyGD hides all its noisy steps but the last; use OutputPerturbation,"
-        " mechanism='output'",
-    )
     _, smoothness = smooth_constants(task)
     if check.choice(("last", "all"), released=released) == "all":
         return _all_sums(task, steps)

@@ -90,7 +90,6 @@ from torch_dpsco.accounting.analysis.rounding import (
     FloatArray,
     asks_exact,
     exact_grid,
-    require_gaussian,
     safe,
     scaled_up,
     with_grid,
@@ -276,12 +275,11 @@ class PreconditionedGDPlan(DescentPlan):
         )
 
 
-def plan_preconditioned_gd(task: LinearTask, secure: str | None = None) -> PreconditionedGDPlan:
+def plan_preconditioned_gd(task: LinearTask) -> PreconditionedGDPlan:
     """Returns the numbers of preconditioned gradient descent for a task.
 
     Args:
         task: its public numbers; delta > 0, no reg. residual_clip is the clip over the bound of rows.
-        secure: None; "exact" is refused.
 
     Raises:
         ConditionError: the loss is not smooth, tilted or adversarial, reg is given, or delta is 0.
@@ -290,10 +288,6 @@ def plan_preconditioned_gd(task: LinearTask, secure: str | None = None) -> Preco
         The event of the plan, for the task's adjacency, for X'X and all iterates. n_max is a promise about the number
         of records, on which the allowance for rounding rests.
     """
-    require_gaussian(
-        secure,
-        "preconditioned gradient descent makes many releases; use mechanism='adassp' or 'output'",
-    )
     PreconditionedGDPlan.require_covered(task)
     steps, share, clip = preconditioned_numbers(
         task.level, task.n, task.width, task.num_scores, _curvature(task), task.residual_clip
@@ -723,15 +717,12 @@ class BoostedPlan(PreconditionedGDPlan):
         return 1.0
 
 
-def plan_boosted(
-    task: LinearTask, rounds: int = _ROUNDS, secure: str | None = None
-) -> BoostedPlan:
+def plan_boosted(task: LinearTask, rounds: int = _ROUNDS) -> BoostedPlan:
     """Returns the numbers of boosted AdaSSP for a task with the squared loss.
 
     Args:
         task: its public numbers; delta > 0. reg is a ridge of the answer; None for none.
         rounds: T; each reads all records once.
-        secure: None; "exact" is refused.
 
     Raises:
         ConditionError: another loss, or delta = 0.
@@ -739,9 +730,6 @@ def plan_boosted(
     Guarantee:
         The event of the plan, for the task's adjacency, for everything computed from the noisy X'X and all noisy sums.
     """
-    require_gaussian(
-        secure, "boosted AdaSSP draws its noise in floating point; use mechanism='adassp'"
-    )
     BoostedPlan.require_covered(task)
     prepare = task.prepare
     width = boosted_clip(signal_to_noise(task.level, task.n, task.parameters))

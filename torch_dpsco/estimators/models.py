@@ -201,10 +201,6 @@ class LogisticRegression(BinaryClassifier):
         """Returns probabilities (n, 2) of public rows, by the logistic link."""
         return chances(self._scores(X))
 
-    def predict_log_proba(self, X: Any) -> Array:
-        """Returns the logarithms of `predict_proba`."""
-        return np.asarray(np.log(self.predict_proba(X)))
-
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class SoftmaxRegression(Classifier):
@@ -243,10 +239,6 @@ class SoftmaxRegression(Classifier):
     def predict_proba(self, X: Any) -> Array:
         """Returns probabilities (n, K) of public rows."""
         return chances(self._scores(X))
-
-    def predict_log_proba(self, X: Any) -> Array:
-        """Returns the logarithms of `predict_proba`."""
-        return np.asarray(np.log(self.predict_proba(X)))
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

@@ -367,7 +367,7 @@ def _place(table: dict[Any, int], label: Any) -> int:
 def require_finite(rows: Tensor) -> None:
     """Raises ValueError for rows to predict that hold NaN or infinity; not for training data."""
     if not bool(rows.isfinite().all()):
-        raise ValueError("Input X contains NaN or infinity: there is nothing to predict from")
+        raise ValueError("X must be finite, to predict from: Input X contains NaN or infinity")
 
 
 _DENSE_ENTRIES = 2**22
