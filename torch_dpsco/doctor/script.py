@@ -245,15 +245,14 @@ class Diagnosis:
         return "\n\n".join([", ".join(counts), *map(str, self.findings)])
 
     @typed
-    def raise_if(self, severities: Iterable[str] = ("critical", "error")) -> None:
-        """Raises for the worst finding of the given severities, naming evidence, fix and how many more there are.
+    def raise_if(self) -> None:
+        """Raises for the worst finding but warnings, naming evidence, fix and how many more there are.
 
         Raises:
             PrivacyError: the worst one is critical.
-            ValueError: the worst one is an error or a warning; or an unknown severity.
+            ValueError: the worst one is an error.
         """
-        wanted = [check.choice(SEVERITIES, severities=severity) for severity in severities]
-        found = [finding for finding in self.findings if finding.severity in wanted]
+        found = [finding for finding in self.findings if finding.severity != "warning"]
         if found:
             more = f"\n(and {len(found) - 1} more: print the diagnosis)" if len(found) > 1 else ""
             kind = PrivacyError if found[0].severity == "critical" else ValueError

@@ -319,16 +319,8 @@ def _all_sums(task: LinearTask, steps: int | None) -> NoisyGDPlan:
 
 def smooth_constants(task: LinearTask) -> tuple[float, float]:
     """Returns bounds on gradient and curvature of a record's loss."""
-    if task.pure:
-        raise ConditionError(
-            "noisy gradient descent is Gaussian: give delta > 0, or use output perturbation"
-        )
-    if task.tilt or task.attack_radius or task.smoothness is None or task.lipschitz is None:
-        raise ConditionError(
-            "noisy gradient descent needs a sum of smooth losses with bounded gradients (got"
-            f" {task.loss!r}): give a residual_clip, or use output perturbation"
-        )
-    return task.lipschitz, task.smoothness
+    task.require_gaussian("noisy gradient descent")
+    return task.smooth_constants("noisy gradient descent")
 
 
 MOST_ROWS = 2**26  # for which roundings of a user's sums are bounded

@@ -312,8 +312,7 @@ def calibrated(draft: _Plan, share: float) -> _Plan:
 
 def require_plain_sum(task: LinearTask, name: str) -> None:
     """Raises ConditionError unless a task is a plain sum of smooth losses, at delta > 0."""
-    if task.pure:
-        raise ConditionError(f"{name} is Gaussian: give delta > 0, or use output perturbation")
+    task.require_gaussian(name)
     if task.tilt or task.attack_radius or task.problem.smoothness is None:
         raise ConditionError(
             f"{name} needs a plain sum of smooth losses (got {task.loss!r}): use output"
@@ -629,8 +628,7 @@ def _require_covered(task: LinearTask) -> None:
         raise ConditionError(
             f"AdaSSP needs the squared loss, or softmax, as it is (got {task.loss!r})"
         )
-    if task.pure:
-        raise ConditionError("AdaSSP is Gaussian: give delta > 0, or use output perturbation")
+    task.require_gaussian("AdaSSP")
 
 
 def _bounds(task: LinearTask) -> tuple[float, float, int]:

@@ -30,8 +30,15 @@ from torch_dpsco.estimators.preparation import (
     residual_clip,
     robust_width,
 )
-from torch_dpsco.estimators.reading import ClassifierMixin, RegressorMixin, as_codes, as_column
-from torch_dpsco.estimators.released import chances, labelled, labels_of
+from torch_dpsco.estimators.reading import (
+    ClassifierMixin,
+    RegressorMixin,
+    as_codes,
+    as_column,
+    chances,
+    labelled,
+    labels_of,
+)
 from torch_dpsco.losses import (
     Hinge,
     Huber,

@@ -340,16 +340,7 @@ def _spent(delta: float) -> float:
 
 
 def _constants(task: LinearTask) -> tuple[float, float]:
-    if task.tilt or task.attack_radius:
-        raise ConditionError(
-            "objective perturbation needs a plain sum of losses: use output perturbation here"
-        )
-    if task.lipschitz is None or task.smoothness is None:
-        raise ConditionError(
-            "objective perturbation needs a smooth loss with bounded gradients (got"
-            f" {task.loss!r}): give a residual_clip, or use SmoothedHinge or Huber"
-        )
-    return task.lipschitz, task.smoothness
+    return task.smooth_constants("objective perturbation")
 
 
 def _noise_std(task: LinearTask, reg: float, lipschitz: float, smoothness: float) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,13 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import check_fields, typed
 from torch_dpsco.accounting.statement import Statement
 from torch_dpsco.estimators.preparation import Preparation
-from torch_dpsco.estimators.reading import dense_rows, require_finite
+from torch_dpsco.estimators.reading import (
+    chances,
+    dense_rows,
+    labelled,
+    labels_of,
+    require_finite,
+)
 from torch_dpsco.estimators.schema import Schema
 
 Array = NDArray[np.float64]
@@ -235,30 +241,6 @@ def scores_of(given: Preparation, weight: Array, intercept: Array, X: Any) -> Ar
             require_finite(rows)
             blocks.append((given(rows) @ prepared.to(rows.device).T + bias.to(rows.device)).cpu())
     return np.asarray(torch.cat(blocks).numpy())
-
-
-def labels_of(classes: Sequence[Any]) -> NDArray[Any]:
-    """Returns labels as an array, of objects where they are of several kinds, which numpy would turn into one."""
-    labels = np.asarray(classes)
-    if labels.tolist() == list(classes):
-        return labels
-    labels = np.empty(len(classes), dtype=object)
-    labels[:] = classes
-    return labels
-
-
-def labelled(labels: NDArray[Any], scores: Array) -> NDArray[Any]:
-    """Returns the label of each score (n,) of the second of two classes, or of scores (n, K)."""
-    places = scores.argmax(1) if scores.ndim == 2 else (scores > 0).astype(np.int64)
-    return np.asarray(labels[places])
-
-
-def chances(scores: Array) -> Array:
-    """Returns probabilities (n, K) of scores (n, K), or for two classes of scores (n, 1) of the second one."""
-    if scores.shape[1] == 1:
-        scores = np.concatenate([np.zeros_like(scores), scores], axis=1)
-    weights = np.exp(scores - scores.max(1, keepdims=True))
-    return np.asarray(weights / weights.sum(1, keepdims=True))
 
 
 def _frozen(value: Any) -> Any:
