@@ -38,14 +38,17 @@ from torch_dpsco.trial import (
     Isolation,
     Leaf,
     Mixed,
+    Refused,
     Rows,
     SyntheticBatches,
+    Untouched,
+    attempt,
     both_fills,
     changed,
     compare,
     isolation,
+    seed_torch,
 )
-from torch_dpsco.trial.undo import Refused, Untouched, attempt, seed_torch
 
 ROUNDING = 1e-9  # relative, of sums in double precision in any order
 _SEED = 1_000_003

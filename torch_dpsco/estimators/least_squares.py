@@ -110,7 +110,7 @@ from torch_dpsco.step.plan import exact_cost
 _SCORES = 100.0  # radius of the ball of iterates, in units of one score per parameter
 
 
-_GUARD = 1e-9  # relative, of a limit on slopes: see `losses.clipped`
+_GUARD = 1e-9  # relative, of a limit on slopes: see `losses.table`
 
 
 _Plan = TypeVar("_Plan", bound="PreconditionedGDPlan")

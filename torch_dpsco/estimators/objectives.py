@@ -38,8 +38,14 @@ from torch_dpsco.accounting.analysis.rounding import gamma
 from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.estimators.records import Objective, PairwiseSum, Records
 from torch_dpsco.losses.base import TableLoss
-from torch_dpsco.losses.clipped import ClippedRows, ResidualClipped, scalar_loss
-from torch_dpsco.losses.table import Logistic, MarginLoss, SoftmaxCrossEntropy
+from torch_dpsco.losses.table import (
+    ClippedRows,
+    Logistic,
+    MarginLoss,
+    ResidualClipped,
+    SoftmaxCrossEntropy,
+    scalar_loss,
+)
 
 # Roundings of one record besides those of its score and of the sum: the loss and its slope (an exponential within 1
 # ulp, a logarithm, a quotient), label, weight, normalizer, and the norm used in the bound itself.

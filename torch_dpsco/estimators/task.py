@@ -45,8 +45,7 @@ from torch_dpsco.estimators.preparation import Preparation, PrivatePreparation, 
 from torch_dpsco.estimators.records import Objective, RawPart, Records, Stored
 from torch_dpsco.estimators.solvers import gradient_rounding
 from torch_dpsco.losses.base import TableLoss
-from torch_dpsco.losses.clipped import ResidualClipped
-from torch_dpsco.losses.table import SoftmaxCrossEntropy
+from torch_dpsco.losses.table import ResidualClipped, SoftmaxCrossEntropy
 from torch_dpsco.noise import Source
 from torch_dpsco.problem import Problem, round_up
 from torch_dpsco.step.plan import Plan

@@ -1,7 +1,7 @@
 """The check of an attached model's first step: do records reach each other, in the model or in the loss?
 
 It runs on synthetic records of the first batch's shape (`trial`). The model is called without gradients, after its
-first training forward, as it was before it, and restored (`trial.undo`); outputs of the other records must stay, and
+first training forward, as it was before it, and restored (`trial`); outputs of the other records must stay, and
 those of a batch whatever the records of the batch before it were. What the loop computes
 from its outputs is noted, and looked at before the backward (`trial.loss`). It does not see what is done to a batch
 before the model, statistics of targets alone, nor what later steps compute; hooks of the model and what it writes to
@@ -25,16 +25,20 @@ from torch_dpsco.rows.batch import batch_sizes
 from torch_dpsco.trial import (
     SEED,
     Leaf,
+    Memory,
     Mixed,
+    Refused,
     Rows,
     SyntheticBatches,
+    Untouched,
+    attempt,
     both_fills,
     changed,
     compare,
     rows_first,
+    seed_torch,
 )
 from torch_dpsco.trial.loss import plain, trace_outputs
-from torch_dpsco.trial.undo import Memory, Refused, Untouched, attempt, seed_torch
 
 # of synthetic batches: the first that is no other size of the model's tensors
 _SIZES = (7, 5, 11, 13, 17, 19, 23)

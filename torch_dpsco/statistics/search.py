@@ -62,7 +62,7 @@ from torch_dpsco.statistics.scores import (
     score,
     score_event,
 )
-from torch_dpsco.trial.undo import Refused, attempt
+from torch_dpsco.trial import Refused, attempt
 
 _ETA = 1.0  # of the truncated negative binomial law that is geometric
 _LEVEL = 1  # orders up to 2^14
