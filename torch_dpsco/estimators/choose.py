@@ -235,7 +235,7 @@ def fit_linear(
     codes = None
     units = Units(task.preparation)
     if users is not None and isinstance(features, Tensor):
-        codes, shares, _ = users_of(users.to(features.device))
+        codes, shares = users_of(users.to(features.device))
         # PRIVACY: the weights of a user's rows add up to at most 1 (test_a_fit_weighs_the_rows_of_a_user_as_one_record)
         weights = shares if weights is None else weights.double().clamp(0.0, 1.0) * shares
 

@@ -586,8 +586,8 @@ def plan_users(
     return replace(draft, noise_std=safe(draft.own_event().mu / level), last_std=last)
 
 
-def users_of(groups: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Returns the user of each row, from 0, the weights 1 / rows of its user, and the number of users: NOT private.
+def users_of(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the user of each row, from 0, and the weights 1 / rows of its user: NOT private.
 
     Raises:
         ConditionError: more rows than roundings are bounded for.
@@ -596,4 +596,4 @@ def users_of(groups: Tensor) -> tuple[Tensor, Tensor, int]:
         raise ConditionError(f"users must have at most {MOST_ROWS} rows together")
     _, codes, counts = torch.unique(groups, return_inverse=True, return_counts=True)
     # PRIVACY: all rows of a user weigh 1 together (test_a_user_counts_as_much_as_one_record)
-    return codes, 1.0 / counts.double()[codes], len(counts)
+    return codes, 1.0 / counts.double()[codes]

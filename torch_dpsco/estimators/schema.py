@@ -224,25 +224,7 @@ class Schema:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not self.columns:
-            raise ValueError("columns must name at least one column (got none)")
-        for name, kind in self.columns.items():
-            if not isinstance(kind, (Number, Category, Ordered)):
-                raise ValueError(
-                    f"column {name!r} must be a Number, Category or Ordered (got"
-                    f" {check.shown(kind)})"
-                )
-        for name in self._wanted:
-            if not (isinstance(name, str) and name.strip() and name.isprintable()):
-                raise ValueError(
-                    f"columns, target and ids must have names of printable text (got"
-                    f" {check.shown(name)}): rename the column"
-                )
-        if len(set(self._wanted)) < len(self._wanted):
-            raise ValueError(
-                f"target and ids must not be among the features, nor be one column (got"
-                f" {self._wanted}): remove them from columns"
-            )
+        self._check_names()
         if (self.labels is None) == (self.target_range is None):
             raise ValueError(
                 "labels or target_range must be given, one of them (got both or none)"
@@ -264,6 +246,28 @@ class Schema:
             raise ValueError(
                 f"rows_per_unit must be 1 without ids (got {self.rows_per_unit}): name the column"
                 " of ids"
+            )
+
+    def _check_names(self) -> None:
+        """Raises ValueError unless columns are of known kinds, and names are text, each of its own column."""
+        if not self.columns:
+            raise ValueError("columns must name at least one column (got none)")
+        for name, kind in self.columns.items():
+            if not isinstance(kind, (Number, Category, Ordered)):
+                raise ValueError(
+                    f"column {name!r} must be a Number, Category or Ordered (got"
+                    f" {check.shown(kind)})"
+                )
+        for name in self._wanted:
+            if not (isinstance(name, str) and name.strip() and name.isprintable()):
+                raise ValueError(
+                    f"columns, target and ids must have names of printable text (got"
+                    f" {check.shown(name)}): rename the column"
+                )
+        if len(set(self._wanted)) < len(self._wanted):
+            raise ValueError(
+                f"target and ids must not be among the features, nor be one column (got"
+                f" {self._wanted}): remove them from columns"
             )
 
     def _check_unit(self) -> None:

@@ -25,7 +25,7 @@ import math
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from typing import ClassVar, TypeVar, overload
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -255,8 +255,8 @@ class SoftmaxCrossEntropy(TableLoss):
     alpha = 1, L = B^2/2 (the Hessian of log-sum-exp is at most 1/2), M = B sqrt(1 - 1/C), M0 = log C,
     G(R) <= min(sqrt(2) B, M + L R), Lipschitz constant sqrt(2) B. Not a scalar-score loss: is_glm is False.
 
-    A label outside 0..C-1 makes a null record, loss and gradient 0: which records have one is private, so that it
-    must not raise.
+    As a criterion it makes a null record, loss and gradient 0, of a label outside 0..C-1: which records have one is
+    private, so that it must not raise.
 
     Args:
         num_classes: C >= 2, public.
@@ -283,20 +283,12 @@ class SoftmaxCrossEntropy(TableLoss):
 
     def value(self, score: Tensor, target: Tensor) -> Tensor:
         """Losses (B,) of scores (B, C) and integer targets (B,)."""
-        known, label = self._known(target)
-        picked = score.gather(1, label.unsqueeze(1)).squeeze(1)
-        return torch.where(known, score.logsumexp(1) - picked, 0)
+        return score.logsumexp(1) - score.gather(1, target.unsqueeze(1)).squeeze(1)
 
     def derivative(self, score: Tensor, target: Tensor) -> Tensor:
         """softmax(s) - onehot(y), shape (B, C)."""
-        known, label = self._known(target)
-        classes = torch.arange(self.num_classes, device=label.device)
-        onehot = (label.unsqueeze(1) == classes).to(score.dtype)
-        return torch.where(known.unsqueeze(1), score.softmax(1) - onehot, 0)
-
-    def _known(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        known = (target >= 0) & (target < self.num_classes)
-        return known, torch.where(known, target, 0)
+        classes = torch.arange(self.num_classes, device=target.device)
+        return score.softmax(1) - (target.unsqueeze(1) == classes).to(score.dtype)
 
     def holder_exponent(self) -> float:
         return 1.0
@@ -686,18 +678,6 @@ class EpsilonInsensitive(ResidualLoss):
 _BLOCK_ROWS = 4096
 
 
-@overload
-def enforce_bounds(
-    features: Tensor, targets: None = None, *, bound_x: float, bound_y: None = None
-) -> Tensor: ...
-
-
-@overload
-def enforce_bounds(
-    features: Tensor, targets: Tensor, *, bound_x: float, bound_y: float
-) -> tuple[Tensor, Tensor]: ...
-
-
 @typed
 def enforce_bounds(
     features: Tensor,
@@ -705,7 +685,7 @@ def enforce_bounds(
     *,
     bound_x: float,
     bound_y: float | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Maps every record into the bounds: x <- x min(1, B/||x||) and y <- clip(y, -Y, Y).
 
     Rows within the bound come back bit for bit; longer rows are scaled to a norm just below B, so that rounding to

@@ -68,20 +68,6 @@ class Answer(Protocol):
         """Returns how far another answer is for each record, (records,) float64; inf or NaN where one is not finite."""
 
 
-class Variant(NamedTuple):
-    """Two made-up batches that differ in record 0.
-
-    Args:
-        what: record 0 of the second one.
-        before: what `batch` of their source takes for the first one; None for the batch that all begin with.
-        after: for the second one.
-    """
-
-    what: str
-    before: Any
-    after: Any
-
-
 @dataclass(frozen=True)
 class Mixed:
     """Records that reach each other.
@@ -301,17 +287,19 @@ class SyntheticBatches:
             made.append(values.to(leaf.device, leaf.dtype))
         return made
 
-    def variants(self) -> Iterator[Variant]:
-        """Yields what the other record is, and the factors of the records without and with it."""
-        rest = [1.0] * (self.rows - 1)
+    def variants(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yields what the other record is, and what `batch` takes without and with it; None for the batch itself."""
         places = enumerate(self.leaves)
         own = {k: leaf for k, leaf in places if leaf.dim is not None and not leaf.counts}
         numbers = [k for k, leaf in own.items() if leaf.is_number and not leaf.target]
         targets = [k for k, leaf in own.items() if leaf.is_number and leaf.target]
-        integers = [k for k, leaf in own.items() if not leaf.is_number]
+
+        def times(factor: float, changed: Sequence[int]) -> dict[int, list[float]]:
+            return {k: [factor, *[1.0] * (self.rows - 1)] for k in changed}
+
         if numbers:
             for scale, what in _OUTLIERS.items():
-                yield Variant(what, None, {k: [scale, *rest] for k in numbers})
+                yield what, None, times(scale, numbers)
             # PRIVACY: NaN need not reach others through a quantile; these move the median and the 0.9 quantile
             # (test_records_that_share_a_statistic_only_where_one_is_an_outlier_are_found)
             quantiles = [((self.rows + 1) // 2, self.rows // 2), (10, 1)]
@@ -320,17 +308,17 @@ class SyntheticBatches:
                 before, after = (
                     dict.fromkeys(numbers, one) for one in (mixed, [LARGE, *mixed[1:]])
                 )
-                yield Variant("a large record in place of a small one", before, after)
-            yield Variant("another record", None, {k: [-1.0, *rest] for k in numbers})
+                yield "a large record in place of a small one", before, after
+            yield "another record", None, times(-1.0, numbers)
         if targets:
-            other = {k: [0.5, *rest] for k in targets}
-            yield Variant("a record with another target", None, other)
-            large = {k: [LARGE, *rest] for k in targets}
-            yield Variant("a record with a large target", None, large)
-        for k in integers:
-            yield Variant("a record with another integer", None, {k: [0.0, *rest]})
-            if own[k].ignored is not None and self._base[k].numel() > self.rows:
-                yield Variant("a record without targets", None, {k: [math.nan, *rest]})
+            yield "a record with another target", None, times(0.5, targets)
+            yield "a record with a large target", None, times(LARGE, targets)
+        for k, leaf in own.items():
+            if leaf.is_number:
+                continue
+            yield "a record with another integer", None, times(0.0, [k])
+            if leaf.ignored is not None and self._base[k].numel() > self.rows:
+                yield "a record without targets", None, times(math.nan, [k])
 
 
 def both_fills(
