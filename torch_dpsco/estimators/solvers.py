@@ -337,8 +337,6 @@ def needed_eigenvalue(size: int, std: float) -> float:
     return _CLEAR * std * math.sqrt(size)
 
 
-__all__ = ["Certificate", "Solution", "gradient_certificate", "solve"]
-
 _NEWTON_DIM = 1000  # a Hessian costs about d/4 gradients
 _LIKE = 4  # every 4th record is enough for a Hessian, which is near that of all
 _THIN, _THIN_ROWS, _THIN_STEPS = (

@@ -179,7 +179,8 @@ class LinearTask:
             raise ConditionError(
                 "intervals must be of Logistic, Huber or Squared, as it is, with delta > 0:"
                 " residual_clip=None, prepare=None, radius=inf, no tilt and no attack (got"
-                f" {self.loss!r} and other settings)"
+                f" {self.loss!r}, residual_clip={self.residual_clip}, radius={self.radius:g},"
+                f" tilt={self.tilt:g}, attack_radius={self.attack_radius:g}, pure={self.pure})"
             )
 
     def _require_preparable(self, prepare: PrivatePreparation) -> None:
