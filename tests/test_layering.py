@@ -46,8 +46,9 @@ ORDER = (
     "doctor audit",
     "show train make_private statistics",
     "estimators.base estimators.models",
+    "statistics.held_out",
     "statistics.prepare",
-    "statistics.study statistics.held_out statistics.conformal statistics.search statistics.scores",
+    "statistics.study statistics.conformal statistics.search statistics.scores",
     "show.cli __main__ integrations fast",
 )
 

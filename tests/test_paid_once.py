@@ -88,7 +88,7 @@ def test_a_budget_is_not_taken_away_once_charged() -> None:
     accountant.budget = None  # nothing was released yet
     accountant.budget = BUDGET
     accountant.authorize(EVENT)
-    with pytest.raises(PrivacyError, match="must not be taken away"):
+    with pytest.raises(PrivacyError, match="must be fixed before the first event"):
         accountant.budget = None
     with pytest.raises(PrivacyError, match="must be planned"):
         accountant.authorize(PoissonGaussian(2.0, 0.02))

@@ -20,7 +20,7 @@ from tests.algorithms import user_runs
 from tests.edited_plans import edited
 from tests.problems import slots_of
 from torch_dpsco.accounting.events import in_words
-from torch_dpsco.errors import AdjacencyError, ConditionError, DpscoError, UtilityWarning
+from torch_dpsco.errors import AdjacencyError, ConditionError, DpscoError
 from torch_dpsco.sampling.one_pass import make_sampler
 from torch_dpsco.step.plan import Plan, StepPlan
 
@@ -361,10 +361,8 @@ def test_a_plan_says_what_exact_noise_costs_where_there_is_such() -> None:
             rf"exact noise {chosen}, by secure='exact': up to (\d+) times the noise's time", text
         )
         assert int(said) == math.ceil(max(map(float, more)))
-    with pytest.warns(UtilityWarning, match="no sampling declared"):
-        silent = dp.HolderSGD.plan(problem=PROBLEM, noise_multiplier=0.0, batch_size=4, steps=3)
+    silent = dp.HolderSGD.plan(problem=PROBLEM, n=40, noise_multiplier=0.0, batch_size=4, steps=3)
     assert "exact noise" not in str(silent)  # nothing to draw
-    assert "3 steps, step size" in str(silent)  # of no number of records that is known
 
 
 @pytest.mark.slow

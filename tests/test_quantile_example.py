@@ -333,9 +333,7 @@ def test_the_benchmark_reprints_the_published_comparison(noise_tables: str) -> N
         ("1", "1000"): (6.67, 0.269, 0.274),
         ("2", "1000"): (74.4, 1.22, 0.534),
     }
-    rows = re.findall(
-        r"^ +(\S+) +(\d+) +\S+ +(\S+) +(\S+) +(\S+) +\S+$", noise_tables, re.MULTILINE
-    )
+    rows = re.findall(r"^ +(\S+) +(\d+) +\S+ +(\S+) +(\S+) +(\S+)$", noise_tables, re.MULTILINE)
     found = {(q, n): tuple(map(float, sigmas)) for q, n, *sigmas in rows}
     assert found.keys() == expected.keys()
     for case, sigmas in expected.items():
@@ -406,7 +404,7 @@ def test_the_noise_figures_of_the_document_are_those_of_the_benchmark(noise_tabl
     rows = re.findall(r"^\| (\S+) \| ([\d,]+) \| (\S+) \| (\S+) \| (\S+) \|$", text, re.MULTILINE)
     shown = {(q, n.replace(",", "")): tuple(map(float, sigmas)) for q, n, *sigmas in rows}
     printed = re.findall(
-        r"^ +(\S+) +(\d+) +\S+ +(\S+) +(\S+) +(\S+) +\S+$", noise_tables, re.MULTILINE
+        r"^ +(\S+) +(\d+) +\S+ +(\S+) +(\S+) +(\S+)$", noise_tables, re.MULTILINE
     )
     assert len(shown) == len(printed) == 4
     for q, n, *sigmas in printed:

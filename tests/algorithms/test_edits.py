@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,6 @@ from tests.algorithms.row_free_runs import (
     BATCH,
     BUDGET,
     DIM,
-    EPOCH,
     LOSS,
     PROBLEM,
     N,
@@ -211,27 +209,6 @@ def test_an_edit_is_put_back_to_the_last_bit() -> None:
         assert torch.equal(run.averages()[0], average)
 
 
-def test_a_checkpoint_goes_on_only_with_the_iterate_that_it_was_saved_with() -> None:
-    run = make(epochs=2)
-    run.train(steps=EPOCH)
-    file = io.BytesIO()
-    torch.save((run.model.state_dict(), run.opt.state_dict()), file)
-    file.seek(0)
-    model, state = torch.load(file, weights_only=True)
-    other = make(epochs=2)
-    other.opt.load_state_dict(state)  # and not the model's
-    loader = other.opt.loader(records())
-    other.backward(next(iter(loader)))
-    with pytest.raises(SequenceError, match="load the model's state of the same one"):
-        other.opt.step()
-    assert torch.equal(other.model.weight, run.model.weight)  # put back, so that it can go on
-    other.opt.discard()
-    other.model.load_state_dict(model)
-    other.train(loader)
-    other.opt.finalize()
-    assert other.opt.steps == 2 * EPOCH
-
-
 # -- promises ---------------------------------------------------------------------------------------------------------
 
 
@@ -255,10 +232,6 @@ def test_a_gradient_above_the_promised_bound_ends_the_run_and_charges_it(scale: 
     for call in (run.opt.step, run.opt.finalize, lambda: run.opt.loader(records())):
         with refused(run, SequenceError, "the run has ended without an answer"):
             call()
-    twin = make()
-    twin.opt.load_state_dict(run.opt.state_dict())
-    with pytest.raises(SequenceError, match="the run has ended without an answer"):
-        twin.opt.loader(records())
 
 
 @pytest.mark.cases(1, 1)

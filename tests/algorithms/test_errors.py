@@ -453,13 +453,6 @@ def test_a_delta_that_allows_to_publish_a_record_warns(delta: float) -> None:
         dp.HolderSGD.plan(problem=PROBLEM, n=N, budget=dp.Budget(1.0, delta))
 
 
-def test_noise_without_a_declared_sampling_says_how_to_spend_less() -> None:
-    with pytest.warns(
-        UtilityWarning, match=r"give n= \(Poisson batches from optimizer.loader\(dataset\)\)"
-    ):
-        assert holder(n=None).adjacency == "replace_one"
-
-
 # -- calls out of order -----------------------------------------------------------------------------------------------
 
 

@@ -328,17 +328,7 @@ def test_auto_takes_a_mechanism_that_has_an_exact_form(estimator):
 
 
 def test_what_has_no_exact_form_refuses_by_name():
-    given = {
-        "model": nn.Linear(DIM, 1),
-        "loss": LOGISTIC,
-        "n": N,
-        "bound_x": 1.0,
-        "budget": BUDGET,
-        "secure": "exact",
-    }
     refusals = [
-        (lambda: dp.ObjectivePerturbation.plan(**given), "use OutputPerturbation"),
-        (lambda: dp.NoisyGD.plan(**given), "use OutputPerturbation"),
         (lambda: plan_linear(task(), "objective", secure="exact"), "mechanism='output'"),
         (lambda: plan_linear(task(), "noisy_gd", secure="exact"), "mechanism='output'"),
         (lambda: output("exact", budget=dp.Budget(1.0, 0.0)), "K-norm"),

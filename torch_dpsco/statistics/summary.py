@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import scipy
 import torch
 from numpy.typing import NDArray
-from scipy.optimize import brentq
 from torch import Tensor
 
 from torch_dpsco.accounting.events import in_words
@@ -158,7 +158,9 @@ def reach(level: float, distance: float) -> float:
         (1.96, 3.9)
     """
     return float(
-        brentq(lambda ratio: p_value(ratio, distance) - (1 - level), 0.0, 64.0, xtol=1e-13)
+        scipy.optimize.brentq(
+            lambda ratio: p_value(ratio, distance) - (1 - level), 0.0, 64.0, xtol=1e-13
+        )
     )
 
 
