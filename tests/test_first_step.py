@@ -166,23 +166,15 @@ def test_records_that_reach_each_other_are_found_at_the_first_step(name: str) ->
 def test_a_model_that_couples_records_is_found_at_the_first_step(name: str) -> None:
     with pytest.raises(
         PrivacyError,
-        match=r"in the model \(in the forward of Model: with .*functions of one record",
+        match=r"in the model \(with .*functions of one record",
     ):
         step(nn.MSELoss(reduction="sum"), Model(MODELS[name]))
-
-
-def test_the_module_in_which_records_meet_is_named() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.ReLU(), Largest()), nn.Linear(3, 1))
-    with pytest.raises(
-        PrivacyError, match=r"\(in Largest '1.1': with (a record of NaN|a record 10,000 times)"
-    ):
-        step(nn.MSELoss(reduction="sum"), model)
 
 
 def test_hooks_of_the_model_are_a_part_of_it() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     model[0].register_forward_hook(lambda module, args, out: out - out.mean(0))
-    with pytest.raises(PrivacyError, match=r"\(in (Recorded)?Linear '0'"):
+    with pytest.raises(PrivacyError, match="in the model"):
         step(nn.MSELoss(reduction="sum"), model)
 
 
@@ -465,7 +457,7 @@ def test_compiled_models_and_losses_are_looked_at(what: str) -> None:
         )
         for k in range(2):
             if not sound:
-                with pytest.raises(PrivacyError, match=r"in Largest '(_orig_mod.)?1'"):
+                with pytest.raises(PrivacyError, match="in the model"):
                     run(torch.randn(B, 3))
                 continue
             loss(run(torch.randn(B, 3)), torch.randn(B, 1)).backward()

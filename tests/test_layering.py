@@ -62,7 +62,7 @@ OPACUS_CONTACT = [
     f"{PACKAGE}.integrations",
 ]
 # Models and losses of users are run on made-up batches; whatever they raise becomes a finding or a verdict.
-MAY_CATCH_ALL = f"{PACKAGE}.trial.undo"
+MAY_CATCH_ALL = f"{PACKAGE}.trial"
 
 
 def module_name(path: Path) -> str:

@@ -10,7 +10,7 @@ errors are smaller, and each row is read by itself. `TORCH_DPSCO_NATIVE=off` in 
 | `add_weighted` | `rows.blocks.weighted_rows` |
 | `outer_sums` | `rows.blocks.FactoredBlock` |
 | `add_linear` | scores, slopes, clip and sum of a linear model: `rows.closed_form`, `ClippedMean` |
-| `Table.images` | `estimators.preparation`: `Preparation`, `Chain` |
+| `Table.images` | `estimators.preparation.Preparation` |
 | `Table.gram` | `estimators.objectives.base.Records.gram` |
 | `Table.logistic` | losses, gradients and curvatures of records: `estimators.objectives.linear` |
 | `logs`, `gaussians` | `noise` |

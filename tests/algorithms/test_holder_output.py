@@ -312,9 +312,9 @@ def test_promises_out_of_range_are_refused_by_name(promise: dict[str, float], ma
 
 
 def test_unbounded_records_are_refused() -> None:
-    with pytest.raises(ValueError, match="features must be bounded"):
+    with pytest.raises(ValueError, match="bound_x must be"):
         HINGE.problem(bound_x=math.inf)
-    with pytest.raises(ValueError, match="targets must be bounded"):
+    with pytest.raises(ValueError, match="bound_y must be"):
         PowerLoss(power=1.5).problem(bound_x=1.0, bound_y=math.inf)
 
 

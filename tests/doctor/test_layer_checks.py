@@ -11,12 +11,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
-from tests.doctor.diagnoses import find, names, ours, plain, theirs
+from tests.doctor.diagnoses import find, names, ours, plain
 from tests.doctor.scripts import (
     DIM,
     Centered,
     ColumnFree,
-    N,
     mlp,
     private,
     regression_data,
@@ -46,15 +45,6 @@ def test_half_precision_rows_of_a_sum_are_fine():
     with torch.autocast("cpu", torch.bfloat16):
         diagnosis = ours(mlp(), lambda o, t: (o.float() - t).square().sum(), loss_reduction="sum")
     assert diagnosis.healthy, str(diagnosis)
-
-
-def test_opacus_noise_in_half_precision_is_risky():
-    model, record = mlp().bfloat16(), (torch.zeros(DIM).bfloat16(), torch.zeros(1).bfloat16())
-    data = TensorDataset(*(leaf.expand(N, -1) for leaf in record))
-    diagnosis = theirs(model, nn.MSELoss(reduction="sum"), data, loss_reduction="sum")
-    assert [(f.severity, f.name) for f in diagnosis.findings] == [
-        ("warning", "half-precision-noise")
-    ]
 
 
 # -- what cannot be probed ---------------------------------------------------------------------------------------------

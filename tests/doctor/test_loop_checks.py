@@ -196,20 +196,6 @@ def test_49_batches_are_no_reason_for_alarm():
     assert dp.doctor(model, F.mse_loss, loader, optimizer).healthy
 
 
-@pytest.mark.cases(3, 1)
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("entered", [True, False])
-def test_split_batches_with_workers_are_risky(workers, entered):
-    parts = opacus_hooks()
-    data = regression_data()
-    loader = DPDataLoader(data, sample_rate=RATE, num_workers=workers)
-    manager = BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=4, optimizer=parts.optimizer
-    )
-    diagnosis = diagnose(parts, loader=manager.__enter__() if entered else manager)
-    assert names(diagnosis) == (["split-with-workers"] if workers else [])
-
-
 # -- accountant --------------------------------------------------------------------------------------------------------
 
 

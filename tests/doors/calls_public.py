@@ -114,11 +114,10 @@ CALLS["estimators.AdversarialClassifier.plan"] = lambda: (
     {"dim": DIM},
 )
 for _name in ("LogisticRegression", "SoftmaxRegression"):
-    for _act in ("predict_proba", "predict_log_proba"):
-        CALLS[f"estimators.{_name}.{_act}"] = lambda name=_name, act=_act: (
-            getattr(fitted(name, classes=(0, 1)), act),
-            {"X": rows()},
-        )
+    CALLS[f"estimators.{_name}.predict_proba"] = lambda name=_name: (
+        fitted(name, classes=(0, 1)).predict_proba,
+        {"X": rows()},
+    )
 
 
 def new_search() -> PrivateSearch:

@@ -110,10 +110,6 @@ CALLS["statistics.search.PrivateSearch"] = lambda: (
         "accountant": dp.Accountant(dp.Budget(60.0, 1e-5, adjacency="zero_out")),
     },
 )
-CALLS["dp.Schema.from_public"] = lambda: (
-    dp.Schema.from_public,
-    {"frame": people(), "target": "died", "levels": 10},
-)
 CALLS["dp.Schema.check"] = lambda: (STUDY["schema"]().check, {"frame": people()})
 CALLS["dp.Schema.read"] = lambda: (STUDY["schema"]().read, {"frame": people()})
 CALLS["estimators.Released.of"] = lambda: (Released.of, {"model": a_fit()})

@@ -19,9 +19,9 @@ DIRECTIVE = re.compile(
     r"^\.\. (currentmodule|automodule|autoclass|autofunction):: (\S+)\n((?: +:.*\n?)*)",
     re.MULTILINE,
 )
-_UNDOCUMENTED = ("torch_dpsco.estimators.solvers",)
 _OBJECTIVES = {
     "objectives": ("LinearObjective", "SoftmaxObjective", "Adversarial", "Tilted"),
+    "solvers": ("Certificate", "Solution", "gradient_certificate", "solve"),
 }
 
 __all__ = ["bare", "public_callables"]
@@ -91,11 +91,8 @@ def _documented() -> Iterator[tuple[str, Any, list[str] | None]]:
                     "."
                 )
                 yield f"{place}.{name}", getattr(importlib.import_module(place), name), wanted
-    for module in ("torch_dpsco", *_UNDOCUMENTED):
-        yield from (
-            (f"{module}.{name}", value, None)
-            for name, value in _of_all(importlib.import_module(module))
-        )
+    module = importlib.import_module("torch_dpsco")
+    yield from ((f"torch_dpsco.{name}", value, None) for name, value in _of_all(module))
     for place, names in _OBJECTIVES.items():
         module = importlib.import_module(f"torch_dpsco.estimators.{place}")
         yield from ((f"{module.__name__}.{name}", getattr(module, name), None) for name in names)

@@ -18,6 +18,7 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators import Ridge
+from torch_dpsco.estimators.choose import plan_linear
 from torch_dpsco.estimators.least_squares import BoostedPlan, boosted_clip, plan_boosted
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.task import LinearTask, make_records
@@ -243,5 +244,5 @@ def test_the_noise_of_rounds_is_for_residuals_and_not_for_the_bound_on_targets()
 def test_only_squared_losses_at_positive_delta_are_boosted(settings: dict[str, object]) -> None:
     with pytest.raises(ConditionError, match="boosted AdaSSP"):
         plan_boosted(task(**settings))
-    with pytest.raises(ConditionError, match="mechanism='adassp'"):
-        plan_boosted(task(), secure="exact")
+    with pytest.raises(ConditionError, match="'adassp'"):
+        plan_linear(task(), "boosted_adassp", secure="exact")

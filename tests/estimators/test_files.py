@@ -357,25 +357,3 @@ def test_a_loss_of_other_targets_is_refused(schema, loss):
 
 
 # -- public tables ----------------------------------------------------------------------------------------------------
-
-
-def test_a_schema_is_read_off_a_public_table():
-    public = {
-        "age": list(range(30)),
-        "sex": ["f", "m"] * 15,
-        "income": [None, *range(29)],
-        "died": [0, 1] * 15,
-        "id": list(range(30)),
-    }
-    schema = Schema.from_public(public, target="died", ids="id", unit="patient")
-    assert schema.columns == {
-        "age": Number(0, 29),
-        "sex": Category(["f", "m"]),
-        "income": Number(0, 28, missing=True),
-    }
-    assert (schema.labels, schema.ids, schema.unit) == ((0, 1), "id", "patient")
-    assert Schema.from_public(public, target="age").target_range == (0.0, 29.0)
-    with pytest.raises(ValueError, match="target must be a column"):
-        Schema.from_public(public, target="sick")
-    with pytest.raises(ValueError, match="'v' must have two different values"):
-        Schema.from_public({"v": [1, 1], "y": [0, 1]}, target="y")

@@ -156,17 +156,17 @@ def test_a_fit_without_intervals_releases_no_hessian() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    "settings",
     [
-        ({"loss": dp.losses.SmoothedHinge()}, "loss must be Logistic"),
-        ({"residual_clip": 0.5}, "residual_clip must be None"),
-        ({"radius": 2.0}, "radius must be inf"),
-        ({"attack_radius": 0.1}, "attack_radius must be 0"),
-        ({"budget": dp.Budget(1.0, 0.0)}, "delta must be > 0"),
+        {"loss": dp.losses.SmoothedHinge()},
+        {"residual_clip": 0.5},
+        {"radius": 2.0},
+        {"attack_radius": 0.1},
+        {"budget": dp.Budget(1.0, 0.0)},
     ],
 )
-def test_what_tells_no_intervals_is_refused(settings: dict[str, object], words: str) -> None:
-    with pytest.raises(ConditionError, match=words):
+def test_what_tells_no_intervals_is_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(ConditionError, match="intervals must be of Logistic, Huber or Squared"):
         task(**settings)
 
 

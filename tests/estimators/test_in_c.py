@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from tests.test_native import SOURCE, U, changed, found_by, needed
 from torch_dpsco import native
 from torch_dpsco.accounting.analysis.rounding import gamma
 from torch_dpsco.estimators.objectives import LinearObjective, _columns
-from torch_dpsco.estimators.preparation import Chain, Preparation
+from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.records import PairwiseSum, Records, pairwise
 from torch_dpsco.estimators.solvers import gradient_certificate
 from torch_dpsco.losses import Logistic, ResidualClipped, Squared
@@ -30,7 +31,7 @@ NAN, INF, DOUBLE = math.nan, math.inf, torch.float64
 SHAPES = ((1, 1), (3, 5), (4, 8), (9, 16), (37, 19), (70, 3))
 
 
-def maps(d: int) -> list[Preparation | Chain | None]:
+def maps(d: int) -> list[Preparation | None]:
     center, scale = tuple(0.3 * k for k in range(d)), tuple(2.0 + k for k in range(d))
     unit = Preparation(0.75, center=(0.01,) * d, scale=(0.3,) * d, intercept=0.3, whole=True)
     return [
@@ -38,7 +39,7 @@ def maps(d: int) -> list[Preparation | Chain | None]:
         Preparation(2.0),
         Preparation(1.0, intercept=0.5),
         Preparation(0.5, center=center, scale=scale, intercept=0.25, whole=True),
-        Chain(Preparation(1.5), unit),
+        replace(unit, before=1.5),
     ]
 
 
@@ -53,7 +54,7 @@ def rows_of(n: int, d: int, dtype: torch.dtype = DOUBLE) -> Tensor:
     return rows.to(dtype)
 
 
-def of_map(rows: Tensor, prepare: Preparation | Chain | None) -> native.Table:
+def of_map(rows: Tensor, prepare: Preparation | None) -> native.Table:
     d = rows.shape[1]
     plain = [INF, INF, 0.0, 0.0, 0.0, *[0.0] * d, *[1.0] * d]
     numbers = plain if prepare is None else prepare.numbers(d)
@@ -84,9 +85,7 @@ def check_images() -> None:
                 for image, norm in zip(images.tolist(), table.norms.tolist(), strict=True):
                     square = sum((Fraction(value) ** 2 for value in image), Fraction(0))
                     if prepare is not None:
-                        bound = Fraction(
-                            (prepare.then if isinstance(prepare, Chain) else prepare).bound
-                        )
+                        bound = Fraction(prepare.bound)
                         assert square <= bound**2
                     if 1e-140 < norm < INF:
                         error = Fraction(gamma(table.width + 4))
@@ -316,7 +315,6 @@ def test_copies_of_records_have_their_own_memory():
 
 def test_extreme_scales_are_left_to_torch():
     assert Preparation(1.0, scale=(1e-300, 1.0)).numbers(2) is None
-    assert Chain(Preparation(1.0, center=(1.0,)), Preparation(1.0)).numbers(1) is None
 
 
 def test_rows_that_are_longer_by_2_to_1021_make_null_records():

@@ -23,7 +23,7 @@ from torch_dpsco.accounting.curves import objective_curve
 from torch_dpsco.estimators.objective import ObjectivePlan, _change, plan_objective
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.task import LinearTask, make_records
-from torch_dpsco.losses.clipped import ResidualClipped
+from torch_dpsco.losses.table import ResidualClipped
 
 DELTA = 1e-3
 Data = tuple[tuple[float, float], ...]  # (x, y)

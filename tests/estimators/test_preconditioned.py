@@ -17,6 +17,7 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators import least_squares as preconditioned_gd
+from torch_dpsco.estimators.choose import plan_linear
 from torch_dpsco.estimators.least_squares import (
     PreconditionedGDPlan,
     horizon,
@@ -24,7 +25,7 @@ from torch_dpsco.estimators.least_squares import (
     plan_preconditioned_gd,
     stable_step,
 )
-from torch_dpsco.estimators.preparation import Chain, Preparation, PrivatePreparation, Units
+from torch_dpsco.estimators.preparation import Preparation, PrivatePreparation, Units
 from torch_dpsco.estimators.task import LinearTask, make_records
 from torch_dpsco.step.exact_noise import gaussian_vector
 
@@ -63,7 +64,7 @@ NULL = (NAN, 0.0, 0.0, 1.0)
 
 PRIVATE, UNIT = Preparation(BOUND), Preparation(1.0, intercept=0.3, whole=True)
 # released: a center off all rows, and a radius within which some lie
-UNITS = Units(Chain(PRIVATE, replace(UNIT, center=(0.2, -0.1), scale=(0.6, 0.6))))
+UNITS = Units(replace(UNIT, center=(0.2, -0.1), scale=(0.6, 0.6), before=BOUND))
 
 
 def measured(kind: dict[str, object]) -> dict[str, object]:
@@ -442,4 +443,4 @@ def test_what_it_does_not_cover_is_refused(settings: dict[str, object], word: st
     with pytest.raises(ConditionError, match=word):
         plan_preconditioned_gd(task(**settings))
     with pytest.raises(ConditionError, match="exact"):
-        plan_preconditioned_gd(task(), secure="exact")
+        plan_linear(task(), "preconditioned_gd", secure="exact")

@@ -70,7 +70,7 @@ def last_total(
     plan: UserGDPlan, features: Tensor, labels: Tensor, ids: Tensor, w: Tensor, v: Tensor
 ) -> Tensor:
     """The sum over users for scale and intercept, without noise, after the answer w of the steps."""
-    codes, shares, count = users_of(ids)
+    (codes, shares), count = users_of(ids), len(ids.unique())
     given = plan.task
     if given.adjacency != "add_remove":
         given = dataclasses.replace(given, n=count, n_max=count)
@@ -81,7 +81,7 @@ def last_total(
 
 def total(plan: UserGDPlan, features: Tensor, labels: Tensor, ids: Tensor, w: Tensor) -> Tensor:
     """The sum over users of a step, without noise."""
-    codes, shares, count = users_of(ids)
+    (codes, shares), count = users_of(ids), len(ids.unique())
     given = plan.task
     if given.adjacency != "add_remove":
         given = dataclasses.replace(given, n=count, n_max=count)
@@ -183,7 +183,7 @@ def test_users_attain_the_clip_of_the_sums_for_scale_and_intercept() -> None:
 
 def test_a_user_counts_as_much_as_one_record() -> None:
     features, labels, ids = rows()
-    codes, shares, count = users_of(ids)
+    (codes, shares), count = users_of(ids), len(ids.unique())
     assert count == len(ids.unique())
     weights = torch.zeros(count, dtype=torch.float64).index_add_(0, codes, shares)
     torch.testing.assert_close(weights, torch.ones(count, dtype=torch.float64))
@@ -234,7 +234,7 @@ def test_no_user_moves_what_is_measured_further_than_one_record_may(
     found = []
     for extra in (0, len(new)):
         table = torch.cat([features, new[:extra]])
-        codes, shares, _ = users_of(torch.cat([ids, ids.new_full((extra,), N)]))
+        codes, shares = users_of(torch.cat([ids, ids.new_full((extra,), N)]))
         weights = torch.cat([torch.ones(len(ids)).double(), own[:extra]]).clamp(0, 1) * shares
         records = make_records(task(), table, torch.ones(len(table)), weights, users=codes)
         near = torch.cat([block[:, 0] <= threshold for _, block in records.blocks()])

@@ -84,9 +84,9 @@ def test_enforcement_accepts_images_and_empty_batches_and_returns_new_tensors() 
 
 def test_enforcement_refuses_what_it_cannot_bound() -> None:
     rows = torch.zeros(2, 3)
-    with pytest.raises(ValueError, match="features must be bounded"):
+    with pytest.raises(ValueError, match="bound_x must be"):
         enforce_bounds(rows, bound_x=math.inf)
-    with pytest.raises(ValueError, match="targets must be bounded"):
+    with pytest.raises(ValueError, match="bound_y must be"):
         enforce_bounds(rows, torch.zeros(2), bound_x=1.0, bound_y=0.0)
     for features in (torch.zeros(3), torch.zeros(2, 3, dtype=torch.long)):
         with pytest.raises(ValueError, match="features must be floating point of shape"):

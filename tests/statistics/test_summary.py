@@ -207,12 +207,12 @@ def test_what_has_no_intervals_says_so() -> None:
         ({"intervals": 0.0}, "intervals"),
         ({"intervals": 1.0}, "intervals"),
         ({"class_weight": {0: 0.5}}, "class_weight must be None"),
-        ({"residual_clip": 0.5}, "residual_clip must be None"),
-        ({"radius": 3.0}, "radius must be inf"),
+        ({"residual_clip": 0.5}, "residual_clip=None.*residual_clip=0.5"),
+        ({"radius": 3.0}, "radius=inf.*radius=3"),
         ({"mechanism": "output"}, "mechanism must be 'objective'"),
-        ({"delta": 0.0}, "delta must be > 0"),
+        ({"delta": 0.0}, "delta > 0.*pure=True"),
         ({"intervals": 0.99, "epsilon": 20.0}, "smaller share of the budget"),
-        ({"secure": "exact"}, "objective perturbation"),
+        ({"secure": "exact"}, "secure must be None"),
     ],
 )
 def test_settings_that_tell_no_intervals_are_refused_before_a_charge(

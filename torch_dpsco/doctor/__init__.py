@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
-from torch_dpsco.doctor.checks import CHECKS, ROW_FREE_CHECKS
+from torch_dpsco.doctor.checks import CHECKS
 from torch_dpsco.doctor.probe import examine
+from torch_dpsco.doctor.promises import ROW_FREE_CHECKS
 from torch_dpsco.doctor.script import NO_RECORD, Diagnosis, Finding, Script
 from torch_dpsco.estimators.solved import SolvedOptimizer
 from torch_dpsco.rows.attach import first_step_of

@@ -1,8 +1,7 @@
 """Checks of a training script: what the passes over made-up batches show, and what can be read off its objects.
 
 A check stays here where nothing else refuses: what `attach`, `make_private`, an optimizer or torch refuse by themselves
-is not looked for a second time. Where the optimizer needs no per-sample gradients, nothing is clipped and privacy rests
-on promises about the loss of any record, so one synthetic record that breaks them shows that they do not hold.
+is not looked for a second time.
 """
 
 from __future__ import annotations
@@ -15,22 +14,19 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torch_dpsco._loaded import of_opacus
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Poisson
 from torch_dpsco.accounting.events import NonPrivate
-from torch_dpsco.algorithms.output_sgd import BoltOnPSGD, HolderOutputSGD
 from torch_dpsco.compat import BatchNorm
-from torch_dpsco.doctor.probe import ROUNDING, Check, Evidence, NotScalarError, tolerance
+from torch_dpsco.doctor.probe import Check, Evidence, NotScalarError, tolerance
 from torch_dpsco.doctor.script import (
     Finding,
     Script,
     critical,
     error,
     is_ghost_loss_value,
-    is_split,
     poisson_rate,
     warning,
 )
@@ -38,7 +34,6 @@ from torch_dpsco.errors import PrivacyError
 from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.step.oracle import ClippedMean
 from torch_dpsco.step.run import CommonOptimizer
-from torch_dpsco.trial import HALF
 
 _NAMED = 4  # names listed in an evidence
 _DEFAULT_SEED = (
@@ -47,7 +42,7 @@ _DEFAULT_SEED = (
 _SMALL_SEED = 2**32  # who draws a seed from the operating system gets 53 bits or more
 _USUAL_STEPS = 2000
 _NO_ROUNDING = 1e-3
-_CLOSE = 1e-6  # relative, in double precision
+CLOSE = 1e-6  # relative, in double precision
 _MAX_DEPTH = 4
 
 
@@ -74,7 +69,7 @@ def coupled_records(script: Script, evidence: Evidence) -> Iterator[Finding]:
     consequence = "many rows, which clipping one row at a time does not bound"
     if script.row_free is not None:
         consequence = "the gradients of many, which the noise does not cover"
-    if evidence.mixing > _CLOSE:
+    if evidence.mixing > CLOSE:
         found = (
             "the gradient of a made-up batch is no sum over records (by"
             f" {evidence.mixing:.2g} of its norm)"
@@ -380,20 +375,6 @@ def rate_not_accounted(script: Script, evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def split_with_workers(script: Script, evidence: Evidence) -> Iterator[Finding]:
-    """BatchMemoryManager's queue of skip flags runs ahead with workers."""
-    workers = getattr(script.source, "num_workers", 0)
-    if is_split(script.loader) and workers:
-        yield warning(
-            "split-with-workers",
-            f"BatchMemoryManager with num_workers={workers}: prefetched flags stay in the"
-            " optimizer's queue when an epoch is broken off, and then parts of two batches are"
-            " released together",
-            "num_workers=0, or optimizer.loader(dataset, physical_batch_size=..., num_workers=...)"
-            " of a dp optimizer",
-        )
-
-
 def no_accountant(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Opacus' optimizer has one step hook, and the accountant needs it."""
     optimizer = script.opacus_optimizer
@@ -513,18 +494,6 @@ def grad_scaler(script: Script, evidence: Evidence) -> Iterator[Finding]:
             )
 
 
-def half_precision_noise(script: Script, evidence: Evidence) -> Iterator[Finding]:
-    """Opacus draws noise in the dtype of the parameters."""
-    kinds = sorted({str(p.dtype) for p in script.trainable.values() if p.dtype in HALF})
-    if kinds and script.opacus_optimizer is not None:
-        yield warning(
-            "half-precision-noise",
-            f"parameters are {', '.join(kinds)}: Opacus draws the noise and adds it in that"
-            " precision, which the Gaussian analysis does not cover",
-            "keep the parameters in float32 (autocast for the forward only)",
-        )
-
-
 def isolated_rows(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Rows must depend on their own record alone, to the last bit, since a kink can turn a bit into any difference."""
     found = evidence.isolation
@@ -566,80 +535,6 @@ def _length(dataset: Any) -> int:
     return len(dataset) if hasattr(dataset, "__len__") else 0
 
 
-def single_precision(script: Script, evidence: Evidence) -> Iterator[Finding]:
-    """The noise covers the roundings of double precision."""
-    kinds = {name: p.dtype for name, p in script.trainable.items()}
-    if evidence.base is not None and isinstance(evidence.base.value, Tensor):
-        kinds["the loss"] = evidence.base.value.dtype
-    found = [f"{name} ({dtype})" for name, dtype in kinds.items() if dtype != torch.float64]
-    if found:
-        yield critical(
-            "single-precision",
-            f"not in double precision: {some(found)}; the noise covers one record's effect and that"
-            " of rounding in double precision, no larger one",
-            "model = model.double(), and no .float() or .half() in model and loss",
-        )
-
-
-def random_gradients(script: Script, evidence: Evidence) -> Iterator[Finding]:
-    """The loss of a record must be one function of the weights."""
-    if evidence.randomness > ROUNDING:
-        yield critical(
-            "random-gradients",
-            "other random numbers moved the gradient of a made-up batch (by"
-            f" {evidence.randomness:.2g} of its norm): what is promised is one convex loss per"
-            " record, and dropout scales features beyond their bound",
-            "remove dropout, and noise on features or loss",
-        )
-
-
-def broken_promise(script: Script, evidence: Evidence) -> Iterator[Finding]:
-    """Convexity, and the size and change of gradients, must be as promised."""
-    optimizer = script.optimizer
-    line = evidence.line
-    if line is None or not isinstance(optimizer, (BoltOnPSGD, HolderOutputSGD)):
-        return
-    promises = optimizer._plan.promises
-    parts = []
-    slopes = line.grads @ line.direction
-    norms = line.grads.norm(dim=2)
-    fall = float((slopes[:, :-1] - slopes[:, 1:]).max() / norms.max().clamp_min(1e-30))
-    if fall > _CLOSE:
-        parts.append(
-            f"the loss is not convex: along a line its slope falls by {fall:.2g} of the largest"
-            " gradient"
-        )
-    if optimizer.bounds[0] is not None:
-        # otherwise synthetic records may be beyond bounds that nobody enforces
-        apart = (
-            line.places[:, None] - line.places
-        ).abs() ** promises.holder_exponent * promises.holder_constant
-        change = (line.grads[:, :, None] - line.grads[:, None]).norm(dim=3) / apart.clamp_min(
-            1e-30
-        )
-        parts += _too_large(
-            "changes of the gradient are", float(change.max()), "what holder_constant promises"
-        )
-    if None not in optimizer.bounds:
-        bounds = torch.tensor([promises.grad_bound(abs(place)) for place in line.places.tolist()])
-        parts += _too_large(
-            "gradients are", float((norms / bounds).max()), "what grad_bound promises"
-        )
-    if parts:
-        # PRIVACY: (test_a_model_that_is_not_what_was_promised_is_critical)
-        yield critical(
-            "broken-promise",
-            "; ".join(parts)
-            + ": for made-up records within their bounds, so that the noise is too small",
-            "one Linear layer on the features as they are, and the loss whose .problem(...) the"
-            " optimizer got",
-        )
-
-
-def _too_large(what: str, ratio: float, promise: str) -> list[str]:
-    return [f"{what} up to {ratio:.3g} times {promise}"] if ratio > 1 + _CLOSE else []
-
-
 CHECKS: tuple[Check, ...] = (
     batch_norm,
     coupled_records,
@@ -656,9 +551,6 @@ CHECKS: tuple[Check, ...] = (
     rate_not_accounted,
     fixed_seed,
     grad_scaler,
-    half_precision_noise,
     stale_parameters,
-    split_with_workers,
     isolated_rows,
 )
-ROW_FREE_CHECKS: tuple[Check, ...] = (random_gradients, broken_promise, single_precision)

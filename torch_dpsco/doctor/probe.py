@@ -26,6 +26,7 @@ from torch import Tensor
 
 from torch_dpsco.compat import hooks_made, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch_dpsco.doctor.script import Finding, OfBatch, Script, is_ghost_loss_value
+from torch_dpsco.native import HALF
 from torch_dpsco.rows import Tape, clear_rows
 from torch_dpsco.rows.attach import attach, first_step_of
 from torch_dpsco.rows.batch import attachments
@@ -34,18 +35,20 @@ from torch_dpsco.rows.forwards import forget_uses
 from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.trial import (
     CHECKED,
-    HALF,
     Isolation,
     Leaf,
     Mixed,
+    Refused,
     Rows,
     SyntheticBatches,
+    Untouched,
+    attempt,
     both_fills,
     changed,
     compare,
     isolation,
+    seed_torch,
 )
-from torch_dpsco.trial.undo import Refused, Untouched, attempt, seed_torch
 
 ROUNDING = 1e-9  # relative, of sums in double precision in any order
 _SEED = 1_000_003

@@ -61,7 +61,11 @@ class Script:
     @cached_property
     def module(self) -> nn.Module:
         """The model to probe: not its compiled form, and without a wrapper that has no hooks."""
-        return inner_module(self._uncompiled)
+        model = getattr(self.model, "_orig_mod", self.model)
+        wrapped = isinstance(model, of_opacus("grad_sample.AbstractGradSampleModule"))
+        hooked = isinstance(model, of_opacus("grad_sample.GradSampleHooks"))
+        inner: nn.Module = model._module if wrapped and not hooked else model  # type: ignore[assignment]
+        return inner
 
     @cached_property
     def hooks(self) -> Any:
@@ -72,10 +76,6 @@ class Script:
     def attached(self) -> bool:
         """Whether dp.attach was called on the model."""
         return is_attached(self.module)
-
-    @property
-    def _uncompiled(self) -> nn.Module:
-        return getattr(self.model, "_orig_mod", self.model)
 
     @property
     def ghost(self) -> bool:
@@ -95,7 +95,8 @@ class Script:
     @property
     def opacus_optimizer(self) -> Any:
         """The optimizer, if it is one of Opacus."""
-        return self.optimizer if is_opacus_optimizer(self.optimizer) else None
+        theirs = isinstance(self.optimizer, of_opacus("optimizers.DPOptimizer"))
+        return self.optimizer if theirs else None
 
     @cached_property
     def trainable(self) -> Mapping[str, nn.Parameter]:
@@ -121,12 +122,15 @@ class Script:
         loader = self.loader
         if isinstance(loader, (BoundedLoader, PhysicalBatches)):
             loader = loader._loader
-        return underlying_loader(loader)
+        return loader.data_loader if isinstance(loader, of_opacus(_SPLITS)) else loader
 
     @property
     def sampler(self) -> Any:
-        """The loader's batch sampler, None without."""
-        return batch_sampler(self.source)
+        """The loader's batch sampler, without the splitting of BatchMemoryManager; None without."""
+        sampler = getattr(self.source, "batch_sampler", None)
+        while isinstance(sampler, of_opacus(_PARTS)):
+            sampler = sampler.sampler
+        return sampler
 
     @property
     def dataset(self) -> Any:
@@ -147,7 +151,9 @@ class Script:
 
     def collate(self, items: list[Any]) -> Any:
         """Joins records as the loader does."""
-        own = bare_collate(getattr(self.source, "collate_fn", None))
+        own = getattr(self.source, "collate_fn", None)
+        if isinstance(own, of_opacus("data_loader.CollateFnWithEmpty")):
+            own = own.wrapped_collator_fn  # which would remember a synthetic batch
         return self.bounded((own or default_collate)(items))
 
     def bounded(self, batch: Any) -> Any:
@@ -245,15 +251,14 @@ class Diagnosis:
         return "\n\n".join([", ".join(counts), *map(str, self.findings)])
 
     @typed
-    def raise_if(self, severities: Iterable[str] = ("critical", "error")) -> None:
-        """Raises for the worst finding of the given severities, naming evidence, fix and how many more there are.
+    def raise_if(self) -> None:
+        """Raises for the worst finding but warnings, naming evidence, fix and how many more there are.
 
         Raises:
             PrivacyError: the worst one is critical.
-            ValueError: the worst one is an error or a warning; or an unknown severity.
+            ValueError: the worst one is an error.
         """
-        wanted = [check.choice(SEVERITIES, severities=severity) for severity in severities]
-        found = [finding for finding in self.findings if finding.severity in wanted]
+        found = [finding for finding in self.findings if finding.severity != "warning"]
         if found:
             more = f"\n(and {len(found) - 1} more: print the diagnosis)" if len(found) > 1 else ""
             kind = PrivacyError if found[0].severity == "critical" else ValueError
@@ -270,11 +275,6 @@ _GHOST = (
 )
 _SPLITS = "utils.batch_memory_manager.BatchMemoryManager"
 _PARTS = "utils.batch_memory_manager.BatchSplittingSampler"
-
-
-def is_opacus_optimizer(optimizer: Any) -> bool:
-    """Returns whether it is a DPOptimizer of any kind."""
-    return isinstance(optimizer, of_opacus("optimizers.DPOptimizer"))
 
 
 def grad_sample_hooks(model: nn.Module) -> Any:
@@ -295,15 +295,6 @@ def is_ghost(part: Any) -> bool:
     return isinstance(part, of_opacus(*_GHOST))
 
 
-def inner_module(model: nn.Module) -> nn.Module:
-    """Returns the model without a wrapper that has no hooks (expanded weights, no_op); else the model itself."""
-    wrapped = isinstance(model, of_opacus("grad_sample.AbstractGradSampleModule"))
-    if wrapped and not isinstance(model, of_opacus("grad_sample.GradSampleHooks")):
-        inner: nn.Module = model._module  # type: ignore[assignment]
-        return inner
-    return model
-
-
 def is_ghost_loss_value(value: Any) -> bool:
     """Returns whether it is what that criterion returns."""
     return isinstance(
@@ -311,31 +302,6 @@ def is_ghost_loss_value(value: Any) -> bool:
     )
 
 
-def underlying_loader(loader: Any) -> Any:
-    """Returns the loader behind a BatchMemoryManager that was not entered."""
-    return loader.data_loader if isinstance(loader, of_opacus(_SPLITS)) else loader
-
-
-def is_split(loader: Any) -> bool:
-    """Returns whether the loader is one that BatchMemoryManager made, or such a manager."""
-    sampler = getattr(loader, "batch_sampler", None)
-    return isinstance(sampler, of_opacus(_PARTS)) or isinstance(loader, of_opacus(_SPLITS))
-
-
-def batch_sampler(loader: Any) -> Any:
-    """Returns the batch sampler of a loader, without the splitting of BatchMemoryManager."""
-    sampler = getattr(loader, "batch_sampler", None)
-    while isinstance(sampler, of_opacus(_PARTS)):
-        sampler = sampler.sampler
-    return sampler
-
-
 def poisson_rate(sampler: Any) -> float | None:
     """Returns the rate of Opacus' Poisson samplers, None for other samplers."""
     return float(sampler.sample_rate) if isinstance(sampler, of_opacus(*_POISSON)) else None
-
-
-def bare_collate(collate: Any) -> Any:
-    """Returns the collate function without DPDataLoader's wrapper, which would remember a synthetic batch."""
-    wrapped = isinstance(collate, of_opacus("data_loader.CollateFnWithEmpty"))
-    return collate.wrapped_collator_fn if wrapped else collate

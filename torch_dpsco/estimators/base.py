@@ -56,13 +56,12 @@ from torch_dpsco.estimators.reading import (
     NotFittedError,
     as_features,
     check_columns,
-    dense_rows,
     is_sparse,
     read_columns,
     record_weights,
     require_dtype,
-    require_finite,
 )
+from torch_dpsco.estimators.released import scores_of
 from torch_dpsco.estimators.solvers import needed_eigenvalue
 from torch_dpsco.estimators.task import LinearPlan, LinearTask
 from torch_dpsco.losses.base import TableLoss
@@ -72,7 +71,6 @@ _WITHIN = 0.9  # of rows of labelled records within the radius; a half of others
 _CONSTANT = 0.3  # of the intercept beside rows of norm 1
 _MOST = 2**53  # records of a table
 _CLEAR = 1e30  # eigenvalue of a stand-in for a Hessian, above all noise
-_BLOCK_ROWS = 65_536  # of a prediction: rows are float64 there
 _HOW_TO_BOUND = (
     "a public bound on the norm of rows, after feature_center and feature_scale: longer rows are"
     " clipped to it. Add up what a row can be at most by its code book (k features in [0, 1]:"
@@ -440,8 +438,6 @@ class LinearModel(BaseEstimator):
                 f"Found array with 0 sample(s) (shape={tuple(features.shape)}): nothing to predict"
             )
         check_columns(self, X, features.shape[1])
-        device = features.device
-        weight = np.atleast_2d(self.coef_)
         # rows to predict are not private: the measured length of rows clips those that train only
         task = self.plan_.task
         given = (
@@ -449,19 +445,7 @@ class LinearModel(BaseEstimator):
             if task.prepare is None
             else task.prepare.given
         )
-        center, scale = (values.numpy() for values in given.shift_and_scale)
-        prepared = torch.from_numpy(weight * scale).to(device)
-        # the score of the center, which lies at the origin of prepared rows
-        bias = torch.from_numpy(np.atleast_1d(self.intercept_) + (weight * center).sum(1)).to(
-            device
-        )
-        blocks = []
-        for rows in (
-            part for features in dense_rows(X) for part in torch.split(features, _BLOCK_ROWS)
-        ):
-            require_finite(rows)
-            blocks.append((given(rows) @ prepared.T + bias).cpu().numpy())
-        return np.concatenate(blocks)
+        return scores_of(given, np.atleast_2d(self.coef_), np.atleast_1d(self.intercept_), X)
 
     # -- what is public ----------------------------------------------------------------------------------------------
 

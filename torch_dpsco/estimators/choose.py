@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -41,6 +40,7 @@ from torch_dpsco.estimators.task import (
 )
 from torch_dpsco.noise import noise_generator
 
+_ROUNDED = "use mechanism='output', or 'adassp' for the squared loss, without groups"
 _NOISY_LABELS, _NOISY_TARGETS = 400, 20_000  # n mu / sqrt(d)
 MECHANISMS = (
     "auto",
@@ -141,7 +141,7 @@ def plan_linear(
     check.choice(MECHANISMS, mechanism=mechanism)
     if task.budget is not None and task.budget.unit == "user":
         check.choice(("auto", "noisy_gd"), mechanism=mechanism)
-        require_gaussian(secure, "its noise on users is drawn in floating point")
+        require_gaussian(secure, _ROUNDED)
         if task.lipschitz is None or task.num_scores > 1:
             raise ConditionError(
                 "groups need a loss of one score with bounded gradients, which LogisticRegression,"
@@ -152,16 +152,16 @@ def plan_linear(
         chosen = choose_mechanism(task, secure)
         plan = plan_linear(task, chosen, secure)
         return replace(plan, reason=_REASONS.get(chosen, ""))
+    if mechanism == "output":
+        return plan_output(task, secure)
+    if mechanism == "adassp":
+        return plan_adassp(task, secure)
+    require_gaussian(secure, _ROUNDED)
     if mechanism == "noisy_gd":
-        return plan_noisy_gd(task, secure=secure, released="all" if task.reg is None else "last")
-    plans: dict[str, Callable[..., LinearPlan]] = {
-        "adassp": plan_adassp,
-        "boosted_adassp": plan_boosted,
-        "preconditioned_gd": plan_preconditioned_gd,
-        "objective": plan_objective,
-        "output": plan_output,
-    }
-    return plans[mechanism](task, secure=secure)
+        return plan_noisy_gd(task, released="all" if task.reg is None else "last")
+    if mechanism == "objective":
+        return plan_objective(task)
+    return plan_boosted(task) if mechanism == "boosted_adassp" else plan_preconditioned_gd(task)
 
 
 class LinearFit(NamedTuple):
@@ -235,7 +235,7 @@ def fit_linear(
     codes = None
     units = Units(task.preparation)
     if users is not None and isinstance(features, Tensor):
-        codes, shares, _ = users_of(users.to(features.device))
+        codes, shares = users_of(users.to(features.device))
         # PRIVACY: the weights of a user's rows add up to at most 1 (test_a_fit_weighs_the_rows_of_a_user_as_one_record)
         weights = shares if weights is None else weights.double().clamp(0.0, 1.0) * shares
 

@@ -43,7 +43,6 @@ from torch_dpsco.accounting.analysis.objective import objpert_reg
 from torch_dpsco.accounting.analysis.rounding import (
     DOUBLE,
     gamma,
-    require_gaussian,
     safe,
 )
 from torch_dpsco.accounting.events import GDP, REPLACE_ONE
@@ -266,7 +265,7 @@ def far_radius(task: LinearTask) -> float:
 
 
 def plan_noisy_gd(
-    task: LinearTask, steps: int | None = None, secure: str | None = None, released: str = "last"
+    task: LinearTask, steps: int | None = None, released: str = "last"
 ) -> NoisyGDPlan:
     """Returns the numbers of noisy gradient descent for a task.
 
@@ -274,7 +273,6 @@ def plan_noisy_gd(
         task: its public numbers; delta > 0.
         steps: T; default 3 beta / reg, where the last iterate has converged, at most 500; for all sums as many as the
             way that the noise allows needs, 64 to 1024.
-        secure: None; "exact" is refused, see docs/proofs/exact_gaussian.md.
         released: "last" for the last iterate, with a regularizer; "all" for all sums, with momentum, and without one
             unless it is given.
 
@@ -285,11 +283,6 @@ def plan_noisy_gd(
         The event of the plan, for the task's adjacency: for the last iterate alone, where n_max is a promise about the
         number of records on which the contraction rests, or for all noisy sums.
     """
-    require_gaussian(
-        secure,
-        "NoisyGD hides all its noisy steps but the last; use OutputPerturbation,"
-        " mechanism='output'",
-    )
     _, smoothness = smooth_constants(task)
     if check.choice(("last", "all"), released=released) == "all":
         return _all_sums(task, steps)
@@ -326,16 +319,8 @@ def _all_sums(task: LinearTask, steps: int | None) -> NoisyGDPlan:
 
 def smooth_constants(task: LinearTask) -> tuple[float, float]:
     """Returns bounds on gradient and curvature of a record's loss."""
-    if task.pure:
-        raise ConditionError(
-            "noisy gradient descent is Gaussian: give delta > 0, or use output perturbation"
-        )
-    if task.tilt or task.attack_radius or task.smoothness is None or task.lipschitz is None:
-        raise ConditionError(
-            "noisy gradient descent needs a sum of smooth losses with bounded gradients (got"
-            f" {task.loss!r}): give a residual_clip, or use output perturbation"
-        )
-    return task.lipschitz, task.smoothness
+    task.require_gaussian("noisy gradient descent")
+    return task.smooth_constants("noisy gradient descent")
 
 
 MOST_ROWS = 2**26  # for which roundings of a user's sums are bounded
@@ -601,8 +586,8 @@ def plan_users(
     return replace(draft, noise_std=safe(draft.own_event().mu / level), last_std=last)
 
 
-def users_of(groups: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Returns the user of each row, from 0, the weights 1 / rows of its user, and the number of users: NOT private.
+def users_of(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the user of each row, from 0, and the weights 1 / rows of its user: NOT private.
 
     Raises:
         ConditionError: more rows than roundings are bounded for.
@@ -611,4 +596,4 @@ def users_of(groups: Tensor) -> tuple[Tensor, Tensor, int]:
         raise ConditionError(f"users must have at most {MOST_ROWS} rows together")
     _, codes, counts = torch.unique(groups, return_inverse=True, return_counts=True)
     # PRIVACY: all rows of a user weigh 1 together (test_a_user_counts_as_much_as_one_record)
-    return codes, 1.0 / counts.double()[codes], len(counts)
+    return codes, 1.0 / counts.double()[codes]

@@ -90,7 +90,6 @@ from torch_dpsco.accounting.analysis.rounding import (
     FloatArray,
     asks_exact,
     exact_grid,
-    require_gaussian,
     safe,
     scaled_up,
     with_grid,
@@ -111,7 +110,7 @@ from torch_dpsco.step.plan import exact_cost
 _SCORES = 100.0  # radius of the ball of iterates, in units of one score per parameter
 
 
-_GUARD = 1e-9  # relative, of a limit on slopes: see `losses.clipped`
+_GUARD = 1e-9  # relative, of a limit on slopes: see `losses.table`
 
 
 _Plan = TypeVar("_Plan", bound="PreconditionedGDPlan")
@@ -276,12 +275,11 @@ class PreconditionedGDPlan(DescentPlan):
         )
 
 
-def plan_preconditioned_gd(task: LinearTask, secure: str | None = None) -> PreconditionedGDPlan:
+def plan_preconditioned_gd(task: LinearTask) -> PreconditionedGDPlan:
     """Returns the numbers of preconditioned gradient descent for a task.
 
     Args:
         task: its public numbers; delta > 0, no reg. residual_clip is the clip over the bound of rows.
-        secure: None; "exact" is refused.
 
     Raises:
         ConditionError: the loss is not smooth, tilted or adversarial, reg is given, or delta is 0.
@@ -290,10 +288,6 @@ def plan_preconditioned_gd(task: LinearTask, secure: str | None = None) -> Preco
         The event of the plan, for the task's adjacency, for X'X and all iterates. n_max is a promise about the number
         of records, on which the allowance for rounding rests.
     """
-    require_gaussian(
-        secure,
-        "preconditioned gradient descent makes many releases; use mechanism='adassp' or 'output'",
-    )
     PreconditionedGDPlan.require_covered(task)
     steps, share, clip = preconditioned_numbers(
         task.level, task.n, task.width, task.num_scores, _curvature(task), task.residual_clip
@@ -318,8 +312,7 @@ def calibrated(draft: _Plan, share: float) -> _Plan:
 
 def require_plain_sum(task: LinearTask, name: str) -> None:
     """Raises ConditionError unless a task is a plain sum of smooth losses, at delta > 0."""
-    if task.pure:
-        raise ConditionError(f"{name} is Gaussian: give delta > 0, or use output perturbation")
+    task.require_gaussian(name)
     if task.tilt or task.attack_radius or task.problem.smoothness is None:
         raise ConditionError(
             f"{name} needs a plain sum of smooth losses (got {task.loss!r}): use output"
@@ -377,10 +370,10 @@ def preconditioned_numbers(
         >>> preconditioned_numbers(mu=0.21, n=20_000, dim=129, num_scores=20, curvature=0.05)[0]
         32
     """
-    signal = check.positive(mu=mu) * check.positive_count(n=n) / math.sqrt(num_scores * dim)
+    signal = mu * n / math.sqrt(num_scores * dim)
     if clip is None:
         clip = min(max(signal / _LOUD, _CLIPS[0]), _CLIPS[1])
-    needed = _DAMPING * _REACH * math.sqrt(2 * check.positive_count(dim=dim)) * curvature / clip
+    needed = _DAMPING * _REACH * math.sqrt(2 * dim) * curvature / clip
     least, most = _SHARES
     steps = min(
         max(math.ceil(needed * math.sqrt((1 - most) / most)), _FEW_AND_MANY[0]), _FEW_AND_MANY[1]
@@ -396,11 +389,7 @@ def ridge_of(gram_std: float, dim: int) -> float:
         >>> ridge_of(1.0, 50)
         20.0
     """
-    return (
-        _DAMPING
-        * check.positive(gram_std=gram_std)
-        * math.sqrt(2 * check.positive_count(dim=dim))
-    )
+    return _DAMPING * gram_std * math.sqrt(2 * dim)
 
 
 def stable_step(curvature: float, ridge: float, largest: float) -> float:
@@ -410,7 +399,7 @@ def stable_step(curvature: float, ridge: float, largest: float) -> float:
         >>> stable_step(0.25, ridge=1.0, largest=1.0)
         8.0
     """
-    return 1 / check.positive(curvature=curvature) * (1 + ridge / max(largest, ridge * 1e-6))
+    return 1 / curvature * (1 + ridge / max(largest, ridge * 1e-6))
 
 
 def preconditioned_mu(
@@ -433,15 +422,11 @@ def preconditioned_mu(
         >>> round(preconditioned_mu(1.0, 2.0, 1.0, 4.0, steps=12), 9)
         1.0
     """
-    covariance = check.positive(gram_moved=gram_moved) / check.positive(gram_std=gram_std)
-    sums = check.positive(gradient_moved=gradient_moved) / check.positive(
-        gradient_std=gradient_std
-    )
+    covariance = gram_moved / gram_std
+    sums = gradient_moved / gradient_std
     # PRIVACY: every step counts (test_the_level_of_a_run_is_that_of_all_its_releases); margin of the root
     # (docs/proofs/rounding.md#model-of-arithmetic)
-    return scaled_up(
-        math.hypot(covariance, math.sqrt(check.positive_count(steps=steps)) * sums), 8
-    )
+    return scaled_up(math.hypot(covariance, math.sqrt(steps) * sums), 8)
 
 
 def horizon(
@@ -485,7 +470,7 @@ def boosted_clip(signal: float) -> float:
         >>> boosted_clip(50.0), boosted_clip(400.0), boosted_clip(10_000.0)
         (1.0, 2.0, 10.0)
     """
-    return max(1.0, math.sqrt(check.positive(signal=signal)) / 10)
+    return max(1.0, math.sqrt(signal) / 10)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -643,8 +628,7 @@ def _require_covered(task: LinearTask) -> None:
         raise ConditionError(
             f"AdaSSP needs the squared loss, or softmax, as it is (got {task.loss!r})"
         )
-    if task.pure:
-        raise ConditionError("AdaSSP is Gaussian: give delta > 0, or use output perturbation")
+    task.require_gaussian("AdaSSP")
 
 
 def _bounds(task: LinearTask) -> tuple[float, float, int]:
@@ -731,15 +715,12 @@ class BoostedPlan(PreconditionedGDPlan):
         return 1.0
 
 
-def plan_boosted(
-    task: LinearTask, rounds: int = _ROUNDS, secure: str | None = None
-) -> BoostedPlan:
+def plan_boosted(task: LinearTask, rounds: int = _ROUNDS) -> BoostedPlan:
     """Returns the numbers of boosted AdaSSP for a task with the squared loss.
 
     Args:
         task: its public numbers; delta > 0. reg is a ridge of the answer; None for none.
         rounds: T; each reads all records once.
-        secure: None; "exact" is refused.
 
     Raises:
         ConditionError: another loss, or delta = 0.
@@ -747,9 +728,6 @@ def plan_boosted(
     Guarantee:
         The event of the plan, for the task's adjacency, for everything computed from the noisy X'X and all noisy sums.
     """
-    require_gaussian(
-        secure, "boosted AdaSSP draws its noise in floating point; use mechanism='adassp'"
-    )
     BoostedPlan.require_covered(task)
     prepare = task.prepare
     width = boosted_clip(signal_to_noise(task.level, task.n, task.parameters))
@@ -812,14 +790,11 @@ def adassp_constants(
         6.129808
     """
     whole = math.fsum(weights) * (1 + 1e-15)
-    share_lmin, share_xtx, share_xty = (
-        check.positive(weights=share) / whole for share in weights
-    )
+    share_lmin, share_xtx, share_xty = (share / whole for share in weights)
     replaced = sensitivity_factor(adjacency) == 2
     mu = level_left(gaussian_mu(epsilon, delta), spent)
-    square = check.positive(bound_x=bound_x) ** 2
-    product = bound_x * check.positive(bound_y=bound_y)
-    d = check.positive_count(dim=dim)
+    square = bound_x**2
+    product = bound_x * bound_y
     failure = check.open_interval(0.0, 1.0, failure=failure)
     tail = math.sqrt(2 * (math.log(2) - math.log(failure)))
     # PRIVACY: mu^2 is shared out, so that the squares add up to it (test_the_three_levels_add_up_to_the_budget); margin
@@ -831,7 +806,7 @@ def adassp_constants(
     xty = scaled_up((2.0 if replaced else 1.0) * product / (mu * math.sqrt(share_xty)), 12)
     off_diagonal = scaled_up(xtx / math.sqrt(2), 2)
     return AdaSSPConstants(
-        lmin, xtx, off_diagonal, xty, xtx * (math.sqrt(2 * d) + tail), lmin * tail
+        lmin, xtx, off_diagonal, xty, xtx * (math.sqrt(2 * dim) + tail), lmin * tail
     )
 
 

@@ -30,8 +30,15 @@ from torch_dpsco.estimators.preparation import (
     residual_clip,
     robust_width,
 )
-from torch_dpsco.estimators.reading import ClassifierMixin, RegressorMixin, as_codes, as_column
-from torch_dpsco.estimators.released import chances, labelled, labels_of
+from torch_dpsco.estimators.reading import (
+    ClassifierMixin,
+    RegressorMixin,
+    as_codes,
+    as_column,
+    chances,
+    labelled,
+    labels_of,
+)
 from torch_dpsco.losses import (
     Hinge,
     Huber,
@@ -201,10 +208,6 @@ class LogisticRegression(BinaryClassifier):
         """Returns probabilities (n, 2) of public rows, by the logistic link."""
         return chances(self._scores(X))
 
-    def predict_log_proba(self, X: Any) -> Array:
-        """Returns the logarithms of `predict_proba`."""
-        return np.asarray(np.log(self.predict_proba(X)))
-
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class SoftmaxRegression(Classifier):
@@ -243,10 +246,6 @@ class SoftmaxRegression(Classifier):
     def predict_proba(self, X: Any) -> Array:
         """Returns probabilities (n, K) of public rows."""
         return chances(self._scores(X))
-
-    def predict_log_proba(self, X: Any) -> Array:
-        """Returns the logarithms of `predict_proba`."""
-        return np.asarray(np.log(self.predict_proba(X)))
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

@@ -38,7 +38,7 @@ from torch_dpsco.accounting.analysis.objective import (
     softmax_log_det,
     spare_epsilon,
 )
-from torch_dpsco.accounting.analysis.rounding import DOUBLE, require_gaussian
+from torch_dpsco.accounting.analysis.rounding import DOUBLE
 from torch_dpsco.accounting.curves import objective_curve
 from torch_dpsco.accounting.events import REPLACE_ONE, ApproxDP, Pure, RDPCurve
 from torch_dpsco.errors import ConditionError, InfeasibleError
@@ -230,9 +230,7 @@ _SQUARES = (
 _LARGEST_REG = 1e15  # beyond, the rounding of sums alone is too large
 
 
-def plan_objective(
-    task: LinearTask, charge: str = "approx", secure: str | None = None
-) -> ObjectivePlan:
+def plan_objective(task: LinearTask, charge: str = "approx") -> ObjectivePlan:
     """Returns the numbers of objective perturbation for a task.
 
     Args:
@@ -240,7 +238,6 @@ def plan_objective(
         charge: what a ledger is told, for delta > 0 and one score: "approx", the (epsilon, delta) of the budget, which
             is exact for a release that stands alone; "curve", a Renyi curve, which composes better with others but
             says more than epsilon for one alone. Noise of your own is charged as a curve.
-        secure: None; "exact" is refused, see docs/proofs/exact_gaussian.md.
 
     Raises:
         ConditionError: the loss is not smooth and Lipschitz on R^d, tilted or adversarial, or pure and softmax.
@@ -250,11 +247,6 @@ def plan_objective(
         The event of the plan, for the task's adjacency, for the released point.
     """
     lipschitz, smoothness = _constants(task)
-    require_gaussian(
-        secure,
-        "objective perturbation is proved in a continuous law; use OutputPerturbation,"
-        " mechanism='output'",
-    )
     ranks = max(
         1, task.num_scores - 1
     )  # of a record's second derivative, each of which the determinant pays for
@@ -348,16 +340,7 @@ def _spent(delta: float) -> float:
 
 
 def _constants(task: LinearTask) -> tuple[float, float]:
-    if task.tilt or task.attack_radius:
-        raise ConditionError(
-            "objective perturbation needs a plain sum of losses: use output perturbation here"
-        )
-    if task.lipschitz is None or task.smoothness is None:
-        raise ConditionError(
-            "objective perturbation needs a smooth loss with bounded gradients (got"
-            f" {task.loss!r}): give a residual_clip, or use SmoothedHinge or Huber"
-        )
-    return task.lipschitz, task.smoothness
+    return task.smooth_constants("objective perturbation")
 
 
 def _noise_std(task: LinearTask, reg: float, lipschitz: float, smoothness: float) -> float:

@@ -38,39 +38,18 @@ from torch_dpsco.accounting.analysis.rounding import gamma
 from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.estimators.records import Objective, PairwiseSum, Records
 from torch_dpsco.losses.base import TableLoss
-from torch_dpsco.losses.clipped import ClippedRows, ResidualClipped, scalar_loss
-from torch_dpsco.losses.table import Logistic, MarginLoss, SoftmaxCrossEntropy
+from torch_dpsco.losses.table import (
+    ClippedRows,
+    Logistic,
+    MarginLoss,
+    ResidualClipped,
+    SoftmaxCrossEntropy,
+    scalar_loss,
+)
 
 # Roundings of one record besides those of its score and of the sum: the loss and its slope (an exponential within 1
 # ulp, a logarithm, a quotient), label, weight, normalizer, and the norm used in the bound itself.
 EVALUATION = 32
-
-
-class RowConstants:
-    """Sums over the records that bound the loss and its slope, and with them the rounding errors.
-
-    For record i: |phi'| <= slope_i, |phi''| <= bend_i and |phi'(0)| <= start_i. All are read off the data and rounded
-    up, so that no promise about the data is needed.
-
-    Attributes:
-        smooth: whether phi' does not jump.
-    """
-
-    def __init__(self, loss: TableLoss | ResidualClipped, records: Records) -> None:
-        self.smooth = loss.unclipped.problem(bound_x=1.0).smoothness is not None
-        sums = records.sum(partial(_row_sums, loss))
-        up = 1 + gamma(records.depth + 8)
-        self._slope, self._start, self._label, curvature = (float(s) * up for s in sums)
-        self.curvature = curvature if self.smooth else math.inf
-
-    def slope_mass(self, size: float) -> float:
-        """Bound on sum_i c_i |phi'_i| ||x_i|| over ||w|| <= size."""
-        grown = self._start if size == 0 else self._start + self.curvature * size
-        return min(self._slope, grown)
-
-    def score_mass(self, size: float) -> float:
-        """Bound on sum_i c_i bend_i ||x_i|| (|score error|) / gamma(d + 4): scores, label products and residuals."""
-        return self.curvature * size + self._label
 
 
 def _row_sums(loss: TableLoss | ResidualClipped, records: Records) -> tuple[Tensor, ...]:
@@ -194,11 +173,20 @@ class LinearObjective(SumObjective):
     ) -> None:
         self.loss = scalar_loss(loss)
         super().__init__(records, records.dim, reg, normalizer, linear_term)
-        self.constants = RowConstants(self.loss, records)
-        self.smoothness = (
-            self._smoothness(self.constants.curvature) if self.constants.smooth else None
-        )
+        self._bound()
         self._last: tuple[Tensor, float, Tensor] | None = None
+
+    def _bound(self) -> None:
+        """Reads sums off the records that bound slopes and bends, rounded up: no promise about the data is needed."""
+        sums = self.records.sum(partial(_row_sums, self.loss))
+        up = 1 + gamma(self.records.depth + 8)
+        self._slope, self._start, self._label, self._curvature = (float(s) * up for s in sums)
+        smooth = self.loss.unclipped.problem(bound_x=1.0).smoothness is not None
+        self.smoothness = self._smoothness(self._curvature) if smooth else None
+
+    def slope_mass(self, size: float) -> float:
+        """Bound on sum_i c_i |phi'_i| ||x_i|| over ||w|| <= size, for smooth losses."""
+        return min(self._slope, self._start + self._curvature * size)
 
     def value_and_gradient(self, point: Tensor) -> tuple[float, Tensor]:
         """F(w) and its gradient (the loss's fixed subgradient at kinks), in one pass; of the last w without one."""
@@ -236,11 +224,11 @@ class LinearObjective(SumObjective):
         Scores are within gamma(d + 4)(||x|| ||w|| + |y|), which moves a slope by `bend` times that; each slope times
         x is then rounded `EVALUATION` times and passes through `depth` additions; the regularizer and q add a few.
         """
-        if not self.constants.smooth:
+        if self.smoothness is None:
             return math.inf
         size = norm_up(point)
-        scores = gamma(self.dim + 4) * self.constants.score_mass(size)
-        return self._rounding(scores, EVALUATION, self.constants.slope_mass(size), size)
+        scores = gamma(self.dim + 4) * (self._curvature * size + self._label)
+        return self._rounding(scores, EVALUATION, self.slope_mass(size), size)
 
     def thinned(self, step: int) -> LinearObjective:
         """The same with every step-th record: near enough for a first guess."""
@@ -248,7 +236,7 @@ class LinearObjective(SumObjective):
         fewer._last = None
         fewer.records = self.records.thinned(step)
         fewer.normalizer = self.normalizer / step
-        fewer.constants = RowConstants(self.loss, fewer.records)
+        fewer._bound()
         return fewer
 
     def slopes(self, scores: Tensor, rows: slice) -> Tensor:
@@ -434,15 +422,8 @@ class Tilted(Objective):
         reg: float,
         bound_x: float | None = None,
     ) -> None:
-        checked = scalar_loss(loss)
-        if checked is not checked.unclipped:
-            raise ConditionError(
-                "a residual-clipped loss cannot be tilted: its range depends on the record"
-            )
-        self.loss = checked
-        if bound_x is not None:
-            positive(bound_x=bound_x)
-        problem = checked.problem(bound_x=1.0)
+        self.loss = loss
+        problem = loss.problem(bound_x=1.0)
         if problem.lipschitz is None or problem.smoothness is None:
             raise ConditionError(
                 f"loss must be Lipschitz and smooth (got {loss!r}); take Huber or SmoothedHinge"
@@ -456,12 +437,10 @@ class Tilted(Objective):
         self.reg = nonnegative(reg=reg)
         self.dim, self.device = self.records.dim, self.records.device
         largest = float(self.records.targets.abs().max())
-        self._slope = checked.grad_bound(math.inf, 1.0, max(largest, 1.0))
+        self._slope = loss.grad_bound(math.inf, 1.0, max(largest, 1.0))
         self._bend = problem.smoothness
         # the slope in the score is y phi'(y s) for a margin: a label beyond 1 counts as a longer row
-        labels = (
-            self.records.targets.abs().clamp(min=1.0) if checked.target_kind == "sign" else 1.0
-        )
+        labels = self.records.targets.abs().clamp(min=1.0) if loss.target_kind == "sign" else 1.0
         self._largest = float((self.records.norms * labels).max()) * (1 + gamma(self.dim + 8))
         lipschitz = self._slope * self._largest
         curvature = self._bend * self._largest**2
@@ -525,7 +504,7 @@ class Tilted(Objective):
             raise ConditionError(
                 "bound_x must be given for tilt < 0: strong convexity is reg - |tilt| L^2"
             )
-        lipschitz = self._slope * positive(bound_x=bound_x)
+        lipschitz = self._slope * bound_x
         # the norms of clipped rows may exceed the bound by the rounding of a norm
         left = self.reg - abs(self.tilt) * lipschitz**2 * (1 + 4e-9)
         if left <= 0:

@@ -47,7 +47,6 @@ from __future__ import annotations
 
 import math
 
-from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import (
     gaussian_sigma,
     sensitivity_factor,
@@ -91,15 +90,11 @@ def erm_sensitivity(
         >>> round(erm_sensitivity(lipschitz=1.0, strong_convexity=0.1, n=1000), 9)
         0.02
     """
-    lipschitz = check.positive(lipschitz=lipschitz)
-    mu = check.positive(strong_convexity=strong_convexity)
-    n = check.positive_count(n=n)
     jump = sensitivity_factor(adjacency) * lipschitz
-    if gradient_diameter is not None:
-        gradient_diameter = check.positive(gradient_diameter=gradient_diameter)
-        jump = gradient_diameter if adjacency == "replace_one" else jump
+    if gradient_diameter is not None and adjacency == "replace_one":
+        jump = gradient_diameter
     # PRIVACY: the sensitivity of every output perturbation (test_no_pair_of_quadratics_moves_further)
-    return safe(jump / mu / n)
+    return safe(jump / strong_convexity / n)
 
 
 def certified_sensitivity(sensitivity: float, strong_convexity: float, grad_tol: float) -> float:
@@ -119,10 +114,8 @@ def certified_sensitivity(sensitivity: float, strong_convexity: float, grad_tol:
         >>> round(certified_sensitivity(sensitivity=0.02, strong_convexity=0.1, grad_tol=1e-7), 9)
         0.020002
     """
-    sensitivity = check.positive(sensitivity=sensitivity)
-    mu = check.positive(strong_convexity=strong_convexity)
     # PRIVACY: both points may be off, in opposite directions (test_an_approximate_minimizer_moves_by_twice_its_error)
-    return safe(sensitivity + 2 * check.positive(grad_tol=grad_tol) / mu)
+    return safe(sensitivity + 2 * grad_tol / strong_convexity)
 
 
 def minimizer_radius(
@@ -156,12 +149,11 @@ def minimizer_radius(
         >>> round(minimizer_radius(0.5, lipschitz=1.0, loss_at_zero=0.25), 9)
         1.0
     """
-    reg = check.positive(reg=reg)
-    bounds = [check.positive(radius=radius, allow_inf=True)]
+    bounds = [radius]
     if lipschitz is not None:
-        bounds.append(safe(check.positive(lipschitz=lipschitz) / reg))
+        bounds.append(safe(lipschitz / reg))
     if loss_at_zero is not None:
-        bounds.append(safe(math.sqrt(2 * check.nonnegative(loss_at_zero=loss_at_zero) / reg)))
+        bounds.append(safe(math.sqrt(2 * loss_at_zero / reg)))
     if min(bounds) == math.inf:
         raise MissingConstantError(
             "no bound on the minimizer: give lipschitz, loss_at_zero or radius"
@@ -185,8 +177,7 @@ def adversarial_lipschitz(
         >>> round(adversarial_lipschitz(1.0, 0.5), 9)
         1.5
     """
-    reach = check.positive(bound_x=bound_x) + check.nonnegative(attack_radius=attack_radius)
-    return safe(check.positive(link_lipschitz=link_lipschitz) * reach)
+    return safe(link_lipschitz * (bound_x + attack_radius))
 
 
 def adversarial_gradient_diameter(
@@ -206,10 +197,8 @@ def adversarial_gradient_diameter(
         >>> round(adversarial_gradient_diameter(1.0, 3.0), 9)
         4.0
     """
-    bound = check.positive(bound_x=bound_x)
-    length = check.nonnegative(attack_radius=attack_radius)
     # PRIVACY: holds for two gradients at one w (test_no_pair_of_robust_gradients_is_further_apart)
-    return safe(check.positive(link_lipschitz=link_lipschitz) * max(2 * bound, bound + length))
+    return safe(link_lipschitz * max(2 * bound_x, bound_x + attack_radius))
 
 
 def noise_norms(dim: int, epsilon: float, delta: float) -> tuple[float, float]:
@@ -226,12 +215,10 @@ def noise_norms(dim: int, epsilon: float, delta: float) -> tuple[float, float]:
         >>> noise_norms(dim=10, epsilon=2.0, delta=0)
         (5.0, 27.5)
     """
-    d = check.positive_count(dim=dim)
-    epsilon = check.positive(epsilon=epsilon)
-    if check.nonnegative(delta=delta) == 0:
-        return d / epsilon, d * (d + 1) / epsilon**2
+    if delta == 0:
+        return dim / epsilon, dim * (dim + 1) / epsilon**2
     sigma = gaussian_sigma(epsilon, delta, 1.0)
-    return math.sqrt(d) * sigma, d * sigma**2
+    return math.sqrt(dim) * sigma, dim * sigma**2
 
 
 def tilted_max_weight(tilt: float, loss_range: float, n: int) -> float:
@@ -248,8 +235,8 @@ def tilted_max_weight(tilt: float, loss_range: float, n: int) -> float:
         >>> round(tilted_max_weight(tilt=1.0, loss_range=2.0, n=100), 9)
         0.06945316
     """
-    exponent = abs(check.finite(tilt=tilt)) * check.nonnegative(loss_range=loss_range)
-    others = (check.positive_count(n=n) - 1) * math.exp(-scaled_up(exponent, 1))
+    exponent = abs(tilt) * loss_range
+    others = (n - 1) * math.exp(-scaled_up(exponent, 1))
     # margin: rounded up, subnormal exponentials included (docs/proofs/rounding.md#model-of-arithmetic)
     return min(1.0, scaled_up(1 / (1 + others * (1 - 1e-15)), 4))
 
@@ -272,9 +259,8 @@ def tilted_strong_convexity(tilt: float, lipschitz: float, strong_convexity: flo
         >>> round(tilted_strong_convexity(-0.05, lipschitz=1.0, strong_convexity=0.1), 9)
         0.05
     """
-    tilt = check.finite(tilt=tilt)
-    mu = check.positive(strong_convexity=strong_convexity)
-    square = check.positive(lipschitz=lipschitz) ** 2
+    mu = strong_convexity
+    square = lipschitz**2
     loss = scaled_up(max(-tilt, 0.0) * square, 4)
     if loss >= mu:
         raise ConditionError(
@@ -323,7 +309,7 @@ def tilted_sensitivity(
         >>> round(tilted_sensitivity(1.0, 2.0, 100, lipschitz=1.0, strong_convexity=0.1), 9)
         1.389063193
     """
-    diameter = 2 * check.positive(lipschitz=lipschitz)
+    diameter = 2 * lipschitz
     mu = tilted_strong_convexity(tilt, lipschitz, strong_convexity)
     sensitivity_factor(adjacency)
     if adjacency != "add_remove":
@@ -335,5 +321,5 @@ def tilted_sensitivity(
             tilt, loss_range, 1
         )  # 1: the first record moves the gradient from 0
     else:
-        weight = tilted_max_weight(tilt, loss_range, check.positive_count(n_min=n_min) + 1)
+        weight = tilted_max_weight(tilt, loss_range, n_min + 1)
     return safe(diameter / mu * weight)

@@ -54,6 +54,7 @@ class Preparation:
         intercept: c0 >= 0, the constant; 0 for no intercept.
         whole: whether the constant is shrunk with a row that is clipped. With its target shrunk too, such a record of
             a regression fits the same line, and weighs less.
+        before: > 0, norm that rows are clipped to before anything else; inf for none.
 
     Guarantee:
         A row's image depends on that row alone, and its norm is at most `bound`, rounding included.
@@ -64,11 +65,13 @@ class Preparation:
     scale: tuple[float, ...] | None = None
     intercept: float = 0.0
     whole: bool = False
+    before: float = math.inf
 
     def __post_init__(self) -> None:
         check_fields(self)
         check.positive(bound_x=self.bound_x)
         check.nonnegative(intercept=self.intercept)
+        check.positive(before=self.before, allow_inf=True)
         for value in self.center or ():
             check.finite(feature_center=value)
         for value in self.scale or ():
@@ -84,7 +87,7 @@ class Preparation:
     def __call__(self, block: Tensor) -> Tensor:
         """Returns prepared rows, float64, of raw ones (B, d)."""
         rows = self._shifted(block)
-        clipped = self._clip(rows)
+        clipped = self._clip(rows, self.bound_x)
         if not self.intercept:
             return clipped
         constant = rows.new_full((len(rows), 1), self.intercept)
@@ -93,14 +96,20 @@ class Preparation:
             dim=1,
         )
 
-    def numbers(self, dim: int, before: float = math.inf) -> list[float] | None:
-        """Returns those of `native.Table`, for rows of so many numbers, cut before; None for extreme scales."""
+    def numbers(self, dim: int) -> list[float] | None:
+        """Returns those of `native.Table`, for rows of so many numbers, None for extreme scales."""
         center = self.center or (0.0,) * dim
         scale = self.scale or (1.0,) * dim
         if not all(2.0**-900 < value < 2.0**900 for value in scale):
             return None
         moved = self.center is not None or self.scale is not None
-        given = before, self._most(dim), self.intercept, float(self.whole), float(moved)
+        given = (
+            _most(self.before, dim),
+            _most(self.bound_x, dim),
+            self.intercept,
+            float(self.whole),
+            float(moved),
+        )
         return [*given, *center, *(1 / value for value in scale)]
 
     def shares(self, block: Tensor) -> Tensor:
@@ -111,6 +120,8 @@ class Preparation:
         # PRIVACY: torch sums strided rows in an order that depends on their number
         # (test_the_image_of_a_row_is_the_same_in_every_block)
         rows = block.double().contiguous()
+        if self.before < math.inf:
+            rows = self._clip(rows, self.before)
         if self.center is not None:
             rows = rows - torch.tensor(self.center, dtype=torch.float64, device=rows.device)
         if self.scale is not None:
@@ -119,18 +130,13 @@ class Preparation:
 
     def _shares(self, rows: Tensor) -> Tensor:
         norms = torch.linalg.vector_norm(rows, dim=1)
-        most = self._most(rows.shape[1])
+        most = _most(self.bound_x, rows.shape[1])
         return torch.where(norms > most, most / norms, 1.0)
 
-    def _most(self, dim: int) -> float:
-        return self.bound_x * (
-            1 - 2.0**-50 * (dim + 8)
-        )  # less by the rounding of norm and product
-
-    def _clip(self, rows: Tensor) -> Tensor:
+    def _clip(self, rows: Tensor, bound: float) -> Tensor:
         """Returns rows in the ball; what is done to one does not depend on the others, to the last bit."""
         norms = torch.linalg.vector_norm(rows, dim=1)
-        most = self._most(rows.shape[1])
+        most = _most(bound, rows.shape[1])
         # PRIVACY: the bound that all constants rest on is enforced (test_no_prepared_row_exceeds_its_bound)
         clipped = rows * torch.where(norms > most, most / norms, 1.0).unsqueeze(1)
         odd = ~((norms > _LEAST) & (norms < _MOST))  # NaN and 0 are, too
@@ -144,40 +150,13 @@ class Preparation:
         return _tensor(self.center, 0.0), _tensor(self.scale, 1.0)
 
 
+def _most(bound: float, dim: int) -> float:
+    """Returns a bound, less by the rounding of norm and product."""
+    return bound * (1 - 2.0**-50 * (dim + 8))
+
+
 def _tensor(values: tuple[float, ...] | None, default: float) -> Tensor:
     return torch.tensor(default if values is None else values, dtype=torch.float64)
-
-
-@dataclass(frozen=True)
-class Chain:
-    """Two maps of rows, one after the other; the first has no intercept."""
-
-    first: Preparation
-    then: Preparation
-
-    @property
-    def intercept(self) -> float:
-        """c0, the constant that is appended; 0 for none."""
-        return self.then.intercept
-
-    @property
-    def shift_and_scale(self) -> tuple[Tensor, Tensor]:
-        """What rows within the bounds are shifted and divided by."""
-        (center, scale), (shift, unit) = self.first.shift_and_scale, self.then.shift_and_scale
-        return center + scale * shift, scale * unit
-
-    def __call__(self, block: Tensor) -> Tensor:
-        """Returns prepared rows, float64."""
-        return self.then(self.first(block))
-
-    def numbers(self, dim: int) -> list[float] | None:
-        """Returns those of `native.Table`; None where both maps move rows."""
-        moved = self.first.center is not None or self.first.scale is not None
-        return None if moved else self.then.numbers(dim, self.first._most(dim))
-
-    def shares(self, block: Tensor) -> Tensor:
-        """Returns what the second map leaves of each row's length (B,)."""
-        return self.then.shares(self.first(block))
 
 
 @dataclass(frozen=True)
@@ -190,7 +169,7 @@ class Units:
         spread: > 0, that they are divided by then.
     """
 
-    rows: Preparation | Chain
+    rows: Preparation
     location: float = 0.0
     spread: float = 1.0
 
@@ -230,8 +209,11 @@ class PrivatePreparation:
         check.nonnegative(rows=self.rows)
         check.positive(counts=self.counts)
         check.open_interval(0.0, 1.0, within=self.within)
-        if self.given.intercept:
-            raise ValueError(f"given must have no intercept (got {self.given.intercept:g})")
+        if self.given.intercept or (self.rows and self.given != Preparation(self.given.bound_x)):
+            raise ValueError(
+                "given must have no intercept, and rows that are measured neither center nor scale"
+                f" (got {self.given})"
+            )
         if self.quantile is not None:
             check.open_interval(0.0, 1.0, quantile=self.quantile)
             if self.bound_y is None:
@@ -296,7 +278,7 @@ class PrivatePreparation:
         # test_rounding_is_in_the_noise_of_a_preparation)
         counter = _Counter(records, math.sqrt(self.counted) * room / self.counts, source)
         total = max(counter.count(lambda part: torch.ones_like(part.weights)), 1.0)
-        rows: Preparation | Chain = unit
+        rows = unit
         if self.rows:
             center = self._center(
                 records, sensitivity_factor(adjacency) * room / self.rows, total, source
@@ -306,7 +288,9 @@ class PrivatePreparation:
                 lambda part: _distances(part, center), self.within * total, ends, RADIUS_COUNTS
             )
             scale = (radius,) * records.dim
-            rows = Chain(self.given, replace(unit, center=tuple(center.tolist()), scale=scale))
+            rows = replace(
+                unit, center=tuple(center.tolist()), scale=scale, before=self.given.bound_x
+            )
         if self.quantile is None or self.bound_y is None:
             return Units(rows)
         bound = self.bound_y
@@ -430,11 +414,7 @@ def sum_level(mu: float, n: int, dim: int, adjacency: str) -> float:
         >>> round(sum_level(0.2, 10_000, 50, "add_remove"), 4), sum_level(0.2, 100, 50, "add_remove")
         (0.0141, 0.0)
     """
-    error = (
-        math.sqrt(check.positive_count(dim=dim))
-        * sensitivity_factor(adjacency)
-        / check.positive_count(n=n)
-    )
+    error = math.sqrt(dim) * sensitivity_factor(adjacency) / n
     return _level(mu, error, _SUM_ERROR, _SUM_USELESS)
 
 
@@ -454,7 +434,7 @@ def counts_level(mu: float, n: int, counts: int) -> float:
         >>> round(counts_level(0.2, 100_000, 25), 4), round(counts_level(0.2, 500, 25), 4), counts_level(0.2, 200, 25)
         (0.0167, 0.0667, 0.0)
     """
-    error = math.sqrt(check.positive_count(counts=counts)) / check.positive_count(n=n)
+    error = math.sqrt(counts) / n
     level = _level(mu, error, _COUNT_ERROR, _COUNT_USELESS)
     least = error / _COUNT_USELESS
     return level or (least if least <= math.sqrt(_MOST_SHARE) * mu else 0.0)
@@ -507,13 +487,13 @@ def robust_width(signal: float) -> float:
 
 
 def _level(mu: float, error: float, wanted: float, useless: float) -> float:
-    level = min(error / wanted, math.sqrt(_SHARE) * check.positive(mu=mu))
+    level = min(error / wanted, math.sqrt(_SHARE) * mu)
     return level if error / level <= useless else 0.0
 
 
 def level_left(mu: float, spent: float) -> float:
     """Returns the level that a budget of level mu leaves beside Gaussian releases of level `spent`, rounded down."""
-    if not 0 <= check.nonnegative(spent=spent) < check.positive(mu=mu):
+    if not 0 <= spent < mu:
         raise ValueError(f"spent must be below mu={mu:g} (got {spent:g})")
     # PRIVACY: squares of levels add up (test_what_is_left_and_what_is_spent_are_within_the_level)
     return math.sqrt((mu - spent) * (mu + spent)) * (1 - 1e-15) if spent else mu

@@ -367,7 +367,7 @@ def _place(table: dict[Any, int], label: Any) -> int:
 def require_finite(rows: Tensor) -> None:
     """Raises ValueError for rows to predict that hold NaN or infinity; not for training data."""
     if not bool(rows.isfinite().all()):
-        raise ValueError("Input X contains NaN or infinity: there is nothing to predict from")
+        raise ValueError("X must be finite, to predict from: Input X contains NaN or infinity")
 
 
 _DENSE_ENTRIES = 2**22
@@ -398,3 +398,27 @@ def record_weights(
     # PRIVACY: clipped before it meets a factor (test_a_large_sample_weight_counts_as_one)
     weights = as_column(given, "sample_weight", count, device).double().clamp(0.0, 1.0)
     return weights if factors is None else weights * factors
+
+
+def labels_of(classes: Sequence[Any]) -> NDArray[Any]:
+    """Returns labels as an array, of objects where they are of several kinds, which numpy would turn into one."""
+    labels = np.asarray(classes)
+    if labels.tolist() == list(classes):
+        return labels
+    labels = np.empty(len(classes), dtype=object)
+    labels[:] = classes
+    return labels
+
+
+def labelled(labels: NDArray[Any], scores: NDArray[np.float64]) -> NDArray[Any]:
+    """Returns the label of each score (n,) of the second of two classes, or of scores (n, K)."""
+    places = scores.argmax(1) if scores.ndim == 2 else (scores > 0).astype(np.int64)
+    return np.asarray(labels[places])
+
+
+def chances(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns probabilities (n, K) of scores (n, K), or for two classes of scores (n, 1) of the second one."""
+    if scores.shape[1] == 1:
+        scores = np.concatenate([np.zeros_like(scores), scores], axis=1)
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    return np.asarray(weights / weights.sum(1, keepdims=True))

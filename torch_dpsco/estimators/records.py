@@ -12,7 +12,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -382,13 +382,6 @@ def _require_integers(targets: Tensor) -> None:
         raise ValueError(f"targets must be class numbers of an integer dtype (got {kind})")
 
 
-class Prepare(Protocol):
-    """Makes records in memory of a raw part; it may travel."""
-
-    def __call__(self, raw: RawPart, block_rows: int | None = None) -> Records:
-        """Returns them, in blocks of so many rows."""
-
-
 class Stored(ABC):
     """Raw records that are not in memory as rows, of which a fit reads sums; `streams` has blocks and partitions."""
 
@@ -401,10 +394,10 @@ class Stored(ABC):
         """Returns the number of records; one that exceeds `most` where there are more."""
 
     @abstractmethod
-    def records(self, prepared: Prepare, most: int) -> Records:
+    def records(self, prepared: Callable[..., Records], most: int) -> Records:
         """Returns records of which sums are all that is known.
 
         Args:
-            prepared: makes records of a raw part.
+            prepared: makes records in memory of a raw part, in blocks of so many rows; it may travel.
             most: public cap on their number, beyond which they are not counted on.
         """

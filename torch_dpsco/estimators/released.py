@@ -1,7 +1,7 @@
 """Models that leave the house: what may be published of a private linear model, in one JSON file.
 
 A file has weights, classes, public numbers of the preparation and the privacy statement, and nothing is executed to
-read it. Predictions need numpy, and a schema to read tables. See docs/released.md.
+read it. Predictions take rows as the model does, and with a schema tables. See docs/released.md.
 """
 
 from __future__ import annotations
@@ -9,20 +9,31 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import typed
+from torch_dpsco._doors import check_fields, typed
 from torch_dpsco.accounting.statement import Statement
+from torch_dpsco.estimators.preparation import Preparation
+from torch_dpsco.estimators.reading import (
+    chances,
+    dense_rows,
+    labelled,
+    labels_of,
+    require_finite,
+)
 from torch_dpsco.estimators.schema import Schema
 
 Array = NDArray[np.float64]
+
+_BLOCK_ROWS = 65_536  # of a prediction: rows are float64 there
 
 _FORMAT = "torch_dpsco.estimators.released"
 _VERSION = 1
@@ -66,7 +77,7 @@ class Released:
     kind: str
     coef: tuple[tuple[float, ...], ...]
     intercept: tuple[float, ...]
-    classes: tuple[Any, ...]
+    classes: tuple[str | bool | float, ...]
     bound_x: float
     center: tuple[float, ...] | None
     scale: tuple[float, ...] | None
@@ -75,30 +86,26 @@ class Released:
     schema: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        kinds = sorted({*_KINDS.values()})
-        _require(self.kind in kinds, f"kind must be one of {', '.join(kinds)}")
-        softmax = self.kind == "softmax"
+        check_fields(self)
+        check.choice(sorted({*_KINDS.values()}), kind=self.kind)
         count = len(self.classes)
+        most = {"regressor": 0, "softmax": max(count, 2)}.get(self.kind, 2)
+        _require(count == most and len(set(self.classes)) == count, _CLASSES)
+        rows = count if self.kind == "softmax" else 1
         width = len(self.coef[0]) if self.coef else 0
-        rows = count if softmax else 1
         _require(
             width > 0 and len(self.coef) == rows,
             "coef must have one row of numbers, or for softmax one per class",
         )
-        for row in self.coef:
-            _require_numbers("coef", row, width)
-        _require_numbers("intercept", self.intercept, rows)
-        _require_numbers("bound_x", (self.bound_x,), 1)
-        for name, given in (("center", self.center), ("scale", self.scale)):
-            if given is not None:
-                _require_numbers(name, given, width)
+        numbers = [("coef", row, width) for row in self.coef]
+        numbers += [("intercept", self.intercept, rows), ("bound_x", (self.bound_x,), 1)]
+        numbers += [("center", self.center or (0.0,) * width, width)]
+        numbers += [("scale", self.scale or (1.0,) * width, width)]
+        for name, values, size in numbers:
+            fits = len(values) == size and all(map(math.isfinite, values))
+            _require(fits, f"{name} must be {size} finite numbers (got others)")
         _require(min((self.bound_x, *(self.scale or ()))) > 0, "bound_x and scale must be > 0")
-        names = self.names is None or [isinstance(name, str) for name in self.names]
-        _require(names in (True, [True] * width), f"names must be {width} texts, or null")
-        plain = all(isinstance(label, (str, bool)) or _finite(label) for label in self.classes)
-        fits = count == 0 if self.kind == "regressor" else count >= 2 if softmax else count == 2
-        _require(plain and fits and len(set(self.classes)) == count, _CLASSES)
-        _require(isinstance(self.card, Mapping), "card must be an object, the privacy statement")
+        _require(self.names is None or len(self.names) == width, f"names must be {width} texts")
         if self.schema is not None:
             columns = len(Schema.from_dict(self.schema).names)
             _require(columns == width, f"schema must have {width} features (got {columns})")
@@ -175,15 +182,7 @@ class Released:
         for name in sorted({*wanted} ^ {*read}):
             must = "must be" if name in wanted else "must not be"
             raise ValueError(f"{name} {must} in the file")
-        for name in ("coef", "intercept", "classes", "center", "scale", "names"):
-            optional = name in ("center", "scale", "names") and read[name] is None
-            _require(optional or isinstance(read[name], list), f"{name} must be a list")
-            read[name] = None if read[name] is None else tuple(map(_frozen, read[name]))
-        coef = all(isinstance(row, tuple) for row in read["coef"])
-        _require(coef, "coef must be a list of lists")
-        _require(not any(isinstance(x, (tuple, dict)) for x in read["classes"]), _CLASSES)
-        _require(isinstance(read["kind"], str), "kind must be text")
-        return cls(**read)
+        return cls(**{name: _frozen(value) for name, value in read.items()})
 
     # -- predictions -------------------------------------------------------------------------------------------------
 
@@ -223,68 +222,31 @@ class Released:
         columns = getattr(X, "columns", None)
         if self.names is not None and columns is not None and list(columns) != list(self.names):
             raise ValueError(f"X must have the columns {list(self.names)}, in this order")
-        weight = np.array(self.coef)
-        wanted = f"X must be real numbers of shape (n, {weight.shape[1]}) (got {check.shown(X)})"
-        try:
-            rows = np.asarray(X)
-            _require(rows.dtype.kind != "c", wanted)  # numpy would cut them to their real parts
-            rows = rows.astype(np.float64)
-        except (TypeError, OverflowError) as error:
-            raise ValueError(wanted) from error
-        _require(rows.ndim == 2 and rows.shape[1] == weight.shape[1], wanted)
-        _require(bool(np.isfinite(rows).all()), "X must be finite numbers (got others)")
-        center = np.zeros(weight.shape[1]) if self.center is None else np.array(self.center)
-        scale = np.ones(weight.shape[1]) if self.scale is None else np.array(self.scale)
-        rows = (rows - center) / scale
-        norms = np.hypot.reduce(rows, axis=1, keepdims=True)  # without squares that overflow
-        rows = rows * np.minimum(1.0, self.bound_x / np.maximum(norms, np.finfo(np.float64).tiny))
-        return np.asarray(
-            rows @ (weight * scale).T + (np.array(self.intercept) + weight @ center)
+        given = Preparation(self.bound_x, self.center, self.scale)
+        return scores_of(given, np.array(self.coef), np.array(self.intercept), X)
+
+
+def scores_of(given: Preparation, weight: Array, intercept: Array, X: Any) -> Array:
+    """Returns scores (n, K) of public rows, prepared by public numbers, of weights (K, d) for raw rows."""
+    center, scale = (values.numpy() for values in given.shift_and_scale)
+    # the score of the center, which lies at the origin of prepared rows
+    bias = torch.from_numpy(intercept + (weight * center).sum(1))
+    prepared = torch.from_numpy(weight * scale)
+    blocks = []
+    for features in dense_rows(X):
+        _require(
+            features.shape[1] == weight.shape[1], f"X must be of shape (n, {weight.shape[1]})"
         )
-
-
-def labels_of(classes: Sequence[Any]) -> NDArray[Any]:
-    """Returns labels as an array, of objects where they are of several kinds, which numpy would turn into one."""
-    labels = np.asarray(classes)
-    if labels.tolist() == list(classes):
-        return labels
-    labels = np.empty(len(classes), dtype=object)
-    labels[:] = classes
-    return labels
-
-
-def labelled(labels: NDArray[Any], scores: Array) -> NDArray[Any]:
-    """Returns the label of each score (n,) of the second of two classes, or of scores (n, K)."""
-    places = scores.argmax(1) if scores.ndim == 2 else (scores > 0).astype(np.int64)
-    return np.asarray(labels[places])
-
-
-def chances(scores: Array) -> Array:
-    """Returns probabilities (n, K) of scores (n, K), or for two classes of scores (n, 1) of the second one."""
-    if scores.shape[1] == 1:
-        scores = np.concatenate([np.zeros_like(scores), scores], axis=1)
-    weights = np.exp(scores - scores.max(1, keepdims=True))
-    return np.asarray(weights / weights.sum(1, keepdims=True))
+        for rows in torch.split(features, _BLOCK_ROWS):
+            require_finite(rows)
+            blocks.append((given(rows) @ prepared.to(rows.device).T + bias.to(rows.device)).cpu())
+    return np.asarray(torch.cat(blocks).numpy())
 
 
 def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise ValueError(message)
-
-
-def _require_numbers(name: str, values: Sequence[Any], count: int) -> None:
-    fits = len(values) == count and all(map(_finite, values))
-    _require(fits, f"{name} must be {count} finite numbers (got others)")
-
-
-def _finite(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False

@@ -224,25 +224,7 @@ class Schema:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not self.columns:
-            raise ValueError("columns must name at least one column (got none)")
-        for name, kind in self.columns.items():
-            if not isinstance(kind, (Number, Category, Ordered)):
-                raise ValueError(
-                    f"column {name!r} must be a Number, Category or Ordered (got"
-                    f" {check.shown(kind)})"
-                )
-        for name in self._wanted:
-            if not (isinstance(name, str) and name.strip() and name.isprintable()):
-                raise ValueError(
-                    f"columns, target and ids must have names of printable text (got"
-                    f" {check.shown(name)}): rename the column"
-                )
-        if len(set(self._wanted)) < len(self._wanted):
-            raise ValueError(
-                f"target and ids must not be among the features, nor be one column (got"
-                f" {self._wanted}): remove them from columns"
-            )
+        self._check_names()
         if (self.labels is None) == (self.target_range is None):
             raise ValueError(
                 "labels or target_range must be given, one of them (got both or none)"
@@ -264,6 +246,28 @@ class Schema:
             raise ValueError(
                 f"rows_per_unit must be 1 without ids (got {self.rows_per_unit}): name the column"
                 " of ids"
+            )
+
+    def _check_names(self) -> None:
+        """Raises ValueError unless columns are of known kinds, and names are text, each of its own column."""
+        if not self.columns:
+            raise ValueError("columns must name at least one column (got none)")
+        for name, kind in self.columns.items():
+            if not isinstance(kind, (Number, Category, Ordered)):
+                raise ValueError(
+                    f"column {name!r} must be a Number, Category or Ordered (got"
+                    f" {check.shown(kind)})"
+                )
+        for name in self._wanted:
+            if not (isinstance(name, str) and name.strip() and name.isprintable()):
+                raise ValueError(
+                    f"columns, target and ids must have names of printable text (got"
+                    f" {check.shown(name)}): rename the column"
+                )
+        if len(set(self._wanted)) < len(self._wanted):
+            raise ValueError(
+                f"target and ids must not be among the features, nor be one column (got"
+                f" {self._wanted}): remove them from columns"
             )
 
     def _check_unit(self) -> None:
@@ -386,38 +390,6 @@ class Schema:
         others = {name: frame[name] for name in frames.names(frame) if name not in self._wanted}
         return act("schema.check")(self, self.read(frame), columns, others)
 
-    @classmethod
-    @typed
-    def from_public(cls, frame: Any, *, target: str, levels: int = 20, **fields: Any) -> Schema:
-        """Reads a schema off a PUBLIC table: ranges and levels of private data would give its records away.
-
-        A column of numbers with more than `levels` different ones is a `Number` between its extremes, others are a
-        `Category` of what occurs. Look at it: a public table may lack what the private one has.
-
-        Args:
-            frame: PUBLIC table, as for `read`.
-            target: name of the column of targets; labels, or a range, are read off it likewise.
-            levels: >= 2.
-            fields: further fields, such as ids, whose column is no feature.
-
-        Raises:
-            ValueError: a column has fewer than two values.
-        """
-        check.positive_count(levels=levels)
-        frame = frames.opened(frame, None)
-        wanted = [name for name in frames.names(frame) if name != fields.get("ids")]
-        columns = frames.columns_of(frame, wanted)
-        kinds = {name: _public_kind(name, column, levels) for name, column in columns.items()}
-        if target not in kinds:
-            raise ValueError(f"target must be a column of the table (got {target!r})")
-        goal = kinds.pop(target)
-        found = (
-            {"labels": goal.levels}
-            if isinstance(goal, Category)
-            else {"target_range": (goal.low, goal.high)}
-        )
-        return cls(**{"columns": kinds, "target": target, **found, **fields})
-
     def to_dict(self) -> dict[str, Any]:
         """Returns it as text, numbers, lists and dicts; `from_dict` reads it."""
         given = {name: getattr(self, name) for name in _FIELDS}
@@ -502,19 +474,6 @@ class Schema:
         unknown = "" if isinstance(self.labels[0], str) else math.nan
         known = np.array([*self.labels, unknown])
         return known[np.nan_to_num(places, nan=len(self.labels)).astype(np.int64)]
-
-
-def _public_kind(name: str, column: Column, levels: int) -> Number | Category:
-    values = column.tolist() if isinstance(column, np.ndarray) else column
-    known = [value for value in values if key(value) not in (None, "")]
-    different = {key(value): value for value in known}
-    if len(different) < 2:
-        raise ValueError(f"column {name!r} must have two different values or more: leave it out")
-    floats = [one for one in different if isinstance(one, float)]
-    if len(different) > levels and len(floats) == len(different):
-        missing = len(known) < len(values)
-        return Number(min(floats), max(floats), missing)
-    return Category(sorted(different.values(), key=lambda level: (isinstance(level, str), level)))
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,7 @@ from torch_dpsco.estimators.preparation import Preparation, PrivatePreparation, 
 from torch_dpsco.estimators.records import Objective, RawPart, Records, Stored
 from torch_dpsco.estimators.solvers import gradient_rounding
 from torch_dpsco.losses.base import TableLoss
-from torch_dpsco.losses.clipped import ResidualClipped
-from torch_dpsco.losses.table import SoftmaxCrossEntropy
+from torch_dpsco.losses.table import ResidualClipped, SoftmaxCrossEntropy
 from torch_dpsco.noise import Source
 from torch_dpsco.problem import Problem, round_up
 from torch_dpsco.step.plan import Plan
@@ -174,21 +173,15 @@ class LinearTask:
 
     def _require_intervals(self) -> None:
         """Raises ConditionError where what is released tells no confidence intervals."""
-        refused = {
-            "loss must be Logistic, Huber or Squared": self.loss.intervals is None,
-            "residual_clip must be None (a clipped gradient has another mean)": (
-                self.residual_clip is not None
-            ),
-            "prepare must be None (it clips rows at a measured length)": self.prepare is not None,
-            "radius must be inf (a projected answer is no zero of a gradient)": (
-                self.radius != math.inf
-            ),
-            "tilt and attack_radius must be 0": self.tilt != 0 or self.attack_radius > 0,
-            "delta must be > 0 (it has Gaussian noise)": self.pure,
-        }
-        for words, wrong in refused.items():
-            if wrong:
-                raise ConditionError(f"{words} where intervals are paid for")
+        plain = self.residual_clip is None and self.prepare is None and self.radius == math.inf
+        plain = plain and not self.tilt and not self.attack_radius
+        if self.loss.intervals is None or not plain or self.pure:
+            raise ConditionError(
+                "intervals must be of Logistic, Huber or Squared, as it is, with delta > 0:"
+                " residual_clip=None, prepare=None, radius=inf, no tilt and no attack (got"
+                f" {self.loss!r}, residual_clip={self.residual_clip}, radius={self.radius:g},"
+                f" tilt={self.tilt:g}, attack_radius={self.attack_radius:g}, pure={self.pure})"
+            )
 
     def _require_preparable(self, prepare: PrivatePreparation) -> None:
         if self.tilt or self.attack_radius or self.pure:
@@ -231,6 +224,24 @@ class LinearTask:
     def pure(self) -> bool:
         """Whether a pure epsilon is asked for."""
         return self.noise_multiplier is None and self.target.delta == 0
+
+    def require_gaussian(self, mechanism: str) -> None:
+        """Raises ConditionError for a mechanism whose noise is Gaussian, where a pure epsilon is asked for."""
+        if self.pure:
+            raise ConditionError(
+                f"{mechanism} is Gaussian: give delta > 0, or use output perturbation"
+            )
+
+    def smooth_constants(self, mechanism: str) -> tuple[float, float]:
+        """Returns bounds on gradient and curvature of a record's loss; raises ConditionError where one is missing."""
+        plain = not self.tilt and not self.attack_radius
+        if plain and self.lipschitz is not None and self.smoothness is not None:
+            return self.lipschitz, self.smoothness
+        raise ConditionError(
+            f"{mechanism} needs a plain sum of smooth losses with bounded gradients (got"
+            f" {self.loss!r}): give a residual_clip, take SmoothedHinge or Huber, or use output"
+            " perturbation"
+        )
 
     @property
     def num_scores(self) -> int:

@@ -64,8 +64,19 @@ from torch_dpsco.sampling import PrivateLoader, UserLoader
 from torch_dpsco.sampling.loader import to_device
 from torch_dpsco.step.checks import require_same_parameters
 from torch_dpsco.step.step import PrivateOptimizer
-from torch_dpsco.trial import SEED, Leaf, Mixed, Rows, both_fills, compare, rows_first
-from torch_dpsco.trial.undo import RandomStreams, Refused, attempt, seed_torch
+from torch_dpsco.trial import (
+    SEED,
+    Leaf,
+    Mixed,
+    RandomStreams,
+    Refused,
+    Rows,
+    attempt,
+    both_fills,
+    compare,
+    rows_first,
+    seed_torch,
+)
 
 # numbers in the patches of a record; measured: faster at 6,000 to 15,000, slower at 20,000 to 70,000
 _MOST_PATCHES = 2**14

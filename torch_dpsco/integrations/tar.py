@@ -38,7 +38,7 @@ from torch_dpsco._doors import typed
 from torch_dpsco.errors import UnitError
 from torch_dpsco.integrations._files import identities, identity
 from torch_dpsco.sampling.datasets import RowFile, row_dtype
-from torch_dpsco.trial.undo import attempt
+from torch_dpsco.trial import attempt
 
 _BLOCK = 1 << 20  # bytes that are looked at behind the end of an archive
 _Decode = Callable[[dict[str, bytes]], tuple[Any, Any]]

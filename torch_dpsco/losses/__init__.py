@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from torch_dpsco.losses.base import Loss, TableLoss
 from torch_dpsco.losses.check import check_holder
-from torch_dpsco.losses.clipped import ResidualClipped, enforce_bounds
 from torch_dpsco.losses.table import (
     Absolute,
     EpsilonInsensitive,
@@ -39,11 +38,13 @@ from torch_dpsco.losses.table import (
     MarginLoss,
     Pinball,
     PowerLoss,
+    ResidualClipped,
     ResidualLoss,
     SmoothedHinge,
     SmoothedPinball,
     SoftmaxCrossEntropy,
     Squared,
+    enforce_bounds,
 )
 
 __all__ = [

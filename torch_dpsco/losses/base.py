@@ -118,31 +118,24 @@ class Loss(ABC):
         Raises:
             ValueError: if shapes or dtypes do not fit; (B,) never meets (B, 1) as (B, B).
         """
-        if reduction not in _REDUCTIONS:
-            choice(_REDUCTIONS, reduction=reduction)
+        choice(_REDUCTIONS, reduction=reduction)
         if isinstance(output, Traced):
             return apply_as_one(self, (output, target, reduction), reduction)
         apply = _linear if torch.compiler.is_compiling() else _PerSample.apply
         score, label, known = self._align(output, target)
-        losses: Tensor = torch.where(known, apply(score, label, self), 0.0)
-        if reduction == "none":
-            return losses
-        # The mean of no losses would be NaN, and an empty Poisson batch is an ordinary event.
-        return losses.mean() if reduction == "mean" and len(losses) else losses.sum()
+        return _reduced(torch.where(known, apply(score, label, self), 0.0), reduction)
 
     def _align(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns scores, labels as they are read, and which are labels."""
         columns = []
-        for name, value in (("output", output), ("target", target)):
+        for name, value, scores in (("output", output, self.num_scores), ("target", target, 1)):
             if not isinstance(value, Tensor):
                 raise ValueError(f"{name} must be a tensor (got {type(value).__name__})")
-            flat = value.squeeze(1) if value.dim() == 2 and value.shape[1] == 1 else value
-            scores = self.num_scores if name == "output" else 1
-            fits = flat.dim() == 1 if scores == 1 else value.shape[1:] == (scores,)
-            if not fits:
+            column = value.squeeze(1) if scores == 1 and value.dim() == 2 else value
+            if column.dim() == 0 or column.shape[1:] != ((scores,) if scores > 1 else ()):
                 shape = "(B,) or (B, 1)" if scores == 1 else f"(B, {scores})"
                 raise ValueError(f"{name} must have shape {shape} (got {tuple(value.shape)})")
-            columns.append(flat if scores == 1 else value)
+            columns.append(column)
         if not output.is_floating_point():
             raise ValueError(f"output must be floating point (got {output.dtype})")
         score, label = columns
@@ -158,6 +151,13 @@ class Loss(ABC):
             )
         known = (label >= 0) & (label < self.num_scores)
         return score, torch.where(known, label, 0).long(), known
+
+
+def _reduced(losses: Tensor, reduction: str) -> Tensor:
+    """Returns the losses, or their sum or mean; 0 of none, since an empty Poisson batch is an ordinary event."""
+    if reduction == "none":
+        return losses
+    return losses.mean() if reduction == "mean" and len(losses) else losses.sum()
 
 
 class _PerSample(torch.autograd.Function):
@@ -414,14 +414,7 @@ class TableGradBound:
 
 def record_bounds(bound_x: float, bound_y: float) -> tuple[float, float]:
     """The two bounds as floats; raises ValueError unless both are finite and > 0."""
-    try:
-        checked_x = positive(bound_x=bound_x)
-    except ValueError as error:
-        raise ValueError(f"features must be bounded; {error}") from error
-    try:
-        return checked_x, positive(bound_y=bound_y)
-    except ValueError as error:
-        raise ValueError(f"targets must be bounded; {error}") from error
+    return positive(bound_x=bound_x), positive(bound_y=bound_y)
 
 
 def power_up(base: float, exponent: float) -> float:
@@ -486,8 +479,7 @@ def read(kind: str, target: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     Raises:
         ValueError: a complex target.
     """
-    if target.is_complex():
-        raise ValueError(f"target must be real (got {target.dtype})")
+    _require_real(target)
     label = target.to(dtype)
     known = label.isfinite()
     if kind == SIGN:
@@ -612,9 +604,7 @@ class PerRecord:
                 " operations, no .item(), no branches on values, no writing to what is not the"
                 f" record's (got {self.loss!r})"
             ) from error
-        if reduction == "none":
-            return losses
-        return losses.mean() if reduction == "mean" and len(losses) else losses.sum()
+        return _reduced(losses, reduction)
 
     def _one(self, output: Any, target: Any) -> Tensor:
         if isinstance(output, Tensor) and isinstance(target, Tensor) and not _is_class(target):

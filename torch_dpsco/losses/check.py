@@ -121,18 +121,9 @@ class _Search:
         """Refutes the loss and the gradient at w = 0."""
         target = self._targets()
         zero = torch.zeros(len(target), self.loss.num_scores, dtype=torch.float64)
-        self._refute(
-            "loss_at_zero",
-            self.problem.loss_at_zero,
-            self._value(zero, target),
-            _Pairs(target, zero, zero),
-        )
-        self._refute(
-            "grad_at_zero",
-            self.problem.grad_at_zero,
-            self._norm(zero, target),
-            _Pairs(target, zero, zero),
-        )
+        pairs = _Pairs(target, zero, zero)
+        self._refute("loss_at_zero", self.problem.loss_at_zero, self._value(zero, target), pairs)
+        self._refute("grad_at_zero", self.problem.grad_at_zero, self._norm(zero, target), pairs)
 
     def check_pairs(self, pairs: _Pairs) -> None:
         """Refutes Hoelder constants on pairs, and a derivative that is not a subgradient."""
@@ -272,13 +263,13 @@ class _Search:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64)
 
     def _value(self, score: Tensor, target: Tensor) -> Tensor:
-        return self.loss.value(score.squeeze(1) if self.loss.num_scores == 1 else score, target)
+        return self.loss.value(self._scores(score), target)
 
     def _slope(self, score: Tensor, target: Tensor) -> Tensor:
-        slope = self.loss.derivative(
-            score.squeeze(1) if self.loss.num_scores == 1 else score, target
-        )
-        return slope.reshape(score.shape)
+        return self.loss.derivative(self._scores(score), target).reshape(score.shape)
+
+    def _scores(self, score: Tensor) -> Tensor:
+        return score.squeeze(1) if self.loss.num_scores == 1 else score
 
     def _norm(self, score: Tensor, target: Tensor) -> Tensor:
         return self.bound_x * _length(self._slope(score, target))

@@ -1,7 +1,7 @@
 """The check of an attached model's first step: do records reach each other, in the model or in the loss?
 
 It runs on synthetic records of the first batch's shape (`trial`). The model is called without gradients, after its
-first training forward, as it was before it, and restored (`trial.undo`); outputs of the other records must stay, and
+first training forward, as it was before it, and restored (`trial`); outputs of the other records must stay, and
 those of a batch whatever the records of the batch before it were. What the loop computes
 from its outputs is noted, and looked at before the backward (`trial.loss`). It does not see what is done to a batch
 before the model, statistics of targets alone, nor what later steps compute; hooks of the model and what it writes to
@@ -13,8 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,22 +25,25 @@ from torch_dpsco.rows.batch import batch_sizes
 from torch_dpsco.trial import (
     SEED,
     Leaf,
+    Memory,
     Mixed,
+    Refused,
     Rows,
     SyntheticBatches,
+    Untouched,
+    attempt,
     both_fills,
     changed,
     compare,
     rows_first,
+    seed_torch,
 )
 from torch_dpsco.trial.loss import plain, trace_outputs
-from torch_dpsco.trial.undo import Memory, Refused, Untouched, attempt, seed_torch
 
 # of synthetic batches: the first that is no other size of the model's tensors
 _SIZES = (7, 5, 11, 13, 17, 19, 23)
 _CPU = torch.device("cpu")
 _SAFE = ("cpu",)  # devices on which a wrong index is an error
-_NOT_FOUND = "a part that was not found"
 _MOST_COPIED = 2**24  # parameters of a model that is copied to the CPU
 _OFF = "not checked, switched off by dp.attach(check_first_step=False)"
 _UNSEEN = {
@@ -50,8 +52,8 @@ _UNSEEN = {
 }
 _PROBED = "checked by the probes of dp.doctor on made-up records: none reaches another"
 _FOUND = (
-    "records must not reach each other in the model (in {where}: with {what} as one of several"
-    " made-up records, the outputs of others changed): clipping one row at a time does not bound"
+    "records must not reach each other in the model (with {what} as one of several made-up records,"
+    " the outputs of others changed): clipping one row at a time does not bound"
     " one record then; replace statistics of the batch (x.mean(0), x.abs().max(), medians) by"
     " constants or by functions of one record (docs/mistakes.md, coupled records)"
 )
@@ -228,14 +230,13 @@ class _Calls:
         for t in made:
             device = _CPU if self._on_cpu else t.device
             self.leaves.append(Leaf(tuple(t.shape), t.dtype, device, dim))
-        self._watched: list[_Watched] | None = None
 
     def compared(self) -> str | PrivacyError:
         """Returns what was checked, or how and where records reach each other; puts everything back."""
         with self._open():
             found = compare(self, both_fills(self.leaves, self.rows))
             if isinstance(found, Mixed):
-                return PrivacyError(_FOUND.format(where=self._culprit(found), what=found.what))
+                return PrivacyError(_FOUND.format(what=found.what))
             if not self._remembers():
                 return found
             kept = ", ".join(self._before.attributes.new_tensors()) or "what a forward writes to"
@@ -291,8 +292,6 @@ class _Calls:
     def __call__(self, made: list[Tensor]) -> list[Rows]:
         """Returns the outputs for synthetic records, records first."""
         self._rewind()
-        if self._watched is not None:
-            self._watch(self._watched)
         found = self._outputs(made)
         self.dims = [self._dim_of(*pair) for pair in zip(found, self._real, strict=True)]
         return [rows_first(t, d) for t, d in zip(found, self.dims, strict=True) if d is not None]
@@ -321,51 +320,6 @@ class _Calls:
             return None
         (d,) = differing
         return d if pairs[d] == (self.rows, self._batch) else None
-
-    def _culprit(self, found: Mixed) -> str:
-        """Returns the name of the module in which records meet."""
-
-        def named() -> str:
-            runs = []
-            for made in found.batches:
-                self._watched = []
-                self([t.clone() for t in made])
-                runs.append(self._watched)
-            for first, second in zip(*runs, strict=True):
-                if changed(first.outputs, second.outputs):
-                    # then they met on the way to this module
-                    inside = changed(first.inputs, second.inputs)
-                    name = first.name.rpartition(".")[0] if inside else first.name
-                    kind = type(self._model.get_submodule(name)).__name__
-                    return f"{kind} {name!r}" if name else f"the forward of {kind}"
-            return _NOT_FOUND
-
-        where = attempt("looking for the module", named)
-        return _NOT_FOUND if isinstance(where, Refused) else where
-
-    def _watch(self, watched: list[_Watched]) -> None:
-        def note(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            watched.append(_Watched(name, self._records((args, kwargs)), self._records(output)))
-
-        for name, module in self._model.named_modules():
-            # the next rewind() removes it
-            module.register_forward_hook(partial(note, name), with_kwargs=True)
-
-    def _records(self, tree: Any) -> list[Rows]:
-        found = []
-        for t in tree_leaves(tree):
-            sizes = list(t.shape) if isinstance(t, Tensor) else []
-            if self.rows in sizes[self._dim : self._dim + 1]:
-                found.append(rows_first(t.clone(), self._dim))
-            elif self.rows in sizes[:1]:
-                found.append(rows_first(t.clone(), 0))
-        return found
-
-
-class _Watched(NamedTuple):
-    name: str
-    inputs: list[Rows]
-    outputs: list[Rows]
 
 
 def _only_looks(hook: Any) -> bool:

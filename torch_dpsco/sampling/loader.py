@@ -42,7 +42,7 @@ from torch_dpsco._doors import typed
 from torch_dpsco.accounting.designs import Assigned, AssignedParts, Design, Full, Parts, Poisson
 from torch_dpsco.compat import tree_leaves, tree_map
 from torch_dpsco.errors import UnitError, UnknownSamplerError
-from torch_dpsco.losses.clipped import enforce_bounds
+from torch_dpsco.losses.table import enforce_bounds
 from torch_dpsco.noise import Stream, sampling_generator
 from torch_dpsco.sampling.datasets import Gathered, one_by_one
 from torch_dpsco.sampling.samplers import Chunk, DesignSampler, records_of

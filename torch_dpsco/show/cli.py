@@ -553,7 +553,7 @@ def _call(
 
 def _tried(what: str, call: Callable[[], Any]) -> Any:
     """Returns what code of the user returns; raises ValueError, in one sentence, whatever it raises."""
-    from torch_dpsco.trial.undo import Refused, attempt
+    from torch_dpsco.trial import Refused, attempt
 
     if isinstance(found := attempt(what, call), Refused):
         raise ValueError(f"{found}: run it by itself for the traceback") from found.error

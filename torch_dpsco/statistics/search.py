@@ -62,7 +62,7 @@ from torch_dpsco.statistics.scores import (
     score,
     score_event,
 )
-from torch_dpsco.trial.undo import Refused, attempt
+from torch_dpsco.trial import Refused, attempt
 
 _LEVEL = 1  # orders up to 2^14
 _BITS = 256  # of the draw of K

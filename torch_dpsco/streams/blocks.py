@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco.errors import ConditionError, NotCertifiedError
-from torch_dpsco.estimators.records import PairwiseSum, Prepare, RawPart, Records, Stored
+from torch_dpsco.estimators.records import PairwiseSum, RawPart, Records, Stored
 from torch_dpsco.sampling.datasets import owned
 
 _PART_ENTRIES = 2**22  # 32 MiB of float64
@@ -65,7 +65,7 @@ class RawBlocks(Stored):
             self._empty = copied(block, slice(0))
         return self._empty
 
-    def records(self, prepared: Prepare, most: int) -> PartedRecords:
+    def records(self, prepared: Callable[..., Records], most: int) -> PartedRecords:
         """Returns records that are read part by part."""
         count = self.count(most)
         return PartedRecords(self.parts, prepared, self.empty(), count)

@@ -34,7 +34,7 @@ from torch_dpsco import native
 from torch_dpsco._validate import shown
 from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.estimators.reading import dense_rows, is_sparse, record_weights
-from torch_dpsco.estimators.records import PairwiseSum, Prepare, RawPart, Records, Stored
+from torch_dpsco.estimators.records import PairwiseSum, RawPart, Records, Stored
 from torch_dpsco.estimators.solvers import BLOCK_ROWS
 from torch_dpsco.streams.blocks import PartedRecords, RawBlocks, copied
 
@@ -118,7 +118,7 @@ class RawPartitions(Stored):
             )
         return found[0]
 
-    def records(self, prepared: Prepare, most: int) -> PartitionedRecords:
+    def records(self, prepared: Callable[..., Records], most: int) -> PartitionedRecords:
         """Returns records that stay in their partitions."""
         # PRIVACY: in blocks of half as many rows, since merging partitions takes additions, too
         # (test_records_know_how_many_additions_there_are)

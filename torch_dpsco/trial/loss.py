@@ -33,12 +33,13 @@ from torch_dpsco.trial import (
     SEED,
     Leaf,
     Mixed,
+    RandomStreams,
     Rows,
     both_fills,
     compare,
     rows_first,
+    seed_torch,
 )
-from torch_dpsco.trial.undo import RandomStreams, seed_torch
 
 if TYPE_CHECKING:
     from torch_dpsco.rows.first_step import FirstStep

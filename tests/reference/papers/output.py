@@ -33,7 +33,7 @@ from torch_dpsco._validate import positive
 from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta
 from torch_dpsco.accounting.analysis.rounding import DOUBLE, safe, scaled_up
 from torch_dpsco.algorithms.heavy_tailed_numbers import safe_exp
-from torch_dpsco.errors import ConditionError
+from torch_dpsco.errors import ConditionError, InfeasibleError
 from torch_dpsco.estimators.least_squares import (
     AdaSSPConstants,
     AdaSSPPlan,
@@ -41,10 +41,19 @@ from torch_dpsco.estimators.least_squares import (
     _rounding,
 )
 from torch_dpsco.estimators.output_numbers import erm_sensitivity, noise_norms
-from torch_dpsco.estimators.solvers import _count, sum_terms
+from torch_dpsco.estimators.solvers import sum_terms
 from torch_dpsco.estimators.task import LinearTask
 
 _MODES = ("tight", "paper")
+
+
+_ROUNDING = 1e-14  # relative, of a count before it is rounded up
+
+
+def _count(steps: float, name: str) -> int:
+    if not steps * (1 + _ROUNDING) < 2.0**63:
+        raise InfeasibleError(f"{name} would take {steps:g} steps: use a larger {name}")
+    return max(1, math.ceil(steps * (1 + _ROUNDING)))
 
 
 def residual_clip_constants(bound_x: float, clip: float) -> tuple[float, float]:
