@@ -386,11 +386,12 @@ def recomputed_filter_delta(
 def auto_clip_rows(
     rows: Sequence[Sequence[float]], bound: float, offset: float
 ) -> list[list[float]]:
-    """Returns the rows, each scaled to a norm below the bound."""
+    """Returns the rows times the weights that the normalizing oracle gives them."""
     dense_block = resolve("torch_dpsco.rows", "DenseBlock")
     grad_batch = resolve("torch_dpsco.rows", "GradBatch")
+    auto_weights = resolve("torch_dpsco.algorithms.clips", "auto_weights")
     tensor = torch.tensor(rows, dtype=torch.float64)
-    weights = bound / (grad_batch([dense_block(tensor)]).norms() + offset)
+    weights = auto_weights(grad_batch([dense_block(tensor)]).norms(), bound, offset)
     return (weights.unsqueeze(1) * tensor).tolist()
 
 

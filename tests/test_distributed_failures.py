@@ -39,7 +39,7 @@ from tests.processes import (
 from torch_dpsco import distributed as agreement
 from torch_dpsco import native
 from torch_dpsco.accounting.designs import Draw
-from torch_dpsco.algorithms.clips import AdaptiveClipped
+from torch_dpsco.algorithms.clips import AdaptiveClipped, AutoClip
 from torch_dpsco.errors import PrivacyError, SequenceError, UtilityWarning
 from torch_dpsco.rules import SGD, TorchRule
 from torch_dpsco.step.oracle import Clipped
@@ -327,7 +327,7 @@ def others(rank: int) -> dict[str, Any]:
                 optimizer = dp.PrivateOptimizer(
                     inner.param_groups,
                     0.1,
-                    oracle=dp.oracles.Clipped(0.5, 1.0, 6),
+                    oracle=AutoClip(0.5, 1.0, 6),
                     rule=TorchRule(inner),
                     design=dp.Poisson(6, N),
                 )
@@ -505,7 +505,7 @@ def test_oracles_that_do_more_than_add_rows_are_refused(
     name: str, failed: list[dict[str, Any]]
 ) -> None:
     for rank in failed:
-        assert "oracle must be Clipped or HolderClipped" in rank["refused"][name]
+        assert "oracle must be Clipped, HolderClipped or AutoClip" in rank["refused"][name]
 
 
 def test_checkpoints_copies_and_the_memory_manager_go_on_on_all_ranks(

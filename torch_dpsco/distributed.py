@@ -391,7 +391,7 @@ class Ranks(World):
             # PRIVACY: counts, votes or groups of one rank's rows would be taken for those of the batch
             # (test_oracles_that_do_more_than_add_rows_are_refused)
             raise SequenceError(
-                "oracle must be Clipped or HolderClipped in a run of several processes,"
+                "oracle must be Clipped, HolderClipped or AutoClip in a run of several processes,"
                 " whose releases are sums of rows, or of users' means (UserClippedSGD with clip=),"
                 f" with noise of a fixed multiplier (got {kind.__name__}): run it in one process,"
                 " as users who vote on clips, or are filtered or localized"

@@ -2,6 +2,7 @@
 
 from torch_dpsco.algorithms.clips import (
     AdaptiveClipped,
+    AutoClip,
     HolderClipped,
     PilotClipped,
     QuantilePilot,
@@ -27,6 +28,7 @@ from torch_dpsco.step.phased import Phased
 
 __all__ = [
     "AdaptiveClipped",
+    "AutoClip",
     "Charge",
     "Clipped",
     "ClippedMean",

@@ -451,7 +451,7 @@ SCORES = {
     ids=str,
 )
 @pytest.mark.parametrize("name", SCORES)
-@pytest.mark.parametrize("cls", [Clipped])
+@pytest.mark.parametrize("cls", [Clipped, dp.oracles.AutoClip])
 @pytest.mark.parametrize("where", ["as it is", "in torch"])
 def test_linear_rows_are_clipped_dropped_and_summed_as_all_others(
     where, cls, name, features, request

@@ -162,7 +162,7 @@ def test_fit_in_closed_form_is_fit_by_backwards(name: str, design: Design) -> No
         {"prox": dp.prox.Ball(0.2)},
         {"clip": 1e-3},
         {"clip": 100.0},
-        {"oracle": dp.oracles.HolderClipped},
+        {"oracle": dp.oracles.AutoClip},
     ],
     ids=str,
 )
@@ -173,9 +173,7 @@ def test_settings_of_the_optimizer_hold_in_closed_form(settings: dict[str, Any])
         for wrap in (lambda dataset: dataset, Passed):
             model, loss = linear(), nn.BCEWithLogitsLoss()
             optimizer = optimizer_of(
-                model,
-                Poisson(20, N),
-                oracle=dp.oracles.HolderClipped(dp.Problem(lipschitz=0.5), 0.5, 20),
+                model, Poisson(20, N), oracle=dp.oracles.AutoClip(0.5, 0.5, 20, offset=0.1)
             )
             dp.fit(model, optimizer, wrap(records(loss)), loss, steps=6, progress=False)
             runs.append(model.weight.detach())

@@ -34,6 +34,7 @@ MEANS = {
     "clipped": lambda: oracles.Clipped(CLIP, 2.0, BATCH),
     "holder": lambda: oracles.HolderClipped(PROBLEM, 2.0, BATCH),
     "absolute": lambda: HolderAbsolute(PROBLEM, (0.5, 0.25), BATCH),
+    "auto": lambda: oracles.AutoClip(CLIP, 2.0, BATCH),
     "adaptive": lambda: AdaptiveClipped(CLIP, 2.0, BATCH, count_noise=4.0),
 }
 
@@ -84,7 +85,7 @@ def rounded_sum(oracle, rows: torch.Tensor, monkeypatch) -> torch.Tensor:
 
 
 @pytest.mark.cases(1, 1)
-@pytest.mark.parametrize("name", ["clipped", "holder"])
+@pytest.mark.parametrize("name", ["clipped", "holder", "auto"])
 def test_exact_means_of_neighbors_stay_within_the_sensitivity(name, monkeypatch):
     oracle = opened(MEANS[name], True)
     generator, worst = torch.Generator().manual_seed(3), 0.0

@@ -71,7 +71,7 @@ def setups() -> st.SearchStrategy[Setup]:
         st.sampled_from([None, None, 1, 3]),
         st.booleans(),
         st.booleans(),
-        st.sampled_from(["clipped", "holder"]),
+        st.sampled_from(["clipped", "clipped", "holder", "automatic"]),
     )
 
 

@@ -22,7 +22,7 @@ import torch_dpsco as dp
 from tests.streams import picks
 from torch_dpsco.accounting.designs import Design, Undeclared
 from torch_dpsco.accounting.events import Repeat, clipped_gaussian
-from torch_dpsco.algorithms.clips import HolderClipped
+from torch_dpsco.algorithms.clips import AutoClip, HolderClipped
 from torch_dpsco.step.oracle import Clipped
 
 N, BATCH, FOREIGN = 24, 6, 3  # records, expected batch size, ids of rows that are in no data set
@@ -323,11 +323,15 @@ class WatchedClipped(Watched, Clipped): ...
 class WatchedHolder(Watched, HolderClipped): ...
 
 
+class WatchedAuto(Watched, AutoClip): ...
+
+
 def watched(kind: str, noise: float, batch_size: int, truth: Truth) -> Any:
     """Returns an oracle of a kind that bounds rows at CLIP: those of long rows are CLIP long, or a little less."""
     oracle: Any = {
         "clipped": lambda: WatchedClipped(CLIP, noise, batch_size),
         "holder": lambda: WatchedHolder(dp.Problem(lipschitz=CLIP), noise, batch_size),
+        "automatic": lambda: WatchedAuto(CLIP, noise, batch_size),
     }[kind]()
     oracle.truth = truth
     return oracle

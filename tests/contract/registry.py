@@ -117,6 +117,10 @@ def _adaptive(s: Settings, size: int) -> MeanOracle:
     return oracles.AdaptiveClipped(1.5 * s.scale, s.noise, size, count_noise=10.0)
 
 
+def _auto(s: Settings, size: int) -> MeanOracle:
+    return oracles.AutoClip(1.5 * s.scale, s.noise, size)
+
+
 def _coordinatewise(s: Settings, size: int) -> MeanOracle:
     return oracles.Coordinatewise(1.5 * s.scale, s.noise, size, groups=3)
 
@@ -309,6 +313,7 @@ ROWS = [
     _row("clipped-full", _own(_clip, lambda b: dp.Full(N), ADD), ADD, FIXED, "empty batch"),
     _row("clipped-two-phases", _own(_clip, _poisson, ADD, first_phase=True), ADD, FIXED),
     _row("adaptive", _own(_adaptive, _poisson, ADD), ADD, None, "clip"),
+    _row("auto", _own(_auto, _poisson, ADD), ADD, FIXED),
     # noise of all coordinates in a group of a third of the batch; of 256 bits of each record on a grid of 16
     _row("coordinatewise", _own(_coordinatewise, _disjoint), REPLACE, FIXED, "empty", louder=lambda _: 3 * 4**0.5),
     _row("shuffled-clipped", _own(_shuffled(oracles.ShuffledClipped), _shuffle), REPLACE, FIXED, "empty quiet",

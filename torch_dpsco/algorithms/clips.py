@@ -13,36 +13,6 @@ order, no moment. The exchange rate a is the planner's.
 
 Proofs: docs/proofs/heavy_tailed.md#exchange-rates, docs/proofs/heavy_tailed.md#private-quantile.
 
-AdaptiveClipped clips at a threshold that follows a quantile of the gradient norms, by a private count in every step.
-
-    mean_t = ( sum_i g_i min(1, C_t / |g_i|) + N(0, (z C_t)^2 I) ) / batch_size
-    votes_t = sum_i v_i + N(0, s_b^2),    v_i = [|g_i| <= C_t] - q,    C_{t+1} = C_t exp(-lr votes_t / batch_size)
-
-C_t is a function of releases before step t. The votes add up to 0 in the mean where C_t is the q-quantile.
-
-| row | clipped | vote |
-|---|---|---|
-| norm <= 7/8 C | unchanged | 1 - q |
-| between 7/8 and 9/8 C | min(1, C / norm) | linear in the norm |
-| norm >= 9/8 C | to C | -q |
-| NaN, inf, or a norm that overflows | exactly 0 | -q |
-| null: norm <= 2^-44 sqrt(dim) | unchanged | 0 (linear up to twice that) |
-
-Why one event covers all adjacencies. Take the mean in units of z C_t and the votes in units of s_b: then noise is
-N(0, I), and a row's part of the joint vector has norm at most m = sqrt(1/z^2 + (u/s_b)^2), u = max(q, 1 - q). A record
-added or removed moves the sum by at most m; so does one zeroed, since a null row's part is 0 (its gradient up to
-rounding, its vote exactly); a replaced one by at most 2 m. That is a sum of rows clipped at 1 with noise multiplier
-z_eff = 1/m, sampled or not, and z_eff is the same in all steps.
-
-Differs from the paper in: 1. votes are centered at q, not at 1/2, which is the same for q = 1/2, where z_eff =
-(z^-2 + (2 s_b)^-2)^(-1/2); null rows and empty batches then leave C_t where it is, so that a loss with many zero
-gradients (hinge) does not drive it to infinity, and q is the quantile among the other rows; 2. votes are continuous in
-the norm: a mean loss rounds 1/B, so that one record more moves all norms a little, and a step function would let rows
-at the threshold change sides together; what is left of that is part of the votes' sensitivity, as far as the proof
-goes; 3. C_t stays within 2^-30 and 2^39.
-
-Proof: docs/proofs/heavy_tailed.md#adaptive-clip. Source: Andrew, Thakkar, McMahan and Ramaswamy 2021.
-
 Means of rows clipped at the gradient bound of a problem, at the public iterate, with a fixed ratio of noise.
 """
 
@@ -652,3 +622,70 @@ class AdaptiveClipped(ClippedMean):
         return self._named(
             "clip0", "noise_multiplier", "target", "count_noise", clip_lr=self.lr, **first
         )
+
+
+def auto_weights(norms: Tensor, bound: float, offset: float) -> Tensor:
+    """Returns bound / (norm + offset), a little below it, and 0 for rows that must not count.
+
+    Args:
+        norms: (B,) float64 upper bounds of the rows' norms; NaN and inf mark rows to drop.
+        bound: R > 0, which no row's contribution reaches.
+        offset: gamma > 0.
+
+    Returns:
+        (B,) float64 >= 0; weight * norm < bound also after rounding.
+    """
+    # 8 eps covers the roundings here and in the product with the row, as in `clip_weights`
+    scaled = (bound * (1.0 - 8 * torch.finfo(torch.float64).eps)) / (norms + offset)
+    # PRIVACY: R / inf = 0 and NaN becomes 0 (test_auto_weights_drop_what_has_no_norm)
+    return scaled.nan_to_num_(nan=0.0)
+
+
+class AutoClip(ClippedMean):
+    """Scales every row by R / (norm + gamma).
+
+    Args:
+        bound: R > 0, what a row's contribution stays below.
+        noise_multiplier: z >= 0, noise std on the sum over R.
+        batch_size: public divisor.
+        offset: gamma, at least R / 2^40: rows much shorter than it stay short.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Guarantee: that of `ClippedMean` with clip R.
+
+    Example:
+        >>> from torch_dpsco.rows import DenseBlock, GradBatch
+        >>> oracle = AutoClip(bound=1.0, noise_multiplier=0.0, batch_size=1, offset=5.0)
+        >>> oracle.open([torch.zeros(2)])
+        >>> oracle.observe(GradBatch([DenseBlock(torch.tensor([[3.0, 4.0]]))]))
+        >>> [round(v, 3) for v in oracle.release(torch.Generator()).mean[0].tolist()]
+        [0.3, 0.4]
+    """
+
+    def __init__(
+        self, bound: float, noise_multiplier: float, batch_size: int, offset: float = 0.01
+    ) -> None:
+        super().__init__(noise_multiplier, batch_size)
+        self.fixed_clip = check.positive(bound=bound)
+        self.offset = check.positive(offset=offset)
+        if self.fixed_clip > self.offset * 2.0**40:
+            # PRIVACY: weights above 2^40 would lift float32's underflow (test_a_tiny_offset_is_refused)
+            raise ValueError(
+                f"offset must be >= bound / 2^40 (got {self.offset:g} for bound"
+                f" {self.fixed_clip:g})"
+            )
+
+    def bound(self, query: Sequence[Tensor]) -> float:
+        """Returns R."""
+        return self.fixed_clip
+
+    def weights(self, norms: Tensor, clip: float) -> Tensor:
+        """Returns the factor of each row: (B,)."""
+        # PRIVACY: every row is scaled below R (test_no_row_moves_the_mean_further_than_declared)
+        return auto_weights(norms, clip, self.offset)
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the fixed numbers."""
+        return self._named("offset", "noise_multiplier", clip=self.fixed_clip)

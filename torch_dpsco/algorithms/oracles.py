@@ -36,6 +36,54 @@ Differs from the paper in: 1. sizes by the numeric accountant; 2. the budget of 
 
 Proof: docs/proofs/heavy_tailed.md#shuffled-sums. Source: Lowy and Razaviyayn, Algorithms 10, 11, 13, 14.
 
+Means of rows without a threshold to choose: `AdaptiveClipped` adapts it by private counts, `AutoClip` has none.
+
+AdaptiveClipped clips at a threshold that follows a quantile of the gradient norms, by a private count in every step.
+
+    mean_t = ( sum_i g_i min(1, C_t / |g_i|) + N(0, (z C_t)^2 I) ) / batch_size
+    votes_t = sum_i v_i + N(0, s_b^2),    v_i = [|g_i| <= C_t] - q,    C_{t+1} = C_t exp(-lr votes_t / batch_size)
+
+C_t is a function of releases before step t. The votes add up to 0 in the mean where C_t is the q-quantile.
+
+| row | clipped | vote |
+|---|---|---|
+| norm <= 7/8 C | unchanged | 1 - q |
+| between 7/8 and 9/8 C | min(1, C / norm) | linear in the norm |
+| norm >= 9/8 C | to C | -q |
+| NaN, inf, or a norm that overflows | exactly 0 | -q |
+| null: norm <= 2^-44 sqrt(dim) | unchanged | 0 (linear up to twice that) |
+
+Why one event covers all adjacencies. Take the mean in units of z C_t and the votes in units of s_b: then noise is
+N(0, I), and a row's part of the joint vector has norm at most m = sqrt(1/z^2 + (u/s_b)^2), u = max(q, 1 - q). A record
+added or removed moves the sum by at most m; so does one zeroed, since a null row's part is 0 (its gradient up to
+rounding, its vote exactly); a replaced one by at most 2 m. That is a sum of rows clipped at 1 with noise multiplier
+z_eff = 1/m, sampled or not, and z_eff is the same in all steps.
+
+Differs from the paper in: 1. votes are centered at q, not at 1/2, which is the same for q = 1/2, where z_eff =
+(z^-2 + (2 s_b)^-2)^(-1/2); null rows and empty batches then leave C_t where it is, so that a loss with many zero
+gradients (hinge) does not drive it to infinity, and q is the quantile among the other rows; 2. votes are continuous in
+the norm: a mean loss rounds 1/B, so that one record more moves all norms a little, and a step function would let rows
+at the threshold change sides together; what is left of that is part of the votes' sensitivity, as far as the proof
+goes; 3. C_t stays within 2^-30 and 2^39.
+
+Proof: docs/proofs/heavy_tailed.md#adaptive-clip. Source: Andrew, Thakkar, McMahan and Ramaswamy 2021.
+
+AutoClip normalizes rows.
+
+    mean = ( sum_i g_i R / (|g_i| + gamma) + N(0, (z R)^2 I) ) / batch_size
+
+| row | contribution |
+|---|---|
+| long | of norm just below R |
+| of norm gamma | of norm R / 2 |
+| zero, subnormal | itself times R / gamma |
+| NaN, inf, or a norm that overflows | exactly 0 |
+
+Every row is scaled, so that the bias does not vanish however large R is, and no moment bound gives a guarantee: a
+baseline for deep nets. R and the learning rate are one number.
+
+Proof: docs/proofs/heavy_tailed.md#normalized-rows. Source: Bu, Wang, Zha and Karypis 2023 (AUTO-S).
+
 Means of clipped rows with correlated noise: later releases subtract part of the earlier noise.
 
     mean_t = ( sum_i g_i min(1, C / |g_i|) + w_t ) / batch_size,    w_t = z_t - c_1 w_{t-1} - .. - c_{b-1} w_{t-b+1}
