@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -86,12 +86,9 @@ class UpdateRule(ABC):
     def end_phase(self, groups: Groups, state: State, phase: Phase) -> None:  # noqa: B027
         """Ends a phase, whose answer the parameters hold; what they hold afterwards is where the next one starts."""
 
-    def carry(self, moves: Mapping[Tensor, Tensor]) -> None:  # noqa: B027  (most rules keep all in the state)
-        """Adds moves of parameters, made by plain steps on public data, to points that the rule keeps by itself."""
-
-    @abstractmethod
     def settings(self) -> dict[str, Any]:
         """Returns public constants that a checkpoint must agree with."""
+        return {"rule": type(self).__name__, "average": self.average}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what the rule keeps outside of the optimizer's state, nothing for most rules."""
@@ -153,10 +150,6 @@ class SGD(UpdateRule):
                     alpha=-self.step_size(float(group["lr"]), k, phase),
                 )
 
-    def settings(self) -> dict[str, Any]:
-        """Returns name and average."""
-        return {"rule": "SGD", "average": self.average}
-
 
 class Momentum(UpdateRule):
     """SGD with momentum, as averaging: steps of size h = lr/(1 - momentum) are taken by inner iterates.
@@ -213,7 +206,7 @@ class Momentum(UpdateRule):
 
     def settings(self) -> dict[str, Any]:
         """Returns name, average and momentum."""
-        return {"rule": "Momentum", "average": self.average, "momentum": self.momentum}
+        return super().settings() | {"momentum": self.momentum}
 
 
 class TorchRule(UpdateRule):
@@ -265,20 +258,9 @@ class TorchRule(UpdateRule):
                 group["lr"] = phase.lr
         self.optimizer.step()
 
-    def carry(self, moves: Mapping[Tensor, Tensor]) -> None:
-        """Moves the averages of ASGD, the only points that optimizers of torch keep."""
-        for p, move in moves.items():
-            average = self.optimizer.state.get(p, {}).get("ax")
-            if average is not None:
-                average.add_(move)
-
     def settings(self) -> dict[str, Any]:
         """Returns name, optimizer and average."""
-        return {
-            "rule": "TorchRule",
-            "optimizer": type(self.optimizer).__name__,
-            "average": self.average,
-        }
+        return super().settings() | {"optimizer": type(self.optimizer).__name__}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the torch optimizer's state."""
@@ -335,8 +317,7 @@ class ScheduledSGD(SGD):
 
     def settings(self) -> dict[str, Any]:
         """Returns name, factors and weights."""
-        return {
-            "rule": "ScheduledSGD",
+        return super().settings() | {
             "factors": list(self.factors),
             "weights": list(self.weights),
         }
@@ -402,10 +383,6 @@ class Accelerated(UpdateRule):
         outer: Tensor = state.get(p, {}).get("outer", p.detach())
         return outer
 
-    def settings(self) -> dict[str, Any]:
-        """Returns the name."""
-        return {"rule": "Accelerated"}
-
 
 def _kept(state: State, p: Tensor) -> dict[str, Tensor]:
     """Returns the iterates of a parameter; they start where it is now (it may have been unfrozen since)."""
@@ -446,9 +423,8 @@ class Anchored(UpdateRule):
             for p in params:
                 if "anchor" not in state[p] or (k == 0):
                     state[p]["anchor"] = p.detach().clone()
-            compat.foreach_lerp_(
-                params, [state[p]["anchor"] for p in params], self._factor(lr, k, phase)
-            )
+            for p in params:
+                p.lerp_(state[p]["anchor"], self._factor(lr, k, phase))
             compat.foreach_add_(
                 params, [p.grad for p in params], alpha=-self.step_size(lr, k, phase)
             )
@@ -467,13 +443,9 @@ class Anchored(UpdateRule):
             return
         params, anchors = list(params), [state[p]["anchor"] for p in params]
         if isinstance(prox, Identity):
-            compat.foreach_sub_(params, anchors)
+            compat.foreach_add_(params, anchors, alpha=-1)
             Ball(phase.radius).apply_(params, steps)
             compat.foreach_add_(params, anchors)
         else:
             assert isinstance(prox, Ball)  # `LocalizedSGD` refuses others
             project_on_two_balls_(params, prox.radius, anchors, phase.radius)
-
-    def settings(self) -> dict[str, Any]:
-        """Returns the name; the phases are in the schedule."""
-        return {"rule": "Anchored"}

@@ -27,7 +27,6 @@ from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.ledger_file import sync_folder
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.compat import own_step
-from torch_dpsco.distributed import is_first, world_size
 from torch_dpsco.errors import (
     BudgetExceeded,
     InfeasibleError,
@@ -46,6 +45,7 @@ from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.sampling.loader import to_device
 from torch_dpsco.step import checks
 from torch_dpsco.step.checks import require_same_parameters
+from torch_dpsco.step.distributed import is_first, world_size
 from torch_dpsco.step.step import PrivateOptimizer
 
 _Model = TypeVar("_Model", bound=nn.Module)

@@ -48,13 +48,13 @@ from torch_dpsco.accounting.ledger import LOCK
 from torch_dpsco.accounting.report import Run as PublicRun
 from torch_dpsco.accounting.statement import Statement, make_statement
 from torch_dpsco.compat import OPTIMIZER_HOOKS, is_profiling
-from torch_dpsco.distributed import world_size
 from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError, outside
 from torch_dpsco.problem import Schedule
 from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rules import UpdateRule
 from torch_dpsco.step import checks
 from torch_dpsco.step.checks import listed
+from torch_dpsco.step.distributed import world_size
 from torch_dpsco.step.oracle import Charge, MeanOracle
 from torch_dpsco.step.phased import Phased
 
