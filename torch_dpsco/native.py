@@ -537,23 +537,6 @@ def _coarse_kernels(library: str, kernels: str) -> Coarse | None:
     return Coarse(f"{own}={switch.fp32_precision!r}", cure)
 
 
-def switches() -> tuple[object, ...]:
-    """Returns everything that says how products are rounded on any device, to tell whether it was changed."""
-    try:
-        for_all = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        for_all = "mixed"
-    products = [
-        getattr(getattr(torch.backends, name), "matmul", None) for name in ("cuda", "mkldnn")
-    ]
-    return (
-        for_all,
-        _coarse_products(),
-        *(getattr(product, "fp32_precision", None) for product in products),
-        *(_coarse_kernels(library, name) for library in ("cudnn", "mkldnn") for name in _KERNELS),
-    )
-
-
 def inexact_mean(layers: Iterable[nn.Module], params: Sequence[Tensor]) -> str | None:
     """Returns why a mean loss must be refused, None where it is divided by B in all the bits of its numbers.
 

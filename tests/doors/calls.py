@@ -60,6 +60,11 @@ def loader() -> dp.sampling.PrivateLoader:
     )
 
 
+simple(
+    "dp.sampling.PrivateLoader.in_parts",
+    lambda physical_batch_size: loader().in_parts(physical_batch_size),
+    physical_batch_size=4,
+)
 CALLS["dp.sampling.PrivateLoader"] = lambda: (
     dp.sampling.PrivateLoader,
     {"dataset": records(24), "sampler": make_sampler(dp.Poisson(6, 24), size=24, steps=1)},

@@ -522,8 +522,7 @@ class ClippedMean(MeanOracle):
             precision = self._precision(clip, norms)
             weights = norms.div_(rows.factors).mul_(1.0 / self.batch_size)
             total = weighted_rows(rows.features, weights, precision)
-            if not rows.extended:
-                total = torch.cat((total, weights.sum(0, True, dtype=torch.float64)))
+            total = torch.cat((total, weights.sum(0, True, dtype=torch.float64)))
         if total.shape[0] != self._dim or not self._is_linear:
             raise ValueError(
                 f"rows must be of shapes {self._shapes}, those of the query (got one score)"
