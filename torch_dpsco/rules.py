@@ -41,6 +41,8 @@ class UpdateRule(ABC):
             papers); "weighted", the same with weights proportional to t.
     """
 
+    # name in the state of a parameter of the point that `update` moves; None for the parameter itself
+    moved: ClassVar[str | None] = None
     # names in the state of a parameter of points that go with it where plain steps on public data move it
     kept: ClassVar[tuple[str, ...]] = ("average", "inner", "outer", "anchor")
 
@@ -74,7 +76,8 @@ class UpdateRule(ABC):
         phase: Phase,
     ) -> None:
         """Applies the proximal map after an update, with one step size per parameter."""
-        prox.apply_(params, steps)
+        name = self.moved
+        prox.apply_(params if name is None else [state[p][name] for p in params], steps)
 
     def settle(self, groups: Groups, state: State, k: int) -> None:  # noqa: B027  (most rules have nothing to do)
         """Leaves the next query in the parameters, which hold the new iterate (after the proximal map)."""
@@ -166,6 +169,8 @@ class Momentum(UpdateRule):
     Source: docs/proofs/steps.md#momentum.
     """
 
+    moved = "inner"  # projected, so that their averages are feasible
+
     def __init__(self, average: str = "last", momentum: float = 0.9) -> None:
         super().__init__(average)
         self.momentum = check.below_one(momentum=momentum)
@@ -186,17 +191,6 @@ class Momentum(UpdateRule):
                 step = self.step_size(float(group["lr"]), k, phase)
                 inner = [state[p]["inner"] for p in params]
                 compat.foreach_add_(inner, [p.grad for p in params], alpha=-step)
-
-    def constrain(
-        self,
-        prox: Prox,
-        params: Sequence[Tensor],
-        steps: Sequence[float],
-        state: State,
-        phase: Phase,
-    ) -> None:
-        """Projects the inner iterates, whose averages then are feasible."""
-        prox.apply_([state[p]["inner"] for p in params], steps)
 
     def settle(self, groups: Groups, state: State, k: int) -> None:
         """Moves the parameters towards the inner iterates."""
@@ -335,6 +329,8 @@ class Accelerated(UpdateRule):
     Source: Lowy, Razaviyayn 2023, Algorithm 2; docs/proofs/heavy_tailed.md#accelerated-steps, where lr = 1/(2 eta).
     """
 
+    moved = "inner"
+
     def __init__(self) -> None:
         super().__init__("last")
 
@@ -356,17 +352,6 @@ class Accelerated(UpdateRule):
                     [p.grad for p in params],
                     alpha=-step,
                 )
-
-    def constrain(
-        self,
-        prox: Prox,
-        params: Sequence[Tensor],
-        steps: Sequence[float],
-        state: State,
-        phase: Phase,
-    ) -> None:
-        """Projects the inner iterates."""
-        prox.apply_([state[p]["inner"] for p in params], steps)
 
     def settle(self, groups: Groups, state: State, k: int) -> None:
         """Moves the outer iterates, and leaves the next query in the parameters."""

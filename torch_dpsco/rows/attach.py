@@ -328,13 +328,10 @@ def _require_plain_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) 
 
 def _require_samplable(name: str, module: nn.Module) -> None:
     layer = f"{type(module).__name__} {name!r}"
-    if isinstance(module, (nn.MultiheadAttention, nn.LSTM, nn.GRU)):
+    if isinstance(module, (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)):
         raise ValueError(
-            f"{layer} has no per-sample gradients: {_FIX} replaces it by a layer that has"
-        )
-    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-        raise ValueError(
-            f"{layer} has no per-sample gradients: use DPRNN, DPGRU or DPLSTM of opacus.layers"
+            f"{layer} has no per-sample gradients: use its like of opacus.layers, as"
+            f" DPMultiheadAttention, DPRNN, DPGRU or DPLSTM ({_FIX} puts them into a model)"
         )
     if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
         raise ValueError(

@@ -20,7 +20,6 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import (
     Assigned,
     AssignedParts,
@@ -36,6 +35,7 @@ from torch_dpsco.sampling.samplers import (
     DesignSampler,
     RecordIds,
     kind_of,
+    rank_of,
 )
 
 _Indices = npt.NDArray[Any]
@@ -361,10 +361,7 @@ class RankAssignedSampler(AssignedSampler):
         ids: Any = None,
         own: bool = False,
     ) -> None:
-        self.processes = check.positive_count(processes=processes)
-        self.rank = check.count(rank=rank)
-        if self.rank >= self.processes:
-            raise ValueError(f"rank must be < processes={self.processes} (got {self.rank})")
+        self.rank, self.processes = rank_of(rank, processes)
         self.own = own or ids is not None
         if not self.own:
             self._owned = slice(self.rank, None, self.processes)
