@@ -31,8 +31,13 @@ _UNKNOWN = {-1: None}  # hooks, where those that there are cannot be read
 _CLIPPED = "HolderSGD and ClippedSGD do without"
 
 without_subclasses = torch.DisableTorchFunctionSubclass
-BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-ConvNd = (
+BatchNorm: tuple[type[nn.Module], ...] = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+)
+ConvNd: tuple[type[nn.Module], ...] = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )

@@ -443,7 +443,7 @@ def gaussians(
 HALF = (torch.bfloat16, torch.float16)
 _VARIABLES = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")  # of torch's CPU kernels
 _EXACT = ("none", "ieee")
-_KERNELS = {"conv": ConvNd, "rnn": nn.RNNBase}  # with switches of their own
+_KERNELS: dict[str, Any] = {"conv": ConvNd, "rnn": nn.RNNBase}  # with switches of their own
 
 
 def require_full_precision(backprops: Tensor) -> None:
