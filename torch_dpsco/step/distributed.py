@@ -379,12 +379,13 @@ class Ranks(World):
             require_divisible(run.design)
         oracle = run.oracle.adding()
         if oracle is None:
+            kind = type(getattr(run.oracle, "clipping", run.oracle)).__name__  # of users' means
             # PRIVACY: counts, votes or groups of one rank's rows would be taken for those of the batch
             # (test_oracles_that_do_more_than_add_rows_are_refused)
             raise SequenceError(
                 "oracle must be Clipped, HolderClipped or AutoClip in a run of several processes,"
                 " whose releases are sums of rows, or of users' means (UserClippedSGD with clip=),"
-                f" with noise of a fixed multiplier (got {type(run.oracle).__name__}): run it in one process,"
+                f" with noise of a fixed multiplier (got {kind}): run it in one process,"
                 " as users who vote on clips, or are filtered or localized"
             )
         if oracle is not run.oracle:
