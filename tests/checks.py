@@ -55,7 +55,7 @@ def assert_std(values: Tensor, std: float) -> None:
 
 def check_that_no_row_passes_the_clip() -> None:
     x = torch.tensor([[30.0, 40.0], [0.3, 0.4]])
-    for rows in ("factored", "dense"):
+    for rows in ("auto", "dense"):
         moved = released_mean(x, Undeclared(2), rows) - released_mean(
             x * torch.tensor([[0.0], [1.0]]), Undeclared(2), rows
         )
@@ -166,7 +166,7 @@ def check_that_the_charge_precedes_the_noise() -> None:
 
 def check_that_dropped_rows_are_masked() -> None:
     x = torch.tensor([[0.5, 0.0], [math.inf, 1.0], [math.nan, 1.0], [1e30, 1e30], [0.0, 0.25]])
-    for rows in ("factored", "dense"):
+    for rows in ("auto", "dense"):
         mean = released_mean(x, Undeclared(5), rows)
         bare = released_mean(torch.tensor([[0.5, 0.0], [0.0, 0.25]]), Undeclared(5), rows)
         assert torch.equal(mean, bare)
@@ -202,7 +202,7 @@ def _ledger_of(event: object) -> str:
 
 
 def check_that_zero_grad_forgets_rows() -> None:
-    for rows in ("factored", "dense"):
+    for rows in ("auto", "dense"):
         model = scores(1, rows)
         opt = make_optimizer(model, dp.Full(2))
         for (x,) in opt.loader(TensorDataset(torch.tensor([[0.5], [0.25]])), steps=2):
@@ -213,7 +213,7 @@ def check_that_zero_grad_forgets_rows() -> None:
 
 
 def check_that_a_step_uses_up_its_rows() -> None:
-    for rows in ("factored", "dense"):
+    for rows in ("auto", "dense"):
         model = scores(1, rows)
         opt = make_optimizer(model, dp.Full(2))
         for (x,) in opt.loader(TensorDataset(torch.tensor([[0.5], [0.25]])), steps=2):

@@ -45,7 +45,7 @@ def test_changing_buffers_are_refused(how):
         model(torch.ones(2, 1))
 
 
-@pytest.mark.parametrize("rows", ["factored", "dense"])
+@pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_a_batch_that_was_given_up_leaves_nothing_for_the_next_one(rows):
     model = dp.attach(nn.Linear(2, 1), rows=rows)
     opt = make_optimizer(model, Undeclared(3))

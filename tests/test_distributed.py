@@ -36,11 +36,11 @@ from tests.processes import (
     union,
 )
 from tests.streams import gaussians, seeded
-from torch_dpsco import distributed
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.errors import SequenceError, UnitError, UnknownSamplerError, UtilityWarning
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import RankSampler, RecordIds
+from torch_dpsco.step import distributed
 from torch_dpsco.step.oracle import Clipped
 
 FALSE_ALARM = 1e-6  # of each statistical check, whose seeds are fixed besides

@@ -36,12 +36,12 @@ from tests.processes import (
     train,
     union,
 )
-from torch_dpsco import distributed as agreement
 from torch_dpsco import native
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.algorithms.clips import AdaptiveClipped, AutoClip
 from torch_dpsco.errors import PrivacyError, SequenceError, UtilityWarning
 from torch_dpsco.rules import SGD, TorchRule
+from torch_dpsco.step import distributed as agreement
 from torch_dpsco.step.oracle import Clipped
 
 # -- what the ranks do ------------------------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ def others(rank: int) -> dict[str, Any]:
                 train(
                     model,
                     optimizer,
-                    dp.sampling.PhysicalBatches(optimizer.loader(records(), steps=3), 2),
+                    optimizer.loader(records(), steps=3).in_parts(2),
                 )
                 schedule.step()
         optimizer.finalize()

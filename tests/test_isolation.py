@@ -38,7 +38,6 @@ from torch_dpsco.rows.batch import OccupiedBlock
 from torch_dpsco.sampling import (
     AssignedSampler,
     FullSampler,
-    PhysicalBatches,
     PrivateLoader,
     Slots,
 )
@@ -545,7 +544,7 @@ def test_smaller_blocks_of_a_draw_that_is_delivered_again_have_its_places():
     (whole,) = next(iter(loader))
     optimizer.discard()
     log, parts = loader.batch_sampler.log, []
-    for (part,) in PhysicalBatches(loader, 8):
+    for (part,) in loader.in_parts(8):
         parts.append(part)
         log.take()
         log.taken = None  # used, as a part of the draw
@@ -578,7 +577,7 @@ def test_batches_are_filled_up_where_the_number_of_records_in_them_is_private():
         )
     assert loader_of("add_remove", padding=False).slots is None
     assert loader_of("add_remove", physical_batch_size=6).slots.block == 6
-    assert len(next(iter(PhysicalBatches(loader_of("add_remove", steps=1), 8)))[0]) == 8
+    assert len(next(iter(loader_of("add_remove", steps=1).in_parts(8)))[0]) == 8
     run = runs.clipped(5)
     assert run.opt.loader(*runs.agreeing(5)).slots is not None
     with pytest.raises(ValueError, match="padding"):

@@ -485,7 +485,6 @@ def test_the_document_names_only_what_exists() -> None:
     assert {
         ".make_private",
         ".HolderSGD.plan",
-        ".sampling.PhysicalBatches",
         ".doctor",
         ".Problem",
     } <= found

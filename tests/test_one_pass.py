@@ -25,7 +25,6 @@ from torch_dpsco.sampling.one_pass import (
     AssignedSampler,
     DisjointSampler,
     PartsSampler,
-    _grouped,
     partition_name,
 )
 
@@ -346,32 +345,15 @@ def test_each_pass_has_draws_of_its_own() -> None:
         assert_caught(check_that_passes_are_independent, mutation)
 
 
-def test_no_list_of_all_records_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches are the same however many of them are found at a time, and however draws are made in blocks."""
-    monkeypatch.setattr(
-        one_pass, "_BLOCK", 100
-    )  # which is a part of what is drawn: the same for all
+def test_a_pass_goes_on_at_any_of_its_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches are the same wherever a sampler begins; draws are made in blocks."""
+    monkeypatch.setattr(one_pass, "_BLOCK", 100)
     whole = make_sampler(dp.Assigned(50, 1000, passes=2), size=1003, steps=40)
     expected = drawn(whole)
-    rest = [
-        make_sampler(whole.design, size=1003, resume=replace(whole.partition, made=made))
-        for made in (0, 7, 19)
-    ]
-    for held in (1, 60, 400, 10_000):
-        monkeypatch.setattr(one_pass, "_HELD", held)
-        largest = 0
-
-        def note(keys: np.ndarray, parts: int) -> Any:
-            nonlocal largest
-            largest = max(largest, len(keys))
-            return _grouped(keys, parts)
-
-        monkeypatch.setattr(one_pass, "_grouped", note)
-        for sampler, made in zip(rest, (0, 7, 19), strict=True):
-            assert drawn(sampler) == expected[made : 20 + made]
-        assert largest <= max(held, 50) + 8 * max(held, 50) ** 0.5  # and no more is kept
-    monkeypatch.setattr(one_pass, "_grouped", _grouped)
-    assert drawn(rest[0]) == expected[:20]
+    for made in (0, 7, 19):
+        partition = replace(whole.partition, made=made)
+        sampler = make_sampler(whole.design, size=1003, resume=partition)
+        assert drawn(sampler) == expected[made : 20 + made]
 
 
 def test_the_draws_of_a_key_are_those_of_every_version() -> None:

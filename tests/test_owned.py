@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 import torch_dpsco as dp
 from torch_dpsco.errors import UnitError
 from torch_dpsco.integrations.tar import TarRows
-from torch_dpsco.sampling import PhysicalBatches, RecordIds, Spilled
+from torch_dpsco.sampling import RecordIds, Spilled
 from torch_dpsco.sampling.datasets import OneByOne, owned, source_of
 
 N = 16  # records
@@ -167,17 +167,6 @@ def test_a_bound_loader_gives_each_record_once() -> None:
     assert set(uses(model, opt, loader, N // 2)) <= {0.0, 1.0}
     assert source_of(loader.dataset) is data
     assert source_of(opt.bind(loader).dataset) is data
-
-
-def test_a_bound_loader_in_parts_gives_each_record_once() -> None:
-    model, opt = optimizer(dp.Poisson(N // 2, N), steps=1)
-    loader = opt.bind(
-        DataLoader(
-            Reusing(), batch_sampler=dp.sampling.PoissonSampler(dp.Poisson(N // 2, N), steps=1)
-        )
-    )
-    with PhysicalBatches(loader, 3) as parts:
-        assert set(uses(model, opt, parts, N // 2)) <= {0.0, 1.0}
 
 
 def test_the_memory_manager_of_opacus_gives_each_record_once() -> None:

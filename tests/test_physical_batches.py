@@ -1,6 +1,8 @@
-"""Draws in parts: PhysicalBatches of our own, and Opacus' BatchMemoryManager, which tells the optimizer by flags."""
+"""Draws in parts: by our own loader, and Opacus' BatchMemoryManager, which tells the optimizer by flags."""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import torch_dpsco as dp
 from tests.problems import make_optimizer
 from torch_dpsco.accounting.designs import Undeclared
-from torch_dpsco.errors import SequenceError, UnknownSamplerError
+from torch_dpsco.errors import SequenceError
 from torch_dpsco.sampling import make_sampler
 
 N = 7
@@ -40,8 +42,8 @@ def manager(loader, optimizer, size: int = 2) -> BatchMemoryManager:
     )
 
 
-def physical(loader, optimizer, size: int = 2) -> dp.sampling.PhysicalBatches:
-    return dp.sampling.PhysicalBatches(loader, size)
+def physical(loader, optimizer, size: int = 2):
+    return nullcontext(loader.in_parts(size))
 
 
 def train(model: nn.Linear, optimizer, batches) -> list[Tensor]:
@@ -84,13 +86,12 @@ def test_one_release_per_draw_holds_each_record_of_it_once(wrap, design, dataset
         torch.testing.assert_close(mean, expected)
 
 
-@pytest.mark.parametrize("wrap", [manager, physical])
-def test_a_bound_data_loader_can_be_split(wrap):
+def test_a_bound_data_loader_can_be_split():
     model = scores()
     optimizer = make_optimizer(model, dp.Fixed(5, N), clip=10.0)
     sampler = dp.sampling.FixedSampler(optimizer.design, steps=3)
     loader = optimizer.bind(DataLoader(Tuples(), batch_sampler=sampler))
-    with wrap(loader, optimizer) as batches:
+    with manager(loader, optimizer) as batches:
         released = train(model, optimizer, batches)
     assert [int(mean.sum().round()) for mean in released] == [5, 5, 5]
     assert all(float(mean.max()) < 1.001 for mean in released)
@@ -117,7 +118,7 @@ def test_workers_may_run_ahead_of_physical_batches():
     model = scores()
     optimizer = make_optimizer(model, dp.Fixed(5, N), clip=10.0)
     loader = optimizer.loader(Tuples(), steps=3, num_workers=2)
-    released = train(model, optimizer, dp.sampling.PhysicalBatches(loader, 2))
+    released = train(model, optimizer, loader.in_parts(2))
     assert [int(mean.sum().round()) for mean in released] == [5, 5, 5]
 
 
@@ -246,12 +247,8 @@ def test_a_draw_that_was_said_to_go_on_cannot_be_followed_by_another():
     assert optimizer.steps == 0
 
 
-def test_physical_batches_need_a_sampler_of_ours():
-    with pytest.raises(
-        UnknownSamplerError, match=r"must draw by a sampler of torch_dpsco \(got BatchSampler"
-    ):
-        dp.sampling.PhysicalBatches(DataLoader(Tuples(), batch_size=2), 2)
+def test_parts_have_at_least_one_row():
     loader = make_optimizer(scores(), dp.Full(N)).loader(Tuples(), steps=4)
-    assert len(dp.sampling.PhysicalBatches(loader, 2)) == 4
+    assert len(loader.in_parts(2)) == 4
     with pytest.raises(ValueError, match="physical_batch_size must be"):
-        dp.sampling.PhysicalBatches(loader, 0)
+        loader.in_parts(0)

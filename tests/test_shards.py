@@ -37,9 +37,7 @@ from tests.processes import (
     train,
     union,
 )
-from torch_dpsco import distributed
 from torch_dpsco.accounting.designs import Draw
-from torch_dpsco.distributed import World
 from torch_dpsco.errors import (
     PrivacyError,
     SequenceError,
@@ -50,6 +48,8 @@ from torch_dpsco.errors import (
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.sampling import PrivateLoader, RankAssignedSampler, RankSampler
 from torch_dpsco.sampling.loader import capacity
+from torch_dpsco.step import distributed
+from torch_dpsco.step.distributed import World
 from torch_dpsco.step.oracle import Release
 
 FALSE_ALARM = 1e-6  # of each statistical check
@@ -255,7 +255,7 @@ def moved(rank: int) -> dict[str, Any]:
     first = train(other, second, second.loader(shard_of(1 - rank, 2), shard=N, steps=2))
     other, second = copy.deepcopy((other, second))
     loader = second.loader(shard_of(rank, 2), shard=N, steps=2)
-    found = train(other, second, dp.sampling.PhysicalBatches(loader, 2))
+    found = train(other, second, loader.in_parts(2))
     second.finalize()
     facts = {"steps": second.steps, "charged": len(second.accountant), "answer": numbers(other)}
     return facts | {

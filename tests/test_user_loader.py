@@ -15,7 +15,6 @@ import torch_dpsco as dp
 from tests.algorithms import user_runs as runs
 from torch_dpsco.errors import PrivacyError, SequenceError, UnitError
 from torch_dpsco.sampling import (
-    PhysicalBatches,
     PrivateLoader,
     UserLoader,
     make_sampler,
@@ -287,13 +286,6 @@ def test_a_loader_of_users_is_not_bound_to_an_optimizer_that_protects_examples()
     data, ids = runs.agreeing(30, rows=2)
     with pytest.raises(PrivacyError, match="loader must draw examples"):
         opt.bind(UserLoader(data, make_sampler(opt.design, size=30, steps=3), ids))
-
-
-def test_physical_batches_do_not_turn_a_loader_of_users_into_one_of_rows() -> None:
-    run = runs.clipped(30, batch_size=15, steps=3)
-    data, ids = runs.agreeing(30)
-    with pytest.raises(PrivacyError, match=r"loader must draw records \(got UserLoader\)"):
-        PhysicalBatches(run.opt.loader(data, ids), 2)
 
 
 def test_the_loader_of_an_optimizer_that_protects_users_needs_their_ids_and_the_step_knows_them() -> (

@@ -21,12 +21,12 @@ from tests.processes import DIM, launch, layer, numbers, records
 from tests.user_shards import CLIP, OWNER, USERS, built, shard_of, share, summed_layer, train
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.algorithms.user_oracles import UserClipped
-from torch_dpsco.distributed import World
 from torch_dpsco.errors import UnitError
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import PoissonSampler, RankSampler, UserLoader
 from torch_dpsco.sampling.loader import capacity
 from torch_dpsco.step import checks
+from torch_dpsco.step.distributed import World
 from torch_dpsco.step.oracle import Clipped, Release
 
 FALSE_ALARM = 1e-6  # of each statistical check
@@ -139,13 +139,13 @@ class Summed(World):
 
     def release(self, oracle: Any, noise: Any) -> Release:
         copies = [copy.deepcopy(oracle) for _ in self.others]
-        summed = oracle.clip_users()
+        summed = oracle.summed()
         total = torch.zeros(summed.dim, dtype=torch.float64)
         users = summed.write_sum(total)
         for apart, part in zip(copies, self.others, strict=True):
             self.observe(apart, part[self.step][1])
             own = torch.zeros_like(total)
-            users += apart.clip_users().write_sum(own)
+            users += apart.summed().write_sum(own)
             total += own
         self.step += 1
         summed.replace_sum(total, users)
@@ -289,7 +289,7 @@ def test_the_rounding_of_a_sum_of_users_over_processes_stays_within_the_declared
             exact.share(1020)  # which leaves no room for float32
             exact.open(query)
             exact.observe(GradBatch([DenseBlock(means)]))
-            for oracle, out in ((users.clip_users(), total), (exact, expected)):
+            for oracle, out in ((users.summed(), total), (exact, expected)):
                 part = torch.zeros(dim, dtype=torch.float64)
                 assert oracle.write_sum(part) == count  # users, not rows
                 out += part

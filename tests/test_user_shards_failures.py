@@ -28,12 +28,12 @@ from tests.user_shards import (
     summed_layer,
     train,
 )
-from torch_dpsco import distributed
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE
 from torch_dpsco.algorithms.user_oracles import UserRows
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.sampling import RankSampler, UserLoader
+from torch_dpsco.step import distributed
 from torch_dpsco.step.oracle import Clipped, ClippedMean
 
 FALSE_ALARM = 1e-6
@@ -49,7 +49,7 @@ def failures(rank: int) -> dict[str, Any]:
         "told": [told(rank, more) for more in (0, 3)],
         "missing": missing_rows(rank),
         "charge": failed_charge(rank, "authorize"),
-        "clip": failed_charge(rank, "clip_users"),
+        "clip": failed_charge(rank, "summed"),
         "moved on": moved_on(rank),
         "noise": [noise_alone(rank, mutated) for mutated in (False, True)],
     }

@@ -2,14 +2,14 @@
 
 Functions and modules whose name begins with an underscore are imported from here only. Where one is missing, plain code
 takes its place; where it tells that something must be looked at, that is assumed. Attributes of modules, parameters and
-optimizers are read where they are needed (`ATTRIBUTES`). What cannot be done without is named in a sentence.
+optimizers are read where they are needed, and listed in tests/test_layering.py. What cannot be done without is named in
+a sentence.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -19,28 +19,6 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_dpsco._loaded import need as _need
 
-# Of every module, parameter, torch optimizer and Opacus optimizer.
-ATTRIBUTES: dict[str, tuple[str, ...]] = {
-    "torch.nn.Module": (
-        "_parameters",
-        "_buffers",
-        "_modules",
-        "_forward_hooks",
-        "_forward_pre_hooks",
-        "_backward_hooks",
-        "_backward_pre_hooks",
-        "_compiled_call_impl",
-    ),
-    "torch.nn.Parameter": (
-        "_version",
-        "_is_view",
-        "_backward_hooks",
-        "_post_accumulate_grad_hooks",
-    ),
-    "opacus.optimizers.DPOptimizer": ("_is_last_step_skipped",),
-    "opacus.GradSampleModule": ("_module", "autograd_grad_sample_hooks"),
-    "a parameter of opacus.GradSampleModule": ("_forward_counter", "grad_sample"),
-}
 _GLOBAL_HOOKS = (
     "_global_backward_pre_hooks",
     "_global_backward_hooks",
@@ -50,37 +28,25 @@ _GLOBAL_HOOKS = (
     "_global_forward_hooks_with_kwargs",
 )
 _UNKNOWN = {-1: None}  # hooks, where those that there are cannot be read
-_FACTORED = "dp.attach(model, rows='factored') does without"
 _CLIPPED = "HolderSGD and ClippedSGD do without"
 
 without_subclasses = torch.DisableTorchFunctionSubclass
-BatchNorm = getattr(
-    nn.modules.batchnorm,
-    "_BatchNorm",
-    (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+BatchNorm: tuple[type[nn.Module], ...] = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
 )
-ConvNd = getattr(
-    nn.modules.conv,
-    "_ConvNd",
-    (
-        *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-        *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    ),
+ConvNd: tuple[type[nn.Module], ...] = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
-DropoutNd = getattr(
-    nn.modules.dropout,
-    "_DropoutNd",
-    (
-        *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
-        *(nn.AlphaDropout, nn.FeatureAlphaDropout),
-    ),
+DropoutNd = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
 )
-
 
 foreach_add_ = _need(torch, "_foreach_add_")
-foreach_lerp_ = _need(torch, "_foreach_lerp_")
-foreach_sub_ = _need(torch, "_foreach_sub_")
-foreach_zero_ = _need(torch, "_foreach_zero_")
 
 _trees = _need(torch.utils, "_pytree")
 tree_map = _trees.tree_map
@@ -169,36 +135,3 @@ def own_step(optimizer: type[torch.optim.Optimizer]) -> Any:
     """Returns the `step` of a class as it was written, without what torch puts around it when an object is made."""
     step: Any = optimizer.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
-
-
-def _require(samples: dict[str, Any], for_: str, instead: str) -> None:
-    for owner, sample in samples.items():
-        for name in ATTRIBUTES[owner]:
-            _need(sample, name, owner, for_=for_, instead=instead)
-
-
-@cache
-def require_torch() -> None:
-    """Raises ImportError in a sentence unless modules and parameters have the attributes that are read."""
-    samples = {
-        "torch.nn.Module": nn.Module(),
-        "torch.nn.Parameter": nn.Parameter(torch.zeros(1)),
-    }
-    _require(samples, "training", "accounting and dp.estimators do without")
-
-
-def require_opacus() -> None:
-    """Raises ImportError in a sentence unless there are the attributes that rows by Opacus read."""
-    import opacus
-
-    needed_for = "rows of layers that are not factored"
-    _need(torch._C, "_current_graph_task_id", for_=needed_for, instead=_FACTORED)
-    plain = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    private = opacus.optimizers.DPOptimizer(
-        plain, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=1
-    )
-    with torch.random.fork_rng(devices=[]):  # a seed set by hand means the same before and after
-        wrapped = opacus.GradSampleModule(nn.Linear(1, 1))
-    owners = [owner for owner in ATTRIBUTES if "opacus" in owner]
-    samples = dict(zip(owners, (private, wrapped, wrapped._module.weight), strict=True))
-    _require(samples, needed_for, _FACTORED)

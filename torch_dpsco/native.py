@@ -443,7 +443,7 @@ def gaussians(
 HALF = (torch.bfloat16, torch.float16)
 _VARIABLES = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")  # of torch's CPU kernels
 _EXACT = ("none", "ieee")
-_KERNELS = {"conv": ConvNd, "rnn": nn.RNNBase}  # with switches of their own
+_KERNELS: dict[str, Any] = {"conv": ConvNd, "rnn": nn.RNNBase}  # with switches of their own
 
 
 def require_full_precision(backprops: Tensor) -> None:
@@ -535,23 +535,6 @@ def _coarse_kernels(library: str, kernels: str) -> Coarse | None:
     )
     cure = f"{for_all} = False" if default else f"{own} = 'ieee'"
     return Coarse(f"{own}={switch.fp32_precision!r}", cure)
-
-
-def switches() -> tuple[object, ...]:
-    """Returns everything that says how products are rounded on any device, to tell whether it was changed."""
-    try:
-        for_all = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        for_all = "mixed"
-    products = [
-        getattr(getattr(torch.backends, name), "matmul", None) for name in ("cuda", "mkldnn")
-    ]
-    return (
-        for_all,
-        _coarse_products(),
-        *(getattr(product, "fp32_precision", None) for product in products),
-        *(_coarse_kernels(library, name) for library in ("cudnn", "mkldnn") for name in _KERNELS),
-    )
 
 
 def inexact_mean(layers: Iterable[nn.Module], params: Sequence[Tensor]) -> str | None:

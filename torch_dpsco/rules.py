@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -41,6 +41,8 @@ class UpdateRule(ABC):
             papers); "weighted", the same with weights proportional to t.
     """
 
+    # name in the state of a parameter of the point that `update` moves; None for the parameter itself
+    moved: ClassVar[str | None] = None
     # names in the state of a parameter of points that go with it where plain steps on public data move it
     kept: ClassVar[tuple[str, ...]] = ("average", "inner", "outer", "anchor")
 
@@ -74,7 +76,8 @@ class UpdateRule(ABC):
         phase: Phase,
     ) -> None:
         """Applies the proximal map after an update, with one step size per parameter."""
-        prox.apply_(params, steps)
+        name = self.moved
+        prox.apply_(params if name is None else [state[p][name] for p in params], steps)
 
     def settle(self, groups: Groups, state: State, k: int) -> None:  # noqa: B027  (most rules have nothing to do)
         """Leaves the next query in the parameters, which hold the new iterate (after the proximal map)."""
@@ -86,12 +89,9 @@ class UpdateRule(ABC):
     def end_phase(self, groups: Groups, state: State, phase: Phase) -> None:  # noqa: B027
         """Ends a phase, whose answer the parameters hold; what they hold afterwards is where the next one starts."""
 
-    def carry(self, moves: Mapping[Tensor, Tensor]) -> None:  # noqa: B027  (most rules keep all in the state)
-        """Adds moves of parameters, made by plain steps on public data, to points that the rule keeps by itself."""
-
-    @abstractmethod
     def settings(self) -> dict[str, Any]:
         """Returns public constants that a checkpoint must agree with."""
+        return {"rule": type(self).__name__, "average": self.average}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what the rule keeps outside of the optimizer's state, nothing for most rules."""
@@ -153,10 +153,6 @@ class SGD(UpdateRule):
                     alpha=-self.step_size(float(group["lr"]), k, phase),
                 )
 
-    def settings(self) -> dict[str, Any]:
-        """Returns name and average."""
-        return {"rule": "SGD", "average": self.average}
-
 
 class Momentum(UpdateRule):
     """SGD with momentum, as averaging: steps of size h = lr/(1 - momentum) are taken by inner iterates.
@@ -172,6 +168,8 @@ class Momentum(UpdateRule):
 
     Source: docs/proofs/steps.md#momentum.
     """
+
+    moved = "inner"  # projected, so that their averages are feasible
 
     def __init__(self, average: str = "last", momentum: float = 0.9) -> None:
         super().__init__(average)
@@ -194,17 +192,6 @@ class Momentum(UpdateRule):
                 inner = [state[p]["inner"] for p in params]
                 compat.foreach_add_(inner, [p.grad for p in params], alpha=-step)
 
-    def constrain(
-        self,
-        prox: Prox,
-        params: Sequence[Tensor],
-        steps: Sequence[float],
-        state: State,
-        phase: Phase,
-    ) -> None:
-        """Projects the inner iterates, whose averages then are feasible."""
-        prox.apply_([state[p]["inner"] for p in params], steps)
-
     def settle(self, groups: Groups, state: State, k: int) -> None:
         """Moves the parameters towards the inner iterates."""
         for group in groups:
@@ -213,7 +200,7 @@ class Momentum(UpdateRule):
 
     def settings(self) -> dict[str, Any]:
         """Returns name, average and momentum."""
-        return {"rule": "Momentum", "average": self.average, "momentum": self.momentum}
+        return super().settings() | {"momentum": self.momentum}
 
 
 class TorchRule(UpdateRule):
@@ -265,20 +252,9 @@ class TorchRule(UpdateRule):
                 group["lr"] = phase.lr
         self.optimizer.step()
 
-    def carry(self, moves: Mapping[Tensor, Tensor]) -> None:
-        """Moves the averages of ASGD, the only points that optimizers of torch keep."""
-        for p, move in moves.items():
-            average = self.optimizer.state.get(p, {}).get("ax")
-            if average is not None:
-                average.add_(move)
-
     def settings(self) -> dict[str, Any]:
         """Returns name, optimizer and average."""
-        return {
-            "rule": "TorchRule",
-            "optimizer": type(self.optimizer).__name__,
-            "average": self.average,
-        }
+        return super().settings() | {"optimizer": type(self.optimizer).__name__}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the torch optimizer's state."""
@@ -335,8 +311,7 @@ class ScheduledSGD(SGD):
 
     def settings(self) -> dict[str, Any]:
         """Returns name, factors and weights."""
-        return {
-            "rule": "ScheduledSGD",
+        return super().settings() | {
             "factors": list(self.factors),
             "weights": list(self.weights),
         }
@@ -353,6 +328,8 @@ class Accelerated(UpdateRule):
 
     Source: Lowy, Razaviyayn 2023, Algorithm 2; docs/proofs/heavy_tailed.md#accelerated-steps, where lr = 1/(2 eta).
     """
+
+    moved = "inner"
 
     def __init__(self) -> None:
         super().__init__("last")
@@ -376,17 +353,6 @@ class Accelerated(UpdateRule):
                     alpha=-step,
                 )
 
-    def constrain(
-        self,
-        prox: Prox,
-        params: Sequence[Tensor],
-        steps: Sequence[float],
-        state: State,
-        phase: Phase,
-    ) -> None:
-        """Projects the inner iterates."""
-        prox.apply_([state[p]["inner"] for p in params], steps)
-
     def settle(self, groups: Groups, state: State, k: int) -> None:
         """Moves the outer iterates, and leaves the next query in the parameters."""
         for group in groups:
@@ -401,10 +367,6 @@ class Accelerated(UpdateRule):
         """Returns the outer iterate."""
         outer: Tensor = state.get(p, {}).get("outer", p.detach())
         return outer
-
-    def settings(self) -> dict[str, Any]:
-        """Returns the name."""
-        return {"rule": "Accelerated"}
 
 
 def _kept(state: State, p: Tensor) -> dict[str, Tensor]:
@@ -446,9 +408,8 @@ class Anchored(UpdateRule):
             for p in params:
                 if "anchor" not in state[p] or (k == 0):
                     state[p]["anchor"] = p.detach().clone()
-            compat.foreach_lerp_(
-                params, [state[p]["anchor"] for p in params], self._factor(lr, k, phase)
-            )
+            for p in params:
+                p.lerp_(state[p]["anchor"], self._factor(lr, k, phase))
             compat.foreach_add_(
                 params, [p.grad for p in params], alpha=-self.step_size(lr, k, phase)
             )
@@ -467,13 +428,9 @@ class Anchored(UpdateRule):
             return
         params, anchors = list(params), [state[p]["anchor"] for p in params]
         if isinstance(prox, Identity):
-            compat.foreach_sub_(params, anchors)
+            compat.foreach_add_(params, anchors, alpha=-1)
             Ball(phase.radius).apply_(params, steps)
             compat.foreach_add_(params, anchors)
         else:
             assert isinstance(prox, Ball)  # `LocalizedSGD` refuses others
             project_on_two_balls_(params, prox.radius, anchors, phase.radius)
-
-    def settings(self) -> dict[str, Any]:
-        """Returns the name; the phases are in the schedule."""
-        return {"rule": "Anchored"}

@@ -27,7 +27,6 @@ from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.ledger_file import sync_folder
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.compat import own_step
-from torch_dpsco.distributed import is_first, world_size
 from torch_dpsco.errors import (
     BudgetExceeded,
     InfeasibleError,
@@ -36,16 +35,16 @@ from torch_dpsco.errors import (
     UtilityWarning,
     warn,
 )
-from torch_dpsco.estimators.solved import SolvedOptimizer
 from torch_dpsco.losses.base import PerRecord, as_module
 from torch_dpsco.make_private import attach_sound, loss_of, note_probed, require_sound
 from torch_dpsco.rows.attach import attach, detach, first_step_of, is_attached
-from torch_dpsco.rows.closed_form import closed_form
+from torch_dpsco.rows.closed_form import ClosedForm, closed_form
 from torch_dpsco.rows.layers.kinds import ENGINES, Engine
 from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.sampling.loader import to_device
 from torch_dpsco.step import checks
 from torch_dpsco.step.checks import require_same_parameters
+from torch_dpsco.step.distributed import is_first, world_size
 from torch_dpsco.step.step import PrivateOptimizer
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -59,7 +58,7 @@ _SHOW_EVERY, _SHARE = (
 @typed
 def fit(
     model: _Model,
-    optimizer: PrivateOptimizer | RowFreeOptimizer | SolvedOptimizer,
+    optimizer: PrivateOptimizer | RowFreeOptimizer,
     dataset: Dataset[Any],
     loss_fn: _LossFn,
     *,
@@ -133,47 +132,50 @@ def fit(
     check.made(loss_fn=loss_fn)
     loss_fn = as_module(loss_fn)
     tell: Callable[[Any], None] = log or (lambda optimizer: None)
+    drawn = {"users": users, "ids": ids, "shard": shard, "padding": padding}
+    drawn["physical_batch_size"] = physical_batch_size
     if isinstance(optimizer, RowFreeOptimizer):
-        # PRIVACY: of ids the kind alone, they may be names (test_no_refusal_quotes_an_id)
-        _require_left_out(
-            optimizer,
-            users=None if users is None else type(users),
-            ids=None if ids is None else type(ids),
-            shard=shard,
-            steps=steps,
-            loss_reduction=loss_reduction,
-            padding=padding,
-            physical_batch_size=physical_batch_size,
-            compile=compile or None,
-            checkpoint=checkpoint,
-        )
+        fixed = {"steps": steps, "loss_reduction": loss_reduction, "checkpoint": checkpoint}
+        _require_left_out(optimizer, drawn | fixed | {"compile": compile or None})
         return _fit_row_free(model, optimizer, dataset, loss_fn, num_workers, progress, tell)
-    if isinstance(optimizer, SolvedOptimizer):
-        raise ValueError(
-            f"optimizer must make steps (got {type(optimizer).__name__}): call"
-            " optimizer.solve(dataset) and finalize()"
-        )
-    progress = progress and is_first()
     require_same_parameters(model, optimizer)
     saved = open_checkpoint(checkpoint, every, model, optimizer)
     if saved.is_over(dataset):
         return model.eval()
-    goal = steps_to_make(optimizer, steps) + optimizer.steps
+    left = steps_to_make(optimizer, steps)
     reduction = _agreed_reduction(model, loss_reduction, loss_fn)
     _require_pairs(dataset)
-    left = goal - optimizer.steps
     optimizer.discard()  # what a run before left in progress comes again
-    loader = optimizer.loader(
-        dataset,
-        users,
-        ids=ids,
-        shard=shard,
-        steps=left,
-        resume=True,
-        num_workers=num_workers,
-        physical_batch_size=physical_batch_size,
-        padding=padding,
-    )
+    drawn |= {"steps": left, "resume": True, "num_workers": num_workers}
+    loader = optimizer.loader(dataset, **drawn)
+    due, backward = _due(model, optimizer, loader, loss_fn, reduction, compile=compile)
+    with torch.set_grad_enabled(backward):
+        _make_steps(optimizer, due, saved, tell, left, progress=progress and is_first())
+    return model.eval()
+
+
+def _require_left_out(optimizer: RowFreeOptimizer, fixed: dict[str, Any]) -> None:
+    """Raises ValueError for an argument that the plan of the optimizer fixes."""
+    for name, value in fixed.items():
+        if value is not None:
+            # PRIVACY: of ids the kind alone, they may be names (test_no_refusal_quotes_an_id)
+            shown = type(value).__name__ if name in ("users", "ids") else check.shown(value)
+            raise ValueError(
+                f"{name} must not be given (got {shown}): the plan of"
+                f" {type(optimizer).__name__} fixes it"
+            )
+
+
+def _due(
+    model: nn.Module,
+    optimizer: PrivateOptimizer,
+    loader: PrivateLoader,
+    loss_fn: _LossFn,
+    reduction: str,
+    *,
+    compile: bool,
+) -> tuple[Iterable[Callable[[], Any]], bool]:
+    """Returns what makes each step, and whether by a backward; attaches the model, and probes it and the loss."""
     attached = is_attached(model)
     if attached:
         require_sound(model, loss_fn, loader)
@@ -181,50 +183,22 @@ def fit(
         attach_sound(model, loss_fn, loader, loss_reduction=reduction)
     note_probed(model, optimizer)
     model.train()
-    closed = (
-        None if users is not None else _closed_form(model, optimizer, loss_fn, dataset, loader)
-    )
+    closed = _closed_form(model, optimizer, loss_fn, loader)
     if closed is not None:
-        due: Iterable[Callable[[], Any]] = (
-            partial(optimizer.step_on, rows) for rows in closed.batches(loader)
-        )
-    else:
-        compiled = _compiled(model, loss_fn, loader, attached, reduction) if compile else None
-        due = _steps_on(model, optimizer, loader, loss_fn, compiled)
-    with (
-        optimizer,
-        tqdm(total=left, disable=not progress, unit="step", mininterval=0, miniters=1) as bar,
-        torch.set_grad_enabled(closed is None),
-    ):
-        shown = _Progress(bar, optimizer)
-        _make_steps(optimizer, due, saved, tell, shown, goal)
-    saved.save()
-    tell(optimizer)
-    return model.eval()
-
-
-def _require_left_out(optimizer: RowFreeOptimizer, **fixed: Any) -> None:
-    """Raises ValueError for an argument that the plan of the optimizer fixes."""
-    for name, value in fixed.items():
-        if value is not None:
-            raise ValueError(
-                f"{name} must not be given (got {check.shown(value)}): the plan of"
-                f" {type(optimizer).__name__} fixes it"
-            )
+        return (partial(optimizer.step_on, rows) for rows in closed.batches(loader)), False
+    compiled = _compiled(model, loss_fn, loader, attached, reduction) if compile else None
+    return _steps_on(model, optimizer, loader, loss_fn, compiled), True
 
 
 def _closed_form(
-    model: nn.Module,
-    optimizer: PrivateOptimizer,
-    loss_fn: _LossFn,
-    dataset: Dataset[Any],
-    loader: PrivateLoader,
-) -> Any:
+    model: nn.Module, optimizer: PrivateOptimizer, loss_fn: _LossFn, loader: PrivateLoader
+) -> ClosedForm | None:
     """Returns the rows of a linear model in closed form; None where there are none, or `step` is the caller's."""
-    if own_step(type(optimizer)) is not own_step(PrivateOptimizer):  # which expects a backward
+    own = own_step(type(optimizer)) is own_step(PrivateOptimizer)  # others expect a backward
+    if optimizer.oracle.unit == "user" or not own:
         return None
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    return closed_form(model, trained, loss_fn, dataset, loader)
+    return closed_form(model, trained, loss_fn, loader.dataset, loader)
 
 
 def _make_steps(
@@ -232,21 +206,28 @@ def _make_steps(
     due: Iterable[Callable[[], Any]],
     saved: Unsaved,
     tell: Callable[[Any], None],
-    shown: _Progress,
-    goal: int,
+    left: int,
+    *,
+    progress: bool,
 ) -> None:
     """Makes the steps that are due, until the budget is spent."""
-    optimizer.zero_grad()
-    saved.save()  # what the first step needs to be resumed: partition and thresholds
-    made = optimizer.steps
-    for make_step in due:
-        if not _made(optimizer, make_step):
-            break
-        if optimizer.steps > made:  # else it was a part of a draw
-            made = optimizer.steps
-            saved.step_made()
-            tell(optimizer)
-        shown.show(goal - optimizer.steps)
+    goal = optimizer.steps + left
+    bar = tqdm(total=left, disable=not progress, unit="step", mininterval=0, miniters=1)
+    with optimizer, bar:
+        shown = _Progress(bar, optimizer)
+        optimizer.zero_grad()
+        saved.save()  # what the first step needs to be resumed: partition and thresholds
+        made = optimizer.steps
+        for make_step in due:
+            if not _made(optimizer, make_step):
+                break
+            if optimizer.steps > made:  # else it was a part of a draw
+                made = optimizer.steps
+                saved.step_made()
+                tell(optimizer)
+            shown.show(goal - optimizer.steps)
+    saved.save()
+    tell(optimizer)
 
 
 def _steps_on(

@@ -43,7 +43,7 @@ def scaled_step(
     return model.weight.grad.clone()
 
 
-@pytest.mark.parametrize("rows", ["factored", "dense"])
+@pytest.mark.parametrize("rows", ["auto", "dense"])
 @pytest.mark.parametrize("scale", [SCALE, 2.0**-10, 1000.0])
 def test_rows_are_unscaled_before_the_clip(rows, scale):
     model, plain = scores(rows), scores(rows)
@@ -57,7 +57,7 @@ def test_rows_are_unscaled_before_the_clip(rows, scale):
 
 
 @pytest.mark.cases(1, 1)
-@pytest.mark.parametrize("rows", ["factored", "dense"])
+@pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_scaled_rows_never_pass_the_clip(rows):
     for scale in (3.0, 2.0**16, 2.0**-16, 1.7e5):
         for x in (X, 1e30 * X, 1e-30 * X):
@@ -75,7 +75,7 @@ def test_scaled_rows_never_pass_the_clip(rows):
             )
 
 
-@pytest.mark.parametrize("rows", ["factored", "dense"])
+@pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_a_record_that_overflows_does_not_move_the_scale(rows):
     model, scaling = scores(rows), scaler()
     optimizer = make_optimizer(model, Undeclared(3), clip=1.0)
@@ -157,7 +157,7 @@ def test_a_disabled_scaler_changes_nothing():
     torch.testing.assert_close(released[0], MEAN, **CLOSE)
 
 
-@pytest.mark.parametrize("rows", ["factored", "dense"])
+@pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_a_mean_loss_under_autocast_is_refused(rows):
     """The 1/B of a mean loss would be rounded to 8 bits: one record more would move the rows of all."""
     model = dp.attach(nn.Linear(2, 1), rows=rows)
@@ -169,7 +169,7 @@ def test_a_mean_loss_under_autocast_is_refused(rows):
         out.float().mean().backward()
 
 
-@pytest.mark.parametrize("rows", ["factored", "dense"])
+@pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_a_sum_loss_under_autocast_trains(rows):
     model = scores(rows)
     optimizer = make_optimizer(model, Undeclared(3))

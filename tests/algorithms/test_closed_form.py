@@ -19,7 +19,6 @@ from tests.streams import picks
 from torch_dpsco import native
 from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Shuffled
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.rows import LinearBlock
 from torch_dpsco.rows import closed_form as module
 from torch_dpsco.rows.closed_form import closed_form
 from torch_dpsco.sampling import PrivateLoader, samplers
@@ -42,18 +41,15 @@ LOSSES: dict[str, tuple[Any, int]] = {
 
 @pytest.fixture(
     autouse=True,
-    params=[("torch", 0), ("torch", 2**16), ("C", 0)],
-    ids=["as it is", "extended", "in C"],
+    params=["torch", "C"],
 )
-def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Up to how many numbers a data set is taken in float64, with a column of ones, without the accelerator."""
-    where, few = request.param
-    monkeypatch.setattr(module, "_FEW", few)
-    if where == "torch":
+def where(request: pytest.FixtureRequest) -> str:
+    """Where rows are made: by torch, or by the accelerator."""
+    if request.param == "torch":
         request.getfixturevalue("in_torch")
     elif not native.is_available():
         pytest.skip(f"the accelerator is {native.status()}")
-    return int(few)
+    return str(request.param)
 
 
 def targets_of(loss: Any, n: int = N) -> Tensor:
@@ -506,23 +502,6 @@ def test_targets_that_are_a_column_of_a_table_are_those_of_their_records(name: s
 
     assert not table[:, D : D + 1].is_contiguous()
     assert torch.equal(trained(table[:, D : D + 1]), trained(targets))
-
-
-@pytest.mark.parametrize("records_in_truth", [1, N, 4 * N])
-def test_the_arithmetic_of_a_fused_fit_does_not_depend_on_the_private_number_of_records(
-    monkeypatch: pytest.MonkeyPatch, few: int, records_in_truth: int
-) -> None:
-    monkeypatch.setattr(module, "_FEW", N * D if few else 0)
-    model = dp.attach(linear())
-    optimizer = optimizer_of(model, Poisson(20, N), adjacency="add_remove")
-    dataset = records(BCE, records_in_truth)
-    found = closed_form(model, list(model.parameters()), BCE, dataset, optimizer.loader(dataset))
-    assert found is not None
-    for rows in found.batches(optimizer.loader(dataset, steps=1, padding=False)):
-        (block,) = rows.blocks
-        assert isinstance(block, LinearBlock)
-        assert block.extended == bool(few)
-        assert block.slopes.dtype == (torch.float64 if few else torch.float32)
 
 
 def test_empty_draws_are_steps_of_noise() -> None:

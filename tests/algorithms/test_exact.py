@@ -82,7 +82,7 @@ def test_public_constants():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("rows", ["factored", "dense"])
+@pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_training_is_that_of_plain_gradient_descent(reduction, rows):
     torch.manual_seed(0)
     plain, x = nn.Linear(3, 1), torch.randn(4, 3)

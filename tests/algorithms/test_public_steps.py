@@ -252,20 +252,6 @@ def test_momentum_and_average_are_moved_exactly() -> None:
         torch.testing.assert_close(optimizer.state[model.weight][name], value + 1.0)
 
 
-def test_what_torch_keeps_of_momentum_stays_and_averages_of_asgd_move() -> None:
-    model = dp.attach(nn.Linear(DIM, 1))
-    inner = torch.optim.ASGD(model.parameters(), lr=0.1, t0=0)
-    plan = dp.ClippedSGD.plan(
-        n=N, clip=1.0, noise_multiplier=0.0, sampling="full", steps=4, lr=0.1
-    )
-    optimizer = dp.ClippedSGD(inner.param_groups, plan, rule=dp.rules.TorchRule(inner))
-    step(model, optimizer)
-    before = inner.state[model.weight]["ax"].clone()
-    with dp.public(model), torch.no_grad():
-        model.weight.add_(1.0)
-    torch.testing.assert_close(inner.state[model.weight]["ax"], before + 1.0)
-
-
 def test_a_public_move_ends_in_the_feasible_set() -> None:
     model = dp.attach(nn.Linear(DIM, 1, bias=False))
     plan = dp.ClippedSGD.plan(

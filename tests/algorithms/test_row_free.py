@@ -282,12 +282,6 @@ def test_a_data_set_that_is_no_map_of_pairs_is_refused(item: Any) -> None:
         next(iter(run.opt.loader(Items(item))))
 
 
-def test_physical_batches_are_refused() -> None:
-    run = make()
-    with refused(run, PrivacyError, r"whole batches.*\(got BoundedLoader\)"):
-        dp.sampling.PhysicalBatches(run.opt.loader(records()), 2)
-
-
 def test_other_data_sets_and_collate_functions_deliver_the_same_batches() -> None:
     features, labels = records().tensors
     listed = [(features[k].tolist(), float(labels[k])) for k in range(N)]

@@ -77,7 +77,7 @@ def test_a_skipped_batch_is_charged_or_refused():
         assert opt.accountant.get_mu() ** 2 >= mu_of_one**2 * max(used.values()) * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("rows", ["factored", "dense"])
+@pytest.mark.parametrize("rows", ["auto", "dense"])
 @pytest.mark.parametrize("sizes", [(2, 3, 2), (3, 3, 3)])
 def test_rows_of_different_passes_are_never_joined(rows, sizes):
     first, both, last = sizes
@@ -103,7 +103,7 @@ def test_rows_of_different_passes_are_never_joined(rows, sizes):
     assert moved <= oracle.sensitivity("replace_one")
 
 
-@pytest.mark.parametrize("rows", ["factored", "dense"])
+@pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_a_record_with_several_rows_is_refused_without_a_declared_sampling(rows):
     def weight(value: float) -> torch.Tensor:
         model = dp.attach(Folded(), rows=rows, loss_reduction="sum")
@@ -120,7 +120,7 @@ def test_a_record_with_several_rows_is_refused_without_a_declared_sampling(rows)
         weight(1e3)
 
 
-@pytest.mark.parametrize("rows", ["factored", "dense"])
+@pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_more_rows_than_a_batch_has_are_refused_without_a_declared_sampling(rows):
     model = dp.attach(nn.Linear(1, 1), rows=rows, loss_reduction="sum")
     opt = make_optimizer(model, Undeclared(2))

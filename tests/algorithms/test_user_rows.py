@@ -104,7 +104,7 @@ def test_more_users_than_the_filter_is_for_are_refused():
                 oracle.release(torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("rows", ["factored", "dense"])
+@pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_rows_of_a_mean_loss_are_known_and_refused_where_users_are_compared(rows):
     """Three records instead of two change the last bits of the other users' rows: 1/B is rounded."""
     x = torch.tensor([[0.1], [0.7], [0.3]])

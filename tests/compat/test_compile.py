@@ -203,7 +203,7 @@ def recorded_kinds() -> nn.Module:
 @pytest.mark.weekly
 @WHEN
 def test_all_layers_that_record_their_rows_do_so_in_compiled_models(when):
-    run = compiled(recorded_kinds(), when, "factored", "mean", backend="aot_eager")
+    run = compiled(recorded_kinds(), when, "auto", "mean", backend="aot_eager")
     for size in SIZES[:3]:
         x = torch.randint(5, (size, TIMES), generator=torch.Generator().manual_seed(size))
         found = rows_recorded(Case(recorded_kinds, tuple), run, (x,), "mean")

@@ -168,7 +168,7 @@ def test_parameters_that_are_exchanged_after_attach_are_refused(rows):
     with pytest.raises(SequenceError, match="assign=True"):
         CASE.losses(model, CASE.batch())
     assert len(optimizer.accountant) == 0
-    model = dp.attach(nn.Linear(DIM, 1), rows="factored", loss_reduction="sum")
+    model = dp.attach(nn.Linear(DIM, 1), loss_reduction="sum")
     optimizer = private_optimizer(model, dp.Full(RECORDS))
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
     for (x,) in optimizer.loader(

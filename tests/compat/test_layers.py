@@ -435,7 +435,7 @@ def test_rows_are_those_of_the_records_alone(name, rows):
 @pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("name", FACTORED_CASES)
 def test_rows_of_factored_layers_are_those_of_the_records_alone(name):
-    assert_sound(FACTORED_CASES[name], "factored")
+    assert_sound(FACTORED_CASES[name], "auto")
 
 
 def assert_sound(case: Case, rows: str) -> None:

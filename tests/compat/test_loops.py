@@ -112,15 +112,13 @@ def by_loader(run: Run) -> Iterator[tuple[Batch, Callable[[], None]]]:
 
 
 def by_physical_batches(run: Run) -> Iterator[tuple[Batch, Callable[[], None]]]:
-    with dp.sampling.PhysicalBatches(run.loader(), 2) as batches:
-        for batch in batches:
-            yield tuple(batch), run.optimizer.step
+    for batch in run.loader().in_parts(2):
+        yield tuple(batch), run.optimizer.step
 
 
 def by_physical_batches_with_workers(run: Run) -> Iterator[tuple[Batch, Callable[[], None]]]:
-    with dp.sampling.PhysicalBatches(run.loader(num_workers=2), 2) as batches:
-        for batch in batches:
-            yield tuple(batch), run.optimizer.step
+    for batch in run.loader(num_workers=2).in_parts(2):
+        yield tuple(batch), run.optimizer.step
 
 
 def by_opacus(run: Run) -> Iterator[tuple[Batch, Callable[[], None]]]:
@@ -324,7 +322,7 @@ def linear() -> nn.Sequential:
 
 
 def test_two_forwards_of_parts_before_one_backward_are_right_or_refused():
-    for rows in ("factored", "dense"):
+    for rows in ("auto", "dense"):
         model = dp.attach(linear(), rows=rows, loss_reduction="sum")
         optimizer = private_optimizer(model, dp.Full(N))
         for x, y in optimizer.loader(dataset(), steps=1, padding=False):

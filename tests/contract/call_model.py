@@ -256,7 +256,7 @@ class Calls(RuleBasedStateMachine):
             )
             s.stream = Stream(source, manager.__enter__(), parts=True)
         elif kind == "physical batches":
-            s.stream = Stream(source, dp.sampling.PhysicalBatches(source.loader, 2))
+            s.stream = Stream(source, source.loader.in_parts(2))
         else:
             s.stream = Stream(source, source.loader)
 

@@ -229,7 +229,7 @@ def uses(model: nn.Linear) -> list[int]:
 @pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_a_backward_of_an_earlier_batch_is_refused(rows: str) -> None:
     model, opt, data = run(rows)
-    chunks = iter(dp.sampling.PhysicalBatches(opt.loader(data, steps=2), 3))
+    chunks = iter(opt.loader(data, steps=2).in_parts(3))
     loss = model(next(chunks)[0]).sum()
     loss.backward(retain_graph=True)
     opt.step()  # adds a part of the draw

@@ -30,7 +30,6 @@ from tests.doctor.scripts import (
 )
 from tests.doctor.scripts import with_opacus as opacus
 from torch_dpsco.rules import SGD
-from torch_dpsco.sampling import PhysicalBatches
 from torch_dpsco.step.oracle import Clipped
 
 RATE = BATCH / N
@@ -122,9 +121,8 @@ def bound(parts: Parts) -> Any:
 
 
 WAYS = {
-    "physical": lambda parts: PhysicalBatches(parts.loader, 4),
+    "physical": lambda parts: parts.loader.in_parts(4),
     "bound": bound,
-    "bound physical": lambda parts: PhysicalBatches(bound(parts), 4),
     "memory manager": lambda parts: BatchMemoryManager(
         data_loader=parts.loader, max_physical_batch_size=4, optimizer=parts.optimizer
     ),

@@ -60,17 +60,16 @@ def loader() -> dp.sampling.PrivateLoader:
     )
 
 
+simple(
+    "dp.sampling.PrivateLoader.in_parts",
+    lambda physical_batch_size: loader().in_parts(physical_batch_size),
+    physical_batch_size=4,
+)
 CALLS["dp.sampling.PrivateLoader"] = lambda: (
     dp.sampling.PrivateLoader,
     {"dataset": records(24), "sampler": make_sampler(dp.Poisson(6, 24), size=24, steps=1)},
 )
 simple("dp.sampling.RecordIds", dp.sampling.RecordIds, ids=["a", "b"], records=2)
-simple(
-    "dp.sampling.PhysicalBatches",
-    dp.sampling.PhysicalBatches,
-    loader=lambda: loader(),
-    physical_batch_size=4,
-)
 
 simple("dp.loggers.Logger", dp.loggers.Logger, write=print, every=5, delta=1e-3)
 

@@ -110,7 +110,7 @@ def test_rows_of_a_registered_layer_are_those_of_single_records(
         torch.autograd.grad(losses(plain(x[i : i + 1])).sum(), list(plain.parameters()))
         for i in range(4)
     ]
-    ours = dp.attach(copy.deepcopy(plain), rows="factored", loss_reduction=reduction)
+    ours = dp.attach(copy.deepcopy(plain), loss_reduction=reduction)
     for twin in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         getattr(losses(twin(x)), reduction)().backward()
         rows = GradBatch.consume(list(twin.parameters()))

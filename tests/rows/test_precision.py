@@ -86,12 +86,11 @@ def test_a_mean_loss_in_reduced_matmul_precision_is_refused(rows, setting):
 
 @pytest.mark.parametrize("variable", ["ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"])
 def test_a_variable_that_lets_cpu_kernels_round_counts_like_a_switch(monkeypatch, variable):
-    model, before = dp.attach(_two_layers()), precision.switches()
+    model = dp.attach(_two_layers())
     monkeypatch.setenv(variable, "strict")
     gradients(model, torch.ones(4, 8), "mean")
     monkeypatch.setenv(variable, "BF16")
     assert not precision.products_are_exact()
-    assert precision.switches() != before
     with pytest.raises(
         SequenceError, match=f"variable {variable}=BF16 rounds its 1/B.*unset {variable}"
     ):

@@ -71,7 +71,7 @@ def test_before_the_first_step_the_answer_is_the_start_and_the_state_is_empty() 
     (p,) = parameters(3)
     assert torch.equal(Accelerated().answer(p, defaultdict(dict)), p.detach())
     assert Accelerated().state_dict() == {}
-    assert Accelerated().settings() == {"rule": "Accelerated"}
+    assert Accelerated().settings() == {"rule": "Accelerated", "average": "last"}
 
 
 def test_a_new_phase_starts_anew_at_its_first_step() -> None:

@@ -120,4 +120,7 @@ def test_a_parameter_unfrozen_later_is_anchored_where_it_stands() -> None:
 def test_before_the_first_step_the_answer_is_the_start() -> None:
     walk = Walk([dp.Phase(1)])
     assert torch.equal(walk.rule.answer(walk.params[0], walk.state), walk.params[0].detach())
-    assert (walk.rule.settings(), walk.rule.state_dict()) == ({"rule": "Anchored"}, {})
+    assert (walk.rule.settings(), walk.rule.state_dict()) == (
+        {"rule": "Anchored", "average": "last"},
+        {},
+    )

@@ -113,6 +113,7 @@ def test_settings_are_plain_numbers_that_tell_rules_apart() -> None:
     rule = ScheduledSGD(torch.tensor([1.0, 0.5]).tolist(), (1, 2))
     assert rule.settings() == {
         "rule": "ScheduledSGD",
+        "average": "last",
         "factors": [1.0, 0.5],
         "weights": [1.0, 2.0],
     }

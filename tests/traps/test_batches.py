@@ -19,7 +19,7 @@ from tests.traps.naive import Script, opacus_script
 from torch_dpsco.errors import SequenceError, UnitError
 from torch_dpsco.sampling import RankSampler, make_sampler
 
-ROWS = pytest.mark.parametrize("rows", ["factored", "dense"])
+ROWS = pytest.mark.parametrize("rows", ["auto", "dense"])
 WORKERS = pytest.mark.filterwarnings(
     "ignore:This process .* is multi-threaded:DeprecationWarning"
 )
@@ -47,12 +47,6 @@ def naive_release_after_an_interruption(first: float) -> Tensor:
 Parts = Callable[[dp.PrivateOptimizer, Any], Iterable[Any]]
 PARTS: dict[str, Parts] = {
     "loader": lambda ours, data: ours.loader(data, steps=1, physical_batch_size=1),
-    "PhysicalBatches": lambda ours, data: dp.sampling.PhysicalBatches(
-        ours.loader(data, steps=1), 1
-    ),
-    "PhysicalBatches of a DataLoader": lambda ours, data: dp.sampling.PhysicalBatches(
-        own_loader(ours, data), 1
-    ),
     "BatchMemoryManager": lambda ours, data: managed(ours, ours.loader(data, steps=1)),
     "BatchMemoryManager of a DataLoader": lambda ours, data: managed(
         ours, own_loader(ours, data)

@@ -17,7 +17,7 @@ from tests.traps.naive import opacus_script, plain
 from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.errors import PrivacyError, SequenceError
 
-ROWS = pytest.mark.parametrize("rows", ["factored", "dense"])
+ROWS = pytest.mark.parametrize("rows", ["auto", "dense"])
 
 
 # -- T7 ---------------------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def test_t08_a_regularizer_has_its_full_weight_whatever_the_batch(rows: str) -> 
     nn.init.ones_(model.weight)
     ours = make_optimizer(model, Undeclared(4), noise=1.0)
     words = {
-        "factored": r"give a regularizer .* to the optimizer instead \(reg=, prox=\)",
+        "auto": r"give a regularizer .* to the optimizer instead \(reg=, prox=\)",
         "dense": r"the loss has a term on the weights \(give reg= or prox= to the optimizer instead\)",
     }
     with pytest.raises(SequenceError, match=words[rows]):

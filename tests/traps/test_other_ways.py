@@ -21,7 +21,7 @@ def part(model: torch.nn.Linear, optimizer: dp.PrivateOptimizer, batches: object
     optimizer.step()
 
 
-@pytest.mark.parametrize("rows", ["factored", "dense"])
+@pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_parts_of_two_iterations_are_never_joined(rows: str) -> None:
     model = scores(1, rows)
     ours = make_optimizer(model, dp.Full(4))
@@ -39,7 +39,7 @@ def test_parts_of_two_iterations_are_never_joined(rows: str) -> None:
     assert len(ours.accountant) == ours.steps == 1
 
 
-@pytest.mark.parametrize("rows", ["factored", "dense"])
+@pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_another_draw_never_takes_the_place_of_one_in_progress(rows: str) -> None:
     model = scores(1, rows)
     ours = make_optimizer(model, dp.Full(4))
@@ -54,13 +54,13 @@ def test_another_draw_never_takes_the_place_of_one_in_progress(rows: str) -> Non
     assert len(ours.accountant) == ours.steps == 2
 
 
-@pytest.mark.parametrize("rows", ["factored", "dense"])
+@pytest.mark.parametrize("rows", ["auto", "dense"])
 def test_the_rest_of_a_draw_that_was_used_up_is_refused(rows: str) -> None:
     """Else a step with too few rows would give it up, and the next iteration would deliver the used draw again."""
     model = scores(1, rows)
     ours = make_optimizer(model, dp.Fixed(10, 200))
     loader = ours.loader(column(*range(200)), steps=5)
-    older = iter(dp.sampling.PhysicalBatches(loader, 2))
+    older = iter(loader.in_parts(2))
     part(model, ours, older)
     ours.discard()
     newest = iter(loader)

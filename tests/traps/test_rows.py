@@ -20,7 +20,7 @@ from tests.traps.naive import Scores, opacus_script, plain, sgd
 from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.errors import PrivacyError, SequenceError, UtilityWarning
 
-ROWS = pytest.mark.parametrize("rows", ["factored", "dense"])
+ROWS = pytest.mark.parametrize("rows", ["auto", "dense"])
 
 
 # -- T5 ---------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.errors import PrivacyError, SequenceError
 
 RECORD = torch.tensor([[100.0]])
-ROWS = pytest.mark.parametrize("rows", ["factored", "dense"])
+ROWS = pytest.mark.parametrize("rows", ["auto", "dense"])
 
 
 def assert_nothing_happened(model: nn.Module, optimizer: dp.PrivateOptimizer) -> None:
@@ -76,8 +76,8 @@ def wrapped_by_hand(
 )
 @pytest.mark.parametrize(
     "wrap",
-    [wrapped_by_make_private, wrapped_by_hand("factored"), wrapped_by_hand("dense")],
-    ids=["make_private", "factored", "dense"],
+    [wrapped_by_make_private, wrapped_by_hand("auto"), wrapped_by_hand("dense")],
+    ids=["make_private", "auto", "dense"],
 )
 def test_t01_a_private_optimizer_cannot_be_wrapped_by_opacus(wrap: Any, design: Any) -> None:
     """T1: an optimizer that reads per-sample gradients is given to make_private.

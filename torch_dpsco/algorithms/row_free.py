@@ -304,7 +304,8 @@ class RowFreeOptimizer(AnswerOptimizer):
         self._given_up = True
         self.state.clear()
         with torch.no_grad():
-            compat.foreach_zero_(self._params)
+            for p in self._params:
+                p.zero_()
         self._kept.note()
         self.discard()
         # PRIVACY: (test_a_gradient_above_the_promised_bound_ends_the_run_and_charges_it)

@@ -301,7 +301,6 @@ class Backwards:
     """
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
-        compat.require_torch()
         self._params = params
         self._counts = [0] * len(params)
         self._seen: list[Tensor | None] = [None] * len(params)

@@ -293,9 +293,13 @@ class UserClipped(UserMean):
 
     def release(self, generator: Source) -> Release:
         """Clips the users' means and adds noise."""
-        return self.clip_users().release(generator)
+        return self.summed().release(generator)
 
-    def clip_users(self) -> ClippedMean:
+    def adding(self) -> ClippedMean | None:
+        """Returns the oracle that clips and adds users' means."""
+        return self._clipping.adding()
+
+    def summed(self) -> ClippedMean:
         """Returns the oracle of the clipped mean, which has added the users of this process."""
         means, items = self._users.take()
         # PRIVACY: before the clip, which then bounds every user (test_no_user_moves_the_mean_past_the_sensitivity)

@@ -17,7 +17,7 @@ from torch_dpsco._loaded import of_opacus
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.rows.attach import is_attached
-from torch_dpsco.sampling import BoundedLoader, PhysicalBatches, bounded
+from torch_dpsco.sampling import BoundedLoader, bounded
 from torch_dpsco.step.step import PrivateOptimizer
 
 NO_RECORD = object()
@@ -120,7 +120,7 @@ class Script:
     def source(self) -> Any:
         """The loader behind those that split or bound its batches."""
         loader = self.loader
-        if isinstance(loader, (BoundedLoader, PhysicalBatches)):
+        if isinstance(loader, BoundedLoader):
             loader = loader._loader
         return loader.data_loader if isinstance(loader, of_opacus(_SPLITS)) else loader
 

@@ -41,7 +41,7 @@ from torch_dpsco.make_private import attach_sound, require_replaceable
 from torch_dpsco.problem import Phase
 from torch_dpsco.rows.attach import require_supported
 from torch_dpsco.rules import Groups, State, TorchRule, trained
-from torch_dpsco.sampling import PhysicalBatches, PrivateLoader
+from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.step.checks import number_of_records, require_same_parameters
 from torch_dpsco.step.run import CommonOptimizer
 
@@ -409,9 +409,9 @@ class BatchMemoryManager:
         self, *, data_loader: PrivateLoader, max_physical_batch_size: int, optimizer: DPOptimizer
     ) -> None:
         most = check.positive_count(max_physical_batch_size=max_physical_batch_size)
-        self._parts = PhysicalBatches(data_loader, most)
+        self._parts = data_loader.in_parts(most)
 
-    def __enter__(self) -> PhysicalBatches:
+    def __enter__(self) -> PrivateLoader:
         return self._parts
 
     def __exit__(

@@ -38,13 +38,13 @@ from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.algorithms.heavy_plan import ClippedPlan
 from torch_dpsco.algorithms.heavy_tailed import ClippedSGD
 from torch_dpsco.compat import tree_leaves
-from torch_dpsco.distributed import world_size
 from torch_dpsco.errors import SequenceError, UnknownSamplerError
 from torch_dpsco.losses.base import per_record
 from torch_dpsco.make_private import PART, WEIGHTS, attach_sound, note_probed
 from torch_dpsco.rows.attach import detach, is_attached
 from torch_dpsco.rules import TorchRule
 from torch_dpsco.show.loggers import public_numbers
+from torch_dpsco.step.distributed import world_size
 from torch_dpsco.step.run import CommonOptimizer
 from torch_dpsco.train import Checkpoint
 

@@ -26,14 +26,13 @@ from torch import nn
 from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco._loaded import of_opacus
-from torch_dpsco.compat import BatchNorm, DropoutNd, require_torch
+from torch_dpsco.compat import BatchNorm, DropoutNd
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.native import HALF
 from torch_dpsco.rows.batch import clear_rows
 from torch_dpsco.rows.first_step import FirstStep
 from torch_dpsco.rows.forwards import Attachment, PassCounter
 from torch_dpsco.rows.layers.kinds import (
-    RECORDED,
     SHORTCUTS,
     can_record,
     is_recorded,
@@ -92,8 +91,7 @@ def attach(
         model: any module whose layers Opacus can sample, without batch normalization; call the model itself, not its
             parts, so that rows of different forwards can be told apart.
         rows: "auto" lets layers that own their parameters and are of a kind in `rows.layers.kinds.RECORDED` record
-            their rows, and takes Opacus' rows elsewhere; "dense" takes Opacus' rows everywhere; "factored" raises
-            where layers cannot record.
+            their rows, and takes Opacus' rows elsewhere; "dense" takes Opacus' rows everywhere.
         loss_reduction: "mean" or "sum", how the training loss reduces over the batch.
         batch_first: whether the batch is the first dimension of the inputs.
         check_first_step: whether to look in the first training step, on synthetic records, for records that reach each
@@ -112,9 +110,8 @@ def attach(
         >>> type(model).__name__, is_attached(model), list(model.state_dict())
         ('Linear', True, ['weight', 'bias'])
     """
-    check.choice(("auto", "dense", "factored"), rows=rows)
+    check.choice(("auto", "dense"), rows=rows)
     check.choice(("mean", "sum"), loss_reduction=loss_reduction)
-    require_torch()
     if _is_part_of_attached(model):
         raise SequenceError(
             "model is attached already: call dp.detach(model) first to attach it in another way; a"
@@ -128,15 +125,7 @@ def attach(
             "loss_reduction must be 'sum' for half-precision parameters (got 'mean'): use a loss"
             " that sums over the batch"
         )
-    factored = _factorable(model) if rows in ("auto", "factored") and batch_first else []
-    if rows == "factored":
-        for name, m in trainable_layers(model):
-            if m not in factored:
-                raise ValueError(
-                    "rows='factored' needs layers that own their parameters, of the kinds "
-                    f"{', '.join(kind.__name__ for kind in RECORDED)} (got {type(m).__name__}"
-                    f" {name!r})"
-                )
+    factored = _factorable(model) if rows == "auto" and batch_first else []
     passes = PassCounter()
     mean = loss_reduction == "mean"
     first = FirstStep(check_first_step, loss_reduction, 0 if batch_first else 1)
@@ -339,13 +328,10 @@ def _require_plain_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) 
 
 def _require_samplable(name: str, module: nn.Module) -> None:
     layer = f"{type(module).__name__} {name!r}"
-    if isinstance(module, (nn.MultiheadAttention, nn.LSTM, nn.GRU)):
+    if isinstance(module, (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)):
         raise ValueError(
-            f"{layer} has no per-sample gradients: {_FIX} replaces it by a layer that has"
-        )
-    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-        raise ValueError(
-            f"{layer} has no per-sample gradients: use DPRNN, DPGRU or DPLSTM of opacus.layers"
+            f"{layer} has no per-sample gradients: use its like of opacus.layers, as"
+            f" DPMultiheadAttention, DPRNN, DPGRU or DPLSTM ({_FIX} puts them into a model)"
         )
     if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
         raise ValueError(

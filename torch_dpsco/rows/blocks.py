@@ -630,17 +630,13 @@ class LinearBlock(Block):
         features: (B, d) x_i.
         slopes: (B,) derivatives of the losses in the score.
         factors: (B,) upper bounds of |(x_i, 1)|, see `linear_factors`; None computes them.
-        extended: whether the features are (x_i, 1), (B, d + 1).
     """
 
-    def __init__(
-        self, features: Tensor, slopes: Tensor, factors: Tensor | None, extended: bool = False
-    ) -> None:
+    def __init__(self, features: Tensor, slopes: Tensor, factors: Tensor | None) -> None:
         self.features = features
         self.slopes = slopes
         self._factors = factors
-        self.extended = extended
-        self.shapes = [torch.Size([1, features.shape[1] - extended]), torch.Size([1])]
+        self.shapes = [torch.Size([1, features.shape[1]]), torch.Size([1])]
 
     def __len__(self) -> int:
         return self.slopes.shape[0]
@@ -665,7 +661,7 @@ class LinearBlock(Block):
             (d + 1,) float64, or None where the accelerator is missing, or does not suit.
         """
         single = self.slopes.dtype is torch.float32
-        if self.extended or not single or not native.suits(self.features):
+        if not single or not native.suits(self.features):
             return None
         factors = None if self._factors is None else self._factors.double().contiguous()
         total = torch.zeros(self.features.shape[1] + 1, dtype=torch.float64)
@@ -684,15 +680,16 @@ class LinearBlock(Block):
     def select(self, index: Tensor) -> LinearBlock:
         """Returns some of the rows."""
         factors = None if self._factors is None else self._factors[index]
-        return LinearBlock(self.features[index], self.slopes[index], factors, self.extended)
+        return LinearBlock(self.features[index], self.slopes[index], factors)
 
     def dense(self) -> list[Tensor]:
         """Returns the rows of weight and bias."""
         return self._factored().dense()
 
     def _factored(self) -> FactoredBlock:
-        features = self.features[:, :-1] if self.extended else self.features
-        return FactoredBlock(features, self.slopes.unsqueeze(1), factors=self.factors.double())
+        return FactoredBlock(
+            self.features, self.slopes.unsqueeze(1), factors=self.factors.double()
+        )
 
 
 class SequenceBlock(Block):

@@ -40,8 +40,6 @@ from torch_dpsco.sampling import PrivateLoader
 # scores (B, K) or (B,), targets -> derivatives of the losses, as scores
 _Slope = Callable[[Tensor, Tensor], Tensor]
 _BLOCK_ROWS = 8192
-# numbers of a small data set: float64 is faster than its conversions, one matrix than two sums
-_FEW = 2**16
 
 
 class ClosedForm:
@@ -52,11 +50,10 @@ class ClosedForm:
         slope: derivative of the loss of a record in its scores.
         features: (n, d) of the layer's dtype and device.
         targets: as `slope` takes them: (n,) for one score.
-        size: public size of the data set.
     """
 
     def __init__(
-        self, layer: nn.Linear, slope: _Slope, features: Tensor, targets: Tensor, size: int
+        self, layer: nn.Linear, slope: _Slope, features: Tensor, targets: Tensor
     ) -> None:
         self._slope = slope
         self._params: tuple[Tensor, Tensor | None] = layer.weight, layer._parameters["bias"]
@@ -66,7 +63,6 @@ class ClosedForm:
         self._trained = {"weight": weight, "bias": bias}
         self._columns = [features, targets.contiguous()]
         self._rows: Callable[..., GradBatch] = self._factored
-        self._extended = False  # whether features have a 1 more
         if weight and bias and layer.out_features == 1:
             self._columns.append(
                 torch.cat([linear_factors(part) for part in features.split(_BLOCK_ROWS)])
@@ -75,12 +71,6 @@ class ClosedForm:
             if native.suits(features) and layer.weight.is_contiguous() and slope in _IN_C:
                 self._rows = self._scored
                 return
-            # PRIVACY: by its public size, so that a record more never changes the arithmetic of all others
-            # (test_the_arithmetic_of_a_fused_fit_does_not_depend_on_the_private_number_of_records)
-            self._extended = size * features.shape[1] <= _FEW
-            if self._extended:
-                x, *others = (column.double() for column in self._columns)
-                self._columns = [torch.cat([x, x.new_ones(len(x), 1)], dim=1), *others]
         elif weight:
             factors = [input_factors(part, bias=bias) for part in features.split(_BLOCK_ROWS)]
             self._columns.append(torch.cat(factors))
@@ -100,13 +90,8 @@ class ClosedForm:
         weight, bias = self._params
         assert bias is not None
         # a product with a vector is several times faster than one with a matrix of one row
-        if self._extended:
-            scores = torch.mv(features, torch.cat((weight.squeeze(0), bias)).double())
-        else:
-            scores = torch.mv(features, weight.squeeze(0)).add_(bias)
-        return GradBatch(
-            [LinearBlock(features, self._slope(scores, targets), factors, self._extended)]
-        )
+        scores = torch.mv(features, weight.squeeze(0)).add_(bias)
+        return GradBatch([LinearBlock(features, self._slope(scores, targets), factors)])
 
     def _factored(
         self, features: Tensor, targets: Tensor, factors: Tensor | None = None
@@ -128,8 +113,6 @@ class _Scored(LinearBlock):
         slope: one of `_IN_C`.
         index: of the records, -1 for a row of zeros; None for all in their order.
     """
-
-    extended = False
 
     def __init__(
         self,
@@ -229,7 +212,7 @@ def closed_form(
     found = _slope_of(loss_fn, model.out_features, targets, weight.dtype, mean=mean)
     if found is None:
         return None
-    return ClosedForm(model, found[0], features, found[1], loader.design.n)
+    return ClosedForm(model, found[0], features, found[1])
 
 
 def _is_changed(model: nn.Linear, loss_fn: Any) -> bool:

@@ -373,6 +373,12 @@ def _begin(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         attachment.hook_parameters()
     if attachment.passes.paused or not model.training:
         return None
+    if list(model.modules()) != attachment.layers:
+        raise SequenceError(
+            "modules of an attached model must be those that it had at dp.attach (a shallow copy of"
+            " a layer runs the layer that it was copied from): attach the model after such changes,"
+            " and copy by copy.deepcopy"
+        )
     leaves_rows = torch.is_grad_enabled()
     attachment.carried.begin((args, kwargs), leaves_rows=leaves_rows)
     if not leaves_rows:

@@ -35,8 +35,6 @@ from torch_dpsco.native import require_full_precision
 from torch_dpsco.rows.forwards import NO_FORWARD, PassCounter
 from torch_dpsco.rows.layers.recorded import refuse_unknown
 
-compat.require_opacus()
-
 _RECURRENT = (DPRNN, DPLSTM, DPGRU)
 # inside of Opacus' own layers, whose inputs are laid out in another way
 _OWN_LAYOUT = (RNNLinear, SequenceBias)

@@ -4,7 +4,6 @@ from torch_dpsco.sampling.datasets import Spilled
 from torch_dpsco.sampling.loader import (
     BoundedLoader,
     Isolation,
-    PhysicalBatches,
     PrivateLoader,
     Slots,
     UserLoader,
@@ -51,7 +50,6 @@ __all__ = [
     "OnePassSampler",
     "Partition",
     "PartsSampler",
-    "PhysicalBatches",
     "PoissonSampler",
     "PrivateLoader",
     "RankAssignedSampler",

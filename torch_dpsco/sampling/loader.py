@@ -41,7 +41,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco._doors import typed
 from torch_dpsco.accounting.designs import Assigned, AssignedParts, Design, Full, Parts, Poisson
 from torch_dpsco.compat import tree_leaves, tree_map
-from torch_dpsco.errors import UnitError, UnknownSamplerError
+from torch_dpsco.errors import UnitError
 from torch_dpsco.losses.table import enforce_bounds
 from torch_dpsco.noise import Stream, sampling_generator
 from torch_dpsco.sampling.datasets import Gathered, one_by_one
@@ -163,6 +163,14 @@ class PrivateLoader:
     def __len__(self) -> int:
         """Draws per iteration."""
         return len(self.batch_sampler)
+
+    def in_parts(self, physical_batch_size: int) -> PrivateLoader:
+        """Returns a loader of the same draws, each delivered in chunks of at most that many rows."""
+        parts = copy.copy(self)
+        parts.physical_batch_size = check.positive_count(physical_batch_size=physical_batch_size)
+        if self.slots is not None:
+            parts.slots = self.slots.of_size(physical_batch_size)
+        return parts
 
     def contents(self) -> Iterator[Any]:
         """Yields everything that is drawn from, in order."""
@@ -311,78 +319,6 @@ def _gathered(
             continue
         index = torch.from_numpy(part)
         yield [t.index_select(0, index.to(t.device)) for t in tensors]
-
-
-@typed
-class PhysicalBatches:
-    """Delivers the draws of a loader in chunks that fit into memory: one release per draw, made by its last chunk.
-
-    The counterpart of Opacus' BatchMemoryManager. Each chunk carries its own "last of the draw" flag, so that workers
-    and broken-off epochs cannot shift it; the loop calls `optimizer.step()` for every chunk.
-
-    Args:
-        loader: `optimizer.loader(dataset)`, or a DataLoader bound to the optimizer.
-        physical_batch_size: most rows of a chunk, >= 1.
-
-    Raises:
-        UnknownSamplerError: the loader does not draw by a sampler of torch_dpsco.
-
-    Example:
-        >>> from torch_dpsco.accounting.designs import Full
-        >>> from torch_dpsco.sampling import FullSampler
-        >>> loader = PrivateLoader(TensorDataset(torch.arange(5)), FullSampler(Full(5), steps=1))
-        >>> chunks = []
-        >>> with PhysicalBatches(loader, 2) as batches:
-        ...     for (x,) in batches:  # step() takes each
-        ...         chunks.append((x.tolist(), loader.batch_sampler.log.take().last))
-        ...         loader.batch_sampler.log.taken = None
-        >>> chunks
-        [([0, 1], False), ([2, 3], False), ([4], True)]
-    """
-
-    def __init__(
-        self, loader: PrivateLoader | BoundedLoader | DataLoader[Any], physical_batch_size: int
-    ) -> None:
-        sampler = getattr(loader, "batch_sampler", None)
-        if type(loader) is not PrivateLoader and isinstance(loader, PrivateLoader):
-            raise UnknownSamplerError(
-                f"loader must draw records (got {type(loader).__name__}): use optimizer.loader(...,"
-                " physical_batch_size=...)"
-            )
-        if isinstance(loader, BoundedLoader):
-            raise UnknownSamplerError(
-                "loader must be one whose optimizer adds up parts of a draw; this one needs whole"
-                " batches (got BoundedLoader)"
-            )
-        if not isinstance(sampler, DesignSampler):
-            raise UnknownSamplerError(
-                f"loader must draw by a sampler of torch_dpsco (got {type(sampler).__name__}): use"
-                " optimizer.loader(dataset), or DataLoader(dataset, batch_sampler=...) bound to"
-                " the optimizer"
-            )
-        known = loader.slots if isinstance(loader, PrivateLoader) else None
-        self._loader = PrivateLoader(
-            loader.dataset,
-            sampler,
-            physical_batch_size=physical_batch_size,
-            collate_fn=loader.collate_fn,
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory,
-            slots=None if known is None else known.of_size(physical_batch_size),
-        )
-
-    def __len__(self) -> int:
-        """Draws per iteration."""
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader)
-
-    def __enter__(self) -> PhysicalBatches:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """Ends nothing: after `optimizer.discard()` the next iteration delivers an unfinished draw again."""
 
 
 class BoundedLoader:

@@ -20,7 +20,6 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import (
     Assigned,
     AssignedParts,
@@ -36,13 +35,13 @@ from torch_dpsco.sampling.samplers import (
     DesignSampler,
     RecordIds,
     kind_of,
+    rank_of,
 )
 
 _Indices = npt.NDArray[Any]
 _KEY = 32  # bytes of the cut of an `Assigned` design
 # ends of cuts from which records draw by their ids, or places in shards
 _BY_ID, _OF_SHARDS = (b"\x01", b"\x02")
-_HELD = 1 << 24  # members of batches that are kept at a time, on average
 # PRIVACY: draws that are made at a time; with another number a resumed run would draw others
 # (test_the_draws_of_a_key_are_those_of_every_version)
 _BLOCK = 1 << 20
@@ -212,8 +211,7 @@ class AssignedSampler(_KeyedSampler):
     """Passes over batches to which each record is assigned independently and uniformly, anew in each pass.
 
     The draws of all passes come from one secret key of 256 bits: those of two passes, and of two records, are
-    independent. An iteration is one pass by default, and goes on where steps have stopped. Of more than 2^24 records
-    there is no list: all draws are made again for every 2^24 of them that are delivered.
+    independent. An iteration is one pass by default, and goes on where steps have stopped.
 
     Args:
         design: how to draw.
@@ -311,26 +309,10 @@ class AssignedSampler(_KeyedSampler):
 
     def _batches(self, cut: _Indices, k: int, first: int) -> Iterator[_Indices]:
         """Yields the members of the batches of pass k, from the first one on."""
-        batches = self.design.batches
-        most = max(1, _HELD * batches // max(1, self.size))  # at a time
-        for start in range(first, batches, most):
-            stop = min(batches, start + most)
-            yield from self._members(cut, k, start, stop)
-
-    def _members(self, cut: _Indices, k: int, start: int, stop: int) -> Iterator[_Indices]:
-        """Yields the members of some batches of pass k; all draws are made again, in blocks, and the others left."""
         own = range(self.size)[self._owned]
-        keys = [np.empty(0, dtype=np.int64)]
-        members = [np.empty(0, dtype=np.int64)]
-        begin = 0
-        for drawn in self._drawn(cut, k, len(own)):
-            kept = np.flatnonzero((drawn >= start) & (drawn < stop))
-            keys.append(drawn[kept] - start)
-            members.append(own.start + own.step * (begin + kept))
-            begin += len(drawn)
-        found = np.concatenate(members)
-        for places in _grouped(np.concatenate(keys), stop - start):
-            yield found[places]
+        drawn = np.concatenate([np.empty(0, dtype=np.int64), *self._drawn(cut, k, len(own))])
+        for places in islice(_grouped(drawn, self.design.batches), first, None):
+            yield own.start + own.step * places
 
     def _drawn(self, cut: _Indices, k: int, count: int) -> Iterator[_Indices]:
         """Yields the batches of the own records in pass k, in blocks."""
@@ -340,10 +322,8 @@ class AssignedSampler(_KeyedSampler):
             return
         # PRIVACY: draws of their own in each pass (test_each_pass_has_draws_of_its_own)
         stream = KeyedStream(key, self._label(k))
-        # the latter as versions before drew them
-        block = _BLOCK if self.design.amplification else max(1, count)
-        for begin in range(0, count, block):
-            yield stream.integers(self.design.batches, min(block, count - begin))
+        for begin in range(0, count, _BLOCK):
+            yield stream.integers(self.design.batches, min(_BLOCK, count - begin))
 
     def _label(self, k: int) -> str:
         return f"assigned {k}" if k else "assigned"
@@ -381,10 +361,7 @@ class RankAssignedSampler(AssignedSampler):
         ids: Any = None,
         own: bool = False,
     ) -> None:
-        self.processes = check.positive_count(processes=processes)
-        self.rank = check.count(rank=rank)
-        if self.rank >= self.processes:
-            raise ValueError(f"rank must be < processes={self.processes} (got {self.rank})")
+        self.rank, self.processes = rank_of(rank, processes)
         self.own = own or ids is not None
         if not self.own:
             self._owned = slice(self.rank, None, self.processes)

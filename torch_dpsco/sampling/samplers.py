@@ -320,6 +320,15 @@ def require_divisible(design: Design) -> None:
         )
 
 
+def rank_of(rank: int, processes: int) -> tuple[int, int]:
+    """Returns the rank and the number of processes; raises ValueError unless it is one of them."""
+    processes = check.positive_count(processes=processes)
+    rank = check.count(rank=rank)
+    if rank >= processes:
+        raise ValueError(f"rank must be < processes={processes} (got {rank})")
+    return rank, processes
+
+
 class RankSampler(DesignSampler):
     """Draws the positions that one of several processes owns.
 
@@ -363,10 +372,7 @@ class RankSampler(DesignSampler):
         require_divisible(design)
         super().__init__(design, size=size, steps=steps)
         self.own = self.log.own = check.choice((True, False), own=own)
-        self.processes = check.positive_count(processes=processes)
-        self.rank = check.count(rank=rank)
-        if self.rank >= self.processes:
-            raise ValueError(f"rank must be < processes={self.processes} (got {self.rank})")
+        self.rank, self.processes = rank_of(rank, processes)
         self._owned = (
             range(self.size) if self.own else range(self.rank, self.size, self.processes)
         )

@@ -25,7 +25,6 @@ from torch_dpsco.accounting.events import (
     Event,
     check_adjacency,
 )
-from torch_dpsco.distributed import world_size
 from torch_dpsco.errors import (
     AdjacencyError,
     InfeasibleError,
@@ -36,6 +35,7 @@ from torch_dpsco.errors import (
 )
 from torch_dpsco.problem import Schedule
 from torch_dpsco.rows.layers.recorded import require_whole
+from torch_dpsco.step.distributed import world_size
 from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.phased import Phased
 

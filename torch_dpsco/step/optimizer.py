@@ -24,7 +24,6 @@ from torch_dpsco.accounting.designs import Assigned, Design
 from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency, Event, Gaussian, NonPrivate
 from torch_dpsco.accounting.report import Run as PublicRun
 from torch_dpsco.accounting.statement import Statement
-from torch_dpsco.distributed import World, join, world_size
 from torch_dpsco.errors import SequenceError, UnitError
 from torch_dpsco.noise import noise_generator
 from torch_dpsco.problem import Schedule
@@ -60,6 +59,7 @@ from torch_dpsco.step.checkpoint import (
     tell_of_lost,
     unpacked,
 )
+from torch_dpsco.step.distributed import World, join, world_size
 from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.run import (
     CommonOptimizer,

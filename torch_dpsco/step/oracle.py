@@ -248,6 +248,16 @@ class MeanOracle(ABC):
         """
         return halted
 
+    def adding(self) -> ClippedMean | None:
+        """Returns the oracle whose sums of rows several processes may add, None where releases are more than sums."""
+        return None
+
+    def summed(self) -> ClippedMean:
+        """Returns `adding`, with the sum of the open batch in it."""
+        oracle = self.adding()
+        assert oracle is not None
+        return oracle
+
     @abstractmethod
     def metrics(self) -> dict[str, float]:
         """Returns public numbers about the last release."""
@@ -512,8 +522,7 @@ class ClippedMean(MeanOracle):
             precision = self._precision(clip, norms)
             weights = norms.div_(rows.factors).mul_(1.0 / self.batch_size)
             total = weighted_rows(rows.features, weights, precision)
-            if not rows.extended:
-                total = torch.cat((total, weights.sum(0, True, dtype=torch.float64)))
+            total = torch.cat((total, weights.sum(0, True, dtype=torch.float64)))
         if total.shape[0] != self._dim or not self._is_linear:
             raise ValueError(
                 f"rows must be of shapes {self._shapes}, those of the query (got one score)"
@@ -596,6 +605,13 @@ class ClippedMean(MeanOracle):
             " its values"
         )
         return (f"{self._processes} processes that trust each other {read}",)
+
+    def adding(self) -> ClippedMean | None:
+        """Returns itself, unless a subclass does more than to clip and add rows."""
+        kind = type(self)
+        own = (kind.observe, kind.release, kind.charge)
+        adds = own == (ClippedMean.observe, ClippedMean.release, ClippedMean.charge)
+        return self if adds else None
 
     def write_sum(self, out: Tensor) -> int:
         """Copies the clipped sum of own rows over batch_size into (d,) float64 zeros, and returns their number.

@@ -455,7 +455,6 @@ class PrivateOptimizer(RunOptimizer):
                 point.shape == p.shape for p, point in points.items()
             ):
                 self.prox.apply_(list(points.values()), [0.0] * len(points))
-        self.rule.carry(moves)
         self._progress.public += 1
         if self._lrs is not None:
             self._lrs = None

@@ -2,8 +2,7 @@
 
 With one group, x (B, C, ...) is cut into T patches of C k numbers, so that the rows are those of `kept`; several groups
 are formed, each from its own channels. Patches are a strided view of the padded input, copied for some records at once.
-In patches and in formed rows the channels come last in memory. Rows that take more than input and gradient are made
-after the backward, when the activations of the other layers are freed.
+In patches and in formed rows the channels come last in memory.
 
 Embeddings, recorded: rows by record and item, without a tensor of batch times items.
 
@@ -53,13 +52,10 @@ from torch_dpsco.rows.layers.recorded import (
     RecordedForward,
     Tape,
     Use,
-    added,
-    joined,
     leaves_factors,
     pairs,
     plain_forward,
     require_dims,
-    require_unwritten,
 )
 
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -137,64 +133,6 @@ def _formed_weight(use: Use, patches: Tensor, grad: Tensor) -> Tensor:
     return rows.movedim(-1, 2)
 
 
-def _kept(use: Use, trained: dict[str, bool]) -> Kept:
-    """Returns the rows, or their factors."""
-    layer = use.layer
-    dtype = work_dtype(use.grad.dtype)
-    patches = _patches(layer, _padded(layer, use.x, dtype))
-    grad = use.grad.to(dtype).flatten(2)
-    out = use.weight.shape[0]
-    width = use.weight[0].numel()
-    times = grad.shape[2]
-    if layer.groups == 1 and leaves_factors(times, out, width):
-        dims = len(layer.kernel_size)
-        # in the order of the weight
-        acts = patches.movedim(-1, 2 + dims).reshape(len(grad), times, width)
-        return pairs(acts, grad.transpose(1, 2), use.weight.shape, scale=use.scale, **trained)
-    bias = grad.sum(2).mul_(use.scale) if trained["bias"] else None
-    return Formed(_formed_weight(use, patches, grad) if trained["weight"] else None, bias)
-
-
-class _Waiting(Kept):
-    """What rows are made from after the backward: input and gradient of a use."""
-
-    def __init__(self, use: Use) -> None:
-        self._use: Use | None = use
-        self._trained = use.trained
-        self._versions = (use.x._version, use.grad._version)
-        self._records = len(use.x)
-
-    def __len__(self) -> int:
-        return self._records
-
-    def _made(self) -> Kept:
-        use = self._use
-        self._use = None
-        assert use is not None
-        # PRIVACY: (test_an_overwritten_input_of_a_convolution_is_refused_or_its_rows_are_formed_already)
-        require_unwritten((use.x, use.grad), self._versions)
-        return _kept(use, self._trained)
-
-    def _all(self, others: Sequence[Kept]) -> list[Kept]:
-        return [part._made() for part in (self, *others) if isinstance(part, _Waiting)]
-
-    def plus(self, others: Sequence[Kept]) -> Kept:
-        """Returns the sums."""
-        return added(self._all(others))
-
-    def then(self, others: Sequence[Kept]) -> Kept:
-        """Returns the rows one after another."""
-        return joined(self._all(others))
-
-    def formed(self) -> Formed:
-        """Returns the rows."""
-        return self._made().formed()
-
-    def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
-        """Returns the rows of weight and bias, or of one of them."""
-        return self._made().blocks(weight=weight, bias=bias)
-
-
 class ConvolutionKind(Kind):
     """x is (B, C, *spatial)."""
 
@@ -217,9 +155,23 @@ class ConvolutionKind(Kind):
         return (convolve(x, weight, bias, layer.stride, pads, layer.dilation, layer.groups),)
 
     def rows(self, use: Use) -> Kept:
-        """Returns the rows, or what they are made from if that takes less."""
-        fewer = use.x[:1].numel() + use.grad[:1].numel() < use.weight.numel()
-        return _Waiting(use) if fewer and use.trained["weight"] else _kept(use, use.trained)
+        """Returns the rows, or their factors."""
+        layer = use.layer
+        dtype = work_dtype(use.grad.dtype)
+        patches = _patches(layer, _padded(layer, use.x, dtype))
+        grad = use.grad.to(dtype).flatten(2)
+        out = use.weight.shape[0]
+        width = use.weight[0].numel()
+        times = grad.shape[2]
+        if layer.groups == 1 and leaves_factors(times, out, width):
+            dims = len(layer.kernel_size)
+            # in the order of the weight
+            acts = patches.movedim(-1, 2 + dims).reshape(len(grad), times, width)
+            backprops = grad.transpose(1, 2)
+            return pairs(acts, backprops, use.weight.shape, scale=use.scale, **use.trained)
+        bias = grad.sum(2).mul_(use.scale) if use.trained["bias"] else None
+        weight = _formed_weight(use, patches, grad) if use.trained["weight"] else None
+        return Formed(weight, bias)
 
     def input_gradient(self, use: Use) -> Tensor:
         """Returns the gradient in x."""

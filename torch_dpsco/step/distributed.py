@@ -43,7 +43,6 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from torch_dpsco import native
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Assigned, Design, Draw
-from torch_dpsco.algorithms.user_oracles import UserClipped
 from torch_dpsco.errors import PrivacyError, SequenceError, UnitError, UnknownSamplerError
 from torch_dpsco.noise import Source, sampling_key
 from torch_dpsco.problem import Schedule
@@ -342,11 +341,6 @@ class World:
             )
 
 
-def _adding(oracle: MeanOracle) -> MeanOracle:
-    """Returns the oracle that adds rows: of users' clipped means their clipping, else the oracle itself."""
-    return oracle.clipping if type(oracle) is UserClipped else oracle
-
-
 # where a step is, and so what the other ranks wait for: nothing yet, this rank's call, its sum
 _COLLECTING = "collecting"
 _CALLING = "calling"
@@ -383,22 +377,19 @@ class Ranks(World):
     def _share(self, run: Run) -> None:
         if not isinstance(run.design, Assigned) or not run.design.amplification:
             require_divisible(run.design)
-        oracle = _adding(run.oracle)
-        kind = type(oracle)
-        own = (kind.observe, kind.release, kind.charge)
-        adds = own == (ClippedMean.observe, ClippedMean.release, ClippedMean.charge)
-        if not adds or oracle.unit != "example":
+        oracle = run.oracle.adding()
+        if oracle is None:
+            kind = type(getattr(run.oracle, "clipping", run.oracle)).__name__  # of users' means
             # PRIVACY: counts, votes or groups of one rank's rows would be taken for those of the batch
             # (test_oracles_that_do_more_than_add_rows_are_refused)
             raise SequenceError(
                 "oracle must be Clipped, HolderClipped or AutoClip in a run of several processes,"
                 " whose releases are sums of rows, or of users' means (UserClippedSGD with clip=),"
-                f" with noise of a fixed multiplier (got {kind.__name__}): run it in one process,"
+                f" with noise of a fixed multiplier (got {kind}): run it in one process,"
                 " as users who vote on clips, or are filtered or localized"
             )
         if oracle is not run.oracle:
             require_divisible(run.design)
-        assert isinstance(oracle, ClippedMean)
         oracle.share(self._group.processes)
 
     def _take_ledger(self, accountant: Accountant) -> str:
@@ -526,7 +517,8 @@ class Ranks(World):
 
     def agree(self, run: Run, draw: Draw) -> None:
         """Raises SequenceError on all ranks if one has failed, or is at another step or draw, or has other settings."""
-        if getattr(_adding(run.oracle), "processes", 1) != self._group.processes:
+        adding = run.oracle.adding()
+        if adding is None or adding.processes != self._group.processes:
             raise SequenceError(
                 "batches must come from optimizer.loader(dataset), called in this process group"
             )
@@ -549,8 +541,7 @@ class Ranks(World):
 
     def release(self, oracle: MeanOracle, noise: Source) -> Release:
         """Returns the noisy mean; raises SequenceError on all ranks if one could not charge it."""
-        summed = oracle.clip_users() if type(oracle) is UserClipped else oracle
-        assert isinstance(summed, ClippedMean)
+        summed = oracle.summed()
         self._stage = _CALLING
         answer = Release(self._answer(summed, noise))
         oracle.discard()
@@ -596,9 +587,9 @@ class Ranks(World):
             RuntimeError
         ):  # where the group is broken they fail by themselves; the caller raises its error
             if stage == _AGREED:
-                oracle = _adding(run.oracle)
-                assert isinstance(oracle, ClippedMean)
-                self._answer(oracle, None)
+                adding = run.oracle.adding()
+                assert adding is not None
+                self._answer(adding, None)
             elif stage == _COLLECTING and in_progress:
                 self._group.exchange("step", ready=False)
 
