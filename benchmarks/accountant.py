@@ -206,7 +206,10 @@ def table() -> list[tuple[str, list[float]]]:
         ("Poisson, add/remove, Renyi", row(poisson, "add_remove", "rdp")),
         ("Poisson, replace-one, loss distribution", row(poisson, "replace_one", "pld")),
         ("Poisson, replace-one, Renyi", row(poisson, "replace_one", "rdp")),
-        ("random allocation, add/remove or zero-out, loss distribution", allocated("add_remove")),
+        (
+            "random allocation, add/remove or zero-out, loss distribution",
+            allocated("add_remove"),
+        ),
         ("random allocation, replace-one, loss distribution", allocated("replace_one")),
         ("fixed batches, replace-one, loss distribution", row(fixed, "replace_one", "pld")),
         ("fixed batches, replace-one, Renyi", row(fixed, "replace_one", "rdp")),

@@ -290,7 +290,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--tables", nargs="+", choices=TABLES, metavar="NAME", default=list(TABLES)
     )
-    parser.add_argument("--split", choices=("develop", "score"), help="tables of this group only")
+    parser.add_argument(
+        "--split", choices=("develop", "score"), help="tables of this group only"
+    )
     parser.add_argument("--epsilons", nargs="+", type=float, default=EPSILONS)
     parser.add_argument("--seeds", type=int, default=SEEDS)
     known = ["anchors", *(method.name for method in METHODS)]
@@ -312,7 +314,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     if args.smoke:
-        args.tables, args.epsilons, args.seeds = ["adult", "flights_delay", "aircraft"], (1.0,), 1
+        args.tables, args.epsilons, args.seeds = (
+            ["adult", "flights_delay", "aircraft"],
+            (1.0,),
+            1,
+        )
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     args.peer = None

@@ -80,7 +80,9 @@ def _logistic(dim: int, size: int) -> Case:
 
 def _softmax(dim: int, size: int) -> Case:
     batch = (torch.randn(size, dim), torch.randint(10, (size,)))
-    return Case(f"softmax {dim}/{size}", lambda: nn.Linear(dim, 10), batch, nn.CrossEntropyLoss())
+    return Case(
+        f"softmax {dim}/{size}", lambda: nn.Linear(dim, 10), batch, nn.CrossEntropyLoss()
+    )
 
 
 def mlp(widths: tuple[int, ...], size: int) -> Case:
@@ -91,7 +93,9 @@ def mlp(widths: tuple[int, ...], size: int) -> Case:
         return nn.Sequential(*layers[:-1])
 
     batch = (torch.randn(size, widths[0]), torch.randint(widths[-1], (size,)))
-    return Case(f"MLP {'-'.join(map(str, widths))} b={size}", build, batch, nn.CrossEntropyLoss())
+    return Case(
+        f"MLP {'-'.join(map(str, widths))} b={size}", build, batch, nn.CrossEntropyLoss()
+    )
 
 
 def _cnn(size: int) -> Case:

@@ -163,7 +163,8 @@ def compare(
             by_diffprivlib(peer, [(task, epsilon) for epsilon in epsilons for _ in range(seeds)])
         )
         found[PEER] = {
-            epsilon: [score(task, next(answers))[0] for _ in range(seeds)] for epsilon in epsilons
+            epsilon: [score(task, next(answers))[0] for _ in range(seeds)]
+            for epsilon in epsilons
         }
     return found
 
@@ -266,7 +267,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = compare(task, epsilons, seeds, peer)
     baseline, trivial = score(task, public(task))[0], float((task.test_targets == 0).mean())
     print(table(found, baseline, trivial))
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch_dpsco", "torch", "opacus"))
+    versions = ", ".join(
+        f"{name} {version(name)}" for name in ("torch_dpsco", "torch", "opacus")
+    )
     machine = f"{os.cpu_count()} cores, {platform.machine()}, one thread"
     print(
         f"\nMedians of {seeds} seeds (lowest to highest); {versions}; {machine}; {datetime.date.today()}."

@@ -333,7 +333,9 @@ def print_bounds() -> None:
             bounds = [planned(name, k, n) for n in LARGE]
             slope, theory = np.polyfit(np.log(LARGE), np.log(bounds), 1)[0], exponent(k)
             figures = "".join(f"{bound:>11.3g}" for bound in bounds)
-            print(f"{name:<26}{k:>5g}{figures}{slope:>8.3f}{theory:>8.3f}{slope - theory:>+7.3f}")
+            print(
+                f"{name:<26}{k:>5g}{figures}{slope:>8.3f}{theory:>8.3f}{slope - theory:>+7.3f}"
+            )
 
 
 # -- time and memory --------------------------------------------------------------------------------------------------
@@ -408,7 +410,9 @@ def with_budget(dim: int, batch_size: int, steps: int) -> dict[str, Step]:
         else:
             plan = getattr(dp, name).plan(**common, steps=steps, clip=1.0)
         optimizer = getattr(dp, name)(model.parameters(), plan)
-        made[name] = timed(model, optimizer, nn.BCEWithLogitsLoss(), iter(optimizer.loader(data)))
+        made[name] = timed(
+            model, optimizer, nn.BCEWithLogitsLoss(), iter(optimizer.loader(data))
+        )
     return made
 
 
@@ -454,14 +458,17 @@ def print_speed(rounds: int) -> None:
         base = medians["HolderSGD"]
         for name, found in medians.items():
             columns = "".join(
-                f"{x:>10.1f}{x - y:>+8.1f}{x / y:>7.3f}" for x, y in zip(found, base, strict=True)
+                f"{x:>10.1f}{x - y:>+8.1f}{x / y:>7.3f}"
+                for x, y in zip(found, base, strict=True)
             )
             print(f"{case:<30}{name:<16}{columns}")
 
 
 def print_memory(steps: int, batch_size: int = 4) -> None:
     """Prints what the process holds in the course of one pass of many steps, and what the optimizer keeps."""
-    data = TensorDataset(torch.randn(steps * batch_size, DIM), torch.randn(steps * batch_size, 1))
+    data = TensorDataset(
+        torch.randn(steps * batch_size, DIM), torch.randn(steps * batch_size, 1)
+    )
     model = dp.attach(nn.Linear(DIM, 1, bias=False))
     plan = dp.AcceleratedSGD.plan(
         n=len(data),

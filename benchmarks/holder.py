@@ -33,7 +33,9 @@ from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for published formulas, which the tests have
+sys.path.insert(
+    0, str(Path(__file__).parents[1])
+)  # for published formulas, which the tests have
 import torch_dpsco as dp
 from tests.reference.papers.holder import lr_theorem, output_sigma_paper, search_split_paper
 from torch_dpsco.algorithms.output_sgd import HolderOutputPlan
@@ -322,7 +324,9 @@ def print_risk(runs: int, sizes: Sequence[int] = SIZES, unseen: int = 100_000) -
 
 # -- time -------------------------------------------------------------------------------------------------------------
 
-Lap = tuple[float, float, float]  # seconds per iteration: whole, without the loader, step() alone
+Lap = tuple[
+    float, float, float
+]  # seconds per iteration: whole, without the loader, step() alone
 
 
 def laps(

@@ -241,7 +241,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             ridge, huber = (
                 Ridge(adjacency="add_remove", bound_y=2.0, intervals=0.05),
-                HuberRegressor(adjacency="add_remove", bound_y=4.0, threshold=0.3, intervals=0.3),
+                HuberRegressor(
+                    adjacency="add_remove", bound_y=4.0, threshold=0.3, intervals=0.3
+                ),
             )
             held, naive, refused = real_coverage(
                 cell, ridge if "ridge" in name else huber, given.fits

@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         plain = LinearRegression().fit(table.rows[train], table.targets[train])
         found = [
             " / ".join(
-                score(table, epsilon, mechanism, 1 if smoke else RUNS) for mechanism in MECHANISMS
+                score(table, epsilon, mechanism, 1 if smoke else RUNS)
+                for mechanism in MECHANISMS
             )
             for epsilon in EPSILONS
         ]

@@ -177,7 +177,9 @@ def digits(seed: int) -> Task:
 def diamonds() -> Task | None:
     """Returns 22 centered features, all constants public, and price/1000 - 5; None where plotnine is not installed."""
     found = importlib.util.find_spec("plotnine")  # of the package itself: nothing of it is run
-    path = Path(found.origin).parent / "data" / "diamonds.csv" if found and found.origin else None
+    path = (
+        Path(found.origin).parent / "data" / "diamonds.csv" if found and found.origin else None
+    )
     if path is None or not path.exists():
         return None
     with path.open(encoding="utf-8", newline="") as file:

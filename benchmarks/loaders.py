@@ -156,7 +156,12 @@ def private_epoch(data: TensorDataset, size: int) -> None:
         ),
     )
     dp.fit(
-        model, optimizer, data, dp.losses.Squared(), steps=round(len(data) / size), progress=False
+        model,
+        optimizer,
+        data,
+        dp.losses.Squared(),
+        steps=round(len(data) / size),
+        progress=False,
     )
 
 

@@ -165,7 +165,9 @@ CHANCES, ERRORS = ("auc", "log_loss"), ("mae", "huber")
 METHODS = (
     Method("LogisticRegression", "estimator", CHANCES, by_estimator(LogisticRegression)),
     Method("QuantileRegressor", "estimator", ("mae",), by_estimator(QuantileRegressor)),
-    Method("HuberRegressor, threshold of the table", "estimator", ("huber",), huber_at_threshold),
+    Method(
+        "HuberRegressor, threshold of the table", "estimator", ("huber",), huber_at_threshold
+    ),
     Method(
         'HuberRegressor, threshold="auto"',
         "",
@@ -215,7 +217,11 @@ METHODS = (
         users=True,
     ),
     Method(
-        "UserClippedSGD, pinball", "user", ("mae",), by_fit(user_clipped(), "pinball"), users=True
+        "UserClippedSGD, pinball",
+        "user",
+        ("mae",),
+        by_fit(user_clipped(), "pinball"),
+        users=True,
     ),
     Method(
         "UserClippedSGD, Huber", "user", ("huber",), by_fit(user_clipped(), "huber"), users=True

@@ -44,7 +44,10 @@ def write(path: str, count: int) -> None:
     """Writes the table."""
     fields = [(f"x{place}", pa.float32()) for place in range(WIDTH)]
     with pq.ParquetWriter(
-        path, pa.schema([*fields, ("label", pa.int8())]), compression="none", use_dictionary=False
+        path,
+        pa.schema([*fields, ("label", pa.int8())]),
+        compression="none",
+        use_dictionary=False,
     ) as file:
         for start in range(0, count, BATCH):
             rows, labels = batch(start, min(BATCH, count - start))

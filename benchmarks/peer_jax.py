@@ -73,7 +73,9 @@ def transformer(p: Params, x: jax.Array, heads: int = 4) -> jax.Array:
     mixed = jnp.moveaxis(jax.nn.softmax(scores) @ value, 1, 2).reshape(size, length, width)
     x = x + dense(mixed, p[6], p[7])
     x = x + dense(
-        jax.nn.gelu(dense(layer_norm(x, p[2], p[3]), p[8], p[9]), approximate=False), p[10], p[11]
+        jax.nn.gelu(dense(layer_norm(x, p[2], p[3]), p[8], p[9]), approximate=False),
+        p[10],
+        p[11],
     )
     return dense(x.mean(1), p[12], p[13])
 

@@ -93,14 +93,20 @@ class Peer:
         arrays = {f"p{k}": p.detach().numpy() for k, p in enumerate(case.model().parameters())}
         np.savez(path, inputs=case.batch[0].numpy(), targets=case.batch[1].numpy(), **arrays)
         self.ask(
-            do="prepare", case=case.name, variant=variant, path=str(path), setting=asdict(setting)
+            do="prepare",
+            case=case.name,
+            variant=variant,
+            path=str(path),
+            setting=asdict(setting),
         )
 
     def slot(self, case: Case, variant: str, setting: Setting) -> Slot:
         """Returns turns of a variant of the peer."""
         self.prepare(case, variant, setting)
         key = {"case": case.name, "variant": variant}
-        return Slot(lambda repeats: float(self.ask(do="time", repeats=repeats, **key)["seconds"]))
+        return Slot(
+            lambda repeats: float(self.ask(do="time", repeats=repeats, **key)["seconds"])
+        )
 
     def update(self, case: Case, variant: str, setting: Setting) -> Tensor:
         """Returns (parameters before - after) / lr of one step, flat, in the layout and order of the torch model."""

@@ -99,7 +99,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         fits = [fit, lambda case: fit(case, steps=5)]
         print(
             json.dumps(
-                plain(case) if way == "plain" else [[run(case) for _ in range(6)] for run in fits]
+                plain(case)
+                if way == "plain"
+                else [[run(case) for _ in range(6)] for run in fits]
             )
         )
         return
@@ -130,7 +132,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         rows.append([case.name, *(f"{value:.1f}" for value in figures)])
     print(machine(1))
-    print(table(["model", "first", "again", "step", "start", "plain, first", "plain step"], rows))
+    print(
+        table(["model", "first", "again", "step", "start", "plain, first", "plain step"], rows)
+    )
 
 
 if __name__ == "__main__":

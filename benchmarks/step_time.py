@@ -207,7 +207,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--cases", default="", help="run only the cases whose name contains this")
+    parser.add_argument(
+        "--cases", default="", help="run only the cases whose name contains this"
+    )
     parser.add_argument("--smoke", action="store_true", help="small models")
     parser.add_argument("--more", action="store_true", help="the further cases")
     parser.add_argument(

@@ -83,7 +83,9 @@ def not_private(table: Table) -> dict[str, float]:
     train, test = with_bias(table.rows[~table.test]), with_bias(table.rows[table.test])
     targets = table.targets[~table.test]
     if table.kind == "binary":
-        model = LogisticRegression(C=1e3, max_iter=2_000, fit_intercept=False).fit(train, targets)
+        model = LogisticRegression(C=1e3, max_iter=2_000, fit_intercept=False).fit(
+            train, targets
+        )
         return scores(table, model.decision_function(test))
     squares = LinearRegression(fit_intercept=False).fit(train, targets)
     fits = {

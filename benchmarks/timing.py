@@ -73,7 +73,9 @@ class Clock:
         if self.device != "cpu":
             torch.cuda.synchronize()
         return (
-            time.process_time() if self.device == "cpu" and not self.wall else time.perf_counter()
+            time.process_time()
+            if self.device == "cpu" and not self.wall
+            else time.perf_counter()
         )
 
 
@@ -116,7 +118,9 @@ def summary(values: Sequence[float]) -> Figure:
     return Figure(median, low, high)
 
 
-def figures(seconds: Mapping[str, Sequence[float]], base: str) -> dict[str, tuple[Figure, float]]:
+def figures(
+    seconds: Mapping[str, Sequence[float]], base: str
+) -> dict[str, tuple[Figure, float]]:
     """Returns per variant (ratio to the base in the same round, median milliseconds)."""
     return {
         name: (

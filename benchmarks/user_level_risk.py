@@ -30,7 +30,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for published formulas, which the tests have
+sys.path.insert(
+    0, str(Path(__file__).parents[1])
+)  # for published formulas, which the tests have
 import torch_dpsco as dp
 from tests.reference.papers.user_level import (
     break_even_clip,

@@ -118,7 +118,9 @@ def _own(rows: str) -> Callable[[Case, nn.Module, Setting], Step]:
     return build
 
 
-def _opacus(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[Case, nn.Module, Setting], Step]:
+def _opacus(
+    wrap: Callable[[nn.Module], nn.Module],
+) -> Callable[[Case, nn.Module, Setting], Step]:
     def build(case: Case, model: nn.Module, setting: Setting) -> Step:
         wrapped = wrap(model)
         optimizer = DPOptimizer(

@@ -215,7 +215,12 @@ def _start(
         "clip": clip,
     }
     run["sampling"] = "shuffled"  # whose partition may be given
-    return weight, torch.tensor(X, dtype=torch.float64), torch.tensor(y, dtype=torch.float64), run
+    return (
+        weight,
+        torch.tensor(X, dtype=torch.float64),
+        torch.tensor(y, dtype=torch.float64),
+        run,
+    )
 
 
 def accelerated_trajectory(
@@ -348,7 +353,9 @@ def sampled_gaussian_epsilon(
         event = resolve(events, "PoissonGaussian")(noise_multiplier, sample_rate)
     else:
         rate = Fraction(sample_rate).limit_denominator(10**7)
-        event = resolve(events, "WORGaussian")(noise_multiplier, rate.numerator, rate.denominator)
+        event = resolve(events, "WORGaussian")(
+            noise_multiplier, rate.numerator, rate.denominator
+        )
     accountant = resolve("torch_dpsco.accounting.accountant", "Accountant")()
     accountant.record(event, steps)
     return accountant.get_epsilon(delta, adjacency=adjacency, method="pld")
@@ -378,7 +385,9 @@ def recomputed_filter_delta(
         plan.threshold - plan.score_floor, steps, plan.threshold_scale, plan.query_scale
     )
     score = resolve(svt, "concentration_score_sensitivity")(n_users)
-    tests = resolve(svt, "above_threshold_epsilon")(plan.threshold_scale, plan.query_scale, score)
+    tests = resolve(svt, "above_threshold_epsilon")(
+        plan.threshold_scale, plan.query_scale, score
+    )
     pair = resolve(svt, "svt_gaussian_delta")(epsilon, tests, mu)
     return float(pair + (1.0 + math.exp(epsilon)) * beta)
 
@@ -410,7 +419,9 @@ def tilted_logistic(
 ) -> dict[str, Any]:
     """Returns the tilted logistic objective, its gradient and its weights."""
     loss = resolve("torch_dpsco.losses", "Logistic")()
-    features, targets, point = (torch.tensor(values, dtype=torch.float64) for values in (X, y, w))
+    features, targets, point = (
+        torch.tensor(values, dtype=torch.float64) for values in (X, y, w)
+    )
     # strong convexity is not asked for here: the vectors hold reg = 0 and tilts of both signs
     objective = resolve("torch_dpsco.estimators.objectives", "Tilted")(
         loss, _records(features, targets), tilt=abs(tilt), reg=reg
@@ -433,7 +444,9 @@ def adversarial_logistic(
 ) -> dict[str, Any]:
     """Returns the logistic objective under attacks of bounded l2 norm, and its gradient."""
     loss = resolve("torch_dpsco.losses", "Logistic")()
-    features, targets, point = (torch.tensor(values, dtype=torch.float64) for values in (X, y, w))
+    features, targets, point = (
+        torch.tensor(values, dtype=torch.float64) for values in (X, y, w)
+    )
     adversarial = resolve("torch_dpsco.estimators.objectives", "Adversarial")
     records = _records(features, targets)
     objective = adversarial(
@@ -448,7 +461,9 @@ def logistic_certificate(
 ) -> dict[str, Any]:
     """Returns the certificate of a point for a mean logistic objective, beside the true minimizer and distance."""
     loss = resolve("torch_dpsco.losses", "Logistic")()
-    features, targets, point = (torch.tensor(values, dtype=torch.float64) for values in (X, y, w))
+    features, targets, point = (
+        torch.tensor(values, dtype=torch.float64) for values in (X, y, w)
+    )
     linear = resolve("torch_dpsco.estimators.objectives", "LinearObjective")
     objective = linear(loss, _records(features, targets), reg=reg, normalizer=len(features))
     bound = resolve("torch_dpsco.estimators.solvers", "gradient_certificate")(

@@ -91,7 +91,9 @@ def check_that_the_noise_is_what_the_ledger_says() -> None:
     opt = make_optimizer(model, Undeclared(5), clip=clip, noise=1.3)
     opt._noise = seeded(1)
     noise = torch.cat([step(model, opt, torch.zeros(5, DIM)) for _ in range(steps)])
-    z = 2.0 * math.sqrt(steps) / opt.accountant.get_mu()  # mu^2 = steps (2/z)^2 under replace_one
+    z = (
+        2.0 * math.sqrt(steps) / opt.accountant.get_mu()
+    )  # mu^2 = steps (2/z)^2 under replace_one
     assert_std(noise, z * clip / 5)
 
 

@@ -20,7 +20,9 @@ native = importlib.import_module("torch_dpsco.native")
 
 # No test may depend on the speed of the machine; CI must not fail on a draw that nobody can repeat (without CI every
 # run draws anew, so that what a fixed draw hides is found).
-hypothesis.settings.register_profile("torch_dpsco", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.register_profile(
+    "torch_dpsco", deadline=None, derandomize="CI" in os.environ
+)
 hypothesis.settings.load_profile("torch_dpsco")
 
 _VECTORS = "tests/test_vectors.py::test_the_package_agrees_with_the_vector"

@@ -12,7 +12,9 @@ from torch_dpsco.step.plan import Plan
 def edited(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (what was edited, saved plan): each number halved, doubled and moved a little; words are others'."""
     row = plan.to_dict()
-    for path, value in _leaves({name: value for name, value in row.items() if name != "version"}):
+    for path, value in _leaves(
+        {name: value for name, value in row.items() if name != "version"}
+    ):
         for other in _others(path[-1], value):
             saved: Any = copy.deepcopy(row)
             place = saved

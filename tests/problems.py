@@ -71,7 +71,9 @@ def release_in_float64(oracle: MeanOracle) -> None:
     oracle._dtype = torch.float64
 
 
-def released(oracle: MeanOracle, query: Sequence[Tensor], batches: Sequence[GradBatch]) -> Tensor:
+def released(
+    oracle: MeanOracle, query: Sequence[Tensor], batches: Sequence[GradBatch]
+) -> Tensor:
     """Returns the joint mean that an oracle without noise releases for the physical batches, in float64."""
     oracle.open(query)
     for batch in batches:

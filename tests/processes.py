@@ -114,7 +114,9 @@ def holder(
 
 def full(model: nn.Module, n: int = N, noise: float = 0.0, **options: Any) -> dp.ClippedSGD:
     own = {
-        name: options.pop(name) for name in ("rule", "accountant", "generator") if name in options
+        name: options.pop(name)
+        for name in ("rule", "accountant", "generator")
+        if name in options
     }
     plan = dp.ClippedSGD.plan(
         lr=0.1, clip=0.5, noise_multiplier=noise, n=n, sampling="full", **options

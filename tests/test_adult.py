@@ -150,7 +150,9 @@ def test_row_norms_with_a_bias_stay_below_the_public_bound(data):
 
 
 numbers = st.floats(-1e12, 1e12).map(repr)
-levels = st.sampled_from(["Private", "Bachelors", "Wife", "White", "Male", "?", "", "never seen"])
+levels = st.sampled_from(
+    ["Private", "Bachelors", "Wife", "White", "Male", "?", "", "never seen"]
+)
 
 
 @given(
@@ -165,9 +167,7 @@ def test_no_record_however_wild_exceeds_the_norm_bound(record):
 
 
 def test_an_unknown_level_is_all_zeros_and_changes_nothing_else():
-    fields = (
-        "39 State-gov 1 Bachelors 13 Never-married Adm-clerical Not-in-family White Male 0 0 40 -"
-    )
+    fields = "39 State-gov 1 Bachelors 13 Never-married Adm-clerical Not-in-family White Male 0 0 40 -"
     record = fields.split()
     known = np.array(adult.encode(record))
     unknown = np.array(adult.encode([*record[:6], "Astronaut", *record[7:]]))

@@ -68,7 +68,9 @@ def words() -> dict[str, Any]:
         "normal": lambda std: std * rng.normal(size=DIM),
         "laplace": lambda scale: scale * rng.laplace(),
         "mean": lambda vectors: np.mean(vectors, axis=0),
-        "counts": lambda rows, r: (np.linalg.norm(rows[:, None] - rows, axis=2) <= r).sum(axis=1),
+        "counts": lambda rows, r: (np.linalg.norm(rows[:, None] - rows, axis=2) <= r).sum(
+            axis=1
+        ),
         "argmin": lambda f: optimize.minimize(f, np.zeros(DIM)).x,
         "algorithm_3": lambda w, part, phase: w - 0.1 * np.mean([g(w, z) for z in part], axis=0),
         "start": np.zeros(DIM),

@@ -214,7 +214,9 @@ def test_detaching_what_is_not_attached_is_refused():
 )
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("used", [False, True])
-def test_copies_of_a_mixed_model_give_right_rows_and_leave_the_original_alone(copied, rows, used):
+def test_copies_of_a_mixed_model_give_right_rows_and_leave_the_original_alone(
+    copied, rows, used
+):
     model = dp.attach(mixed(), rows=rows)
     if used:
         gradients(model, inputs(2), "mean")

@@ -86,11 +86,20 @@ def run(script: str, *options: str) -> str:
 
 
 @pytest.mark.weekly
-def test_one_command_prints_every_table_of_the_document_and_replaces_them(tmp_path: Path) -> None:
+def test_one_command_prints_every_table_of_the_document_and_replaces_them(
+    tmp_path: Path,
+) -> None:
     copy = tmp_path / "performance.md"
     copy.write_text(DOC.read_text(encoding="utf-8"), encoding="utf-8")
     printed = run(
-        "performance", "--smoke", "--update", str(copy), "--python-jax", "", "--python-fastdp", ""
+        "performance",
+        "--smoke",
+        "--update",
+        str(copy),
+        "--python-jax",
+        "",
+        "--python-fastdp",
+        "",
     )
     old, new = (dict(blocks(path.read_text(encoding="utf-8"))) for path in (DOC, copy))
     assert list(old) == list(new)
@@ -113,7 +122,9 @@ def test_a_benchmark_of_accuracy_runs_in_smoke_mode(
 ) -> None:
     module = importlib.import_module(script)
     module.main(["--smoke"])
-    numbers = [float(word) for word in re.findall(r"(?<![\w.])\d+\.\d+", capsys.readouterr().out)]
+    numbers = [
+        float(word) for word in re.findall(r"(?<![\w.])\d+\.\d+", capsys.readouterr().out)
+    ]
     assert len(numbers) > 4
     assert all(math.isfinite(number) for number in numbers)
 

@@ -149,7 +149,9 @@ def test_a_script_is_examined_and_audited() -> None:
     with pytest.raises((PrivacyError, ValueError), match="mistake"):
         check_training(halves, train, BASE, loss=LOSS, canaries=MADE, delta=DELTA)
     with pytest.raises(ValueError, match="setup must return"):
-        check_training(lambda dataset: (1, 2), train, BASE, loss=LOSS, canaries=MADE, delta=DELTA)
+        check_training(
+            lambda dataset: (1, 2), train, BASE, loss=LOSS, canaries=MADE, delta=DELTA
+        )
     with pytest.raises(ValueError, match="train must return"):
         check_training(
             opacus_parts, lambda *parts: None, BASE, loss=LOSS, canaries=MADE, delta=DELTA
@@ -163,7 +165,10 @@ def test_a_script_is_examined_and_audited() -> None:
 def test_a_claim_that_no_guesses_refute_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"canaries must be more.* 0\.6[0-9]* is claimed"):
         check_training(
-            opacus_parts, train, BASE, **{"loss": LOSS, "canaries": MADE, "delta": DELTA} | change
+            opacus_parts,
+            train,
+            BASE,
+            **{"loss": LOSS, "canaries": MADE, "delta": DELTA} | change,
         )
 
 

@@ -165,7 +165,8 @@ def writers() -> tuple[Loop, Loop]:
         check_first_step=False,
     )
     grown = Loop(
-        Cell(inputs=grow, outputs=lambda s: caches[-1].append(s.detach())), check_first_step=False
+        Cell(inputs=grow, outputs=lambda s: caches[-1].append(s.detach())),
+        check_first_step=False,
     )
     return loop, grown
 
@@ -258,7 +259,9 @@ def test_state_of_a_forward_after_a_step_is_of_its_batch() -> None:
                 _, state = model(x)
 
     model = dp.attach(Cell())
-    plan = dp.ClippedSGD.plan(clip=1.0, noise_multiplier=1.0, n=64, batch_size=B, steps=3, lr=0.1)
+    plan = dp.ClippedSGD.plan(
+        clip=1.0, noise_multiplier=1.0, n=64, batch_size=B, steps=3, lr=0.1
+    )
     opt = dp.ClippedSGD(model.parameters(), plan)
     with pytest.raises(PrivacyError, match="earlier batch"):
         train()
@@ -362,7 +365,9 @@ def test_what_a_forward_gives_back_as_it_came_is_no_output(
 
 def test_parameters_may_be_inputs() -> None:
     weight = torch.empty(0)
-    loop = Loop(Cell(inputs=lambda s: s[:, :DIM].repeat(2, 1), outputs=lambda s: weight.detach()))
+    loop = Loop(
+        Cell(inputs=lambda s: s[:, :DIM].repeat(2, 1), outputs=lambda s: weight.detach())
+    )
     weight = loop.model.cell.weight
     for k in range(3):
         loop.step(batch(k), weight.detach())

@@ -83,7 +83,8 @@ def test_the_commands_of_the_page_find_nothing_wrong(command, folder, capsys):
 @pytest.mark.weekly
 def test_a_table_becomes_a_folder_that_may_be_published(folder, capsys):
     code, out, err = run(
-        capsys, "fit table.csv --schema schema.toml --epsilon 4 --out study --ledger study.ledger"
+        capsys,
+        "fit table.csv --schema schema.toml --epsilon 4 --out study --ledger study.ledger",
     )
     assert (code, err) == (0, "")
     assert out.index("Study of 'died'") < out.index("held out: auc ")
@@ -154,7 +155,9 @@ def test_a_table_that_cannot_be_read_is_refused_unless_told(folder, capsys):
 @pytest.mark.slow
 def test_a_plan_is_that_of_the_class(folder, capsys):
     problem = dp.losses.Logistic().problem(bound_x=1.0)
-    plan = dp.HolderSGD.plan(problem=problem, n=10_000, budget=dp.Budget(1.0, 1e-6, "add_remove"))
+    plan = dp.HolderSGD.plan(
+        problem=problem, n=10_000, budget=dp.Budget(1.0, 1e-6, "add_remove")
+    )
     code, out, _ = run(capsys, f"{LOGISTIC} --adjacency add_remove --json --save plan.json")
     assert code == 0
     assert (
@@ -347,7 +350,17 @@ def test_a_bad_usage_is_one_sentence(words, says, folder, capsys):
 
 @pytest.mark.parametrize(
     "command",
-    ["", "fit", "predict", "plan", "plan HolderSGD", "report", "ledger check", "doctor", "audit"],
+    [
+        "",
+        "fit",
+        "predict",
+        "plan",
+        "plan HolderSGD",
+        "report",
+        "ledger check",
+        "doctor",
+        "audit",
+    ],
 )
 def test_help_is_printed(command, capsys):
     with pytest.raises(SystemExit) as end:

@@ -38,7 +38,9 @@ def _fresh_compiler() -> Iterator[None]:
 
 def squared(output: Tensor, target: Tensor) -> Tensor:
     """Returns the mean over records of the sum of squares of each."""
-    return (output - target.view(-1, *[1] * (output.dim() - 1))).square().flatten(1).sum(1).mean()
+    return (
+        (output - target.view(-1, *[1] * (output.dim() - 1))).square().flatten(1).sum(1).mean()
+    )
 
 
 def vectorized(

@@ -72,7 +72,10 @@ def state_in(folder: Path) -> dict[str, Any]:
 def counts(accountant: dp.Accountant) -> Counter[str]:
     """Returns how many events of each type are in each part."""
     return Counter(
-        {f"{part} {type(event).__name__}": k for _, part, event, k in accountant.ledger.entries()}
+        {
+            f"{part} {type(event).__name__}": k
+            for _, part, event, k in accountant.ledger.entries()
+        }
     )
 
 
@@ -102,7 +105,10 @@ def test_a_run_killed_at_any_step_goes_on_or_loses_the_steps_since_its_checkpoin
     """SIGKILL after each charge and after each release, under a budget of exactly the run."""
     print(name, file=forks.stdin, flush=True)
     points = [json.loads(line) for line in iter(forks.stdout.readline, "\n")]
-    assert {point["point"][0] for point in points if point["ends"][0] == -9} == {"charge", "step"}
+    assert {point["point"][0] for point in points if point["ends"][0] == -9} == {
+        "charge",
+        "step",
+    }
     for point in points:
         check(name, point)
 
@@ -337,7 +343,9 @@ def test_a_checkpoint_of_the_start_gives_its_threshold_to_a_resumed_run_only(
     case = CASES["user-filtered"]
 
     def built(path: Path | None) -> Any:
-        return case.build(case.model().parameters(), dp.Accountant(case.budget, ledger_path=path))
+        return case.build(
+            case.model().parameters(), dp.Accountant(case.budget, ledger_path=path)
+        )
 
     first = built(tmp_path / "ledger")
     state = first.state_dict()

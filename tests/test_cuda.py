@@ -187,7 +187,9 @@ def test_a_run_on_cuda_goes_on_from_its_checkpoint(tmp_path: Path):
         model = nn.Linear(3, 1).cuda()
         accountant = dp.Accountant(dp.Budget(1.0, 1e-3), ledger_path=tmp_path / "ledger")
         optimizer = dp.HolderSGD(model.parameters(), plan, accountant=accountant)
-        dp.fit(model, optimizer, data, LOSS, progress=False, checkpoint=tmp_path / "run", every=2)
+        dp.fit(
+            model, optimizer, data, LOSS, progress=False, checkpoint=tmp_path / "run", every=2
+        )
         return model, optimizer
 
     model, optimizer = run()

@@ -145,7 +145,9 @@ def test_a_draw_given_up_goes_to_the_next_loader_whole_or_in_parts() -> None:
         opt.loader(DATA)
     opt.discard()
     parts = []
-    for (part,) in opt.loader(DATA, steps=1, physical_batch_size=3):  # it did not fit into memory
+    for (part,) in opt.loader(
+        DATA, steps=1, physical_batch_size=3
+    ):  # it did not fit into memory
         parts += step(model, opt, part)
     assert parts == x[:, 0].tolist()
     assert opt.steps == 1

@@ -110,7 +110,12 @@ def allocated_by_ids(rank: int) -> dict[str, Any]:
     events = [
         f"{count} x {event}" for _, _, event, count in optimizer.accountant.ledger.entries()
     ]
-    facts = {"drawn": found, "answer": numbers(model), "events": events, "steps": optimizer.steps}
+    facts = {
+        "drawn": found,
+        "answer": numbers(model),
+        "events": events,
+        "steps": optimizer.steps,
+    }
     return facts | {"wrong": wrong, "others": others, "cut": torch.from_numpy(cut)}
 
 
@@ -214,7 +219,10 @@ def noise_alone(rank: int, mutated: bool) -> Tensor:
 
 
 def noise_once(rank: int) -> dict[str, Any]:
-    return {"noise": noise_alone(rank, mutated=False), "mutated": noise_alone(rank, mutated=True)}
+    return {
+        "noise": noise_alone(rank, mutated=False),
+        "mutated": noise_alone(rank, mutated=True),
+    }
 
 
 # -- as one process ---------------------------------------------------------------------------------------------------

@@ -86,7 +86,9 @@ def missing_rows(rank: int) -> dict[str, Any]:
     model = layer()
     optimizer = full(model, noise=1.0)
     errors = []
-    for k, (x, y, _) in enumerate(offered(optimizer, optimizer.loader(records(), steps=3), 3, 9)):
+    for k, (x, y, _) in enumerate(
+        offered(optimizer, optimizer.loader(records(), steps=3), 3, 9)
+    ):
         if (rank, k) != (1, 1):
             backward(model, optimizer, x, y)
         try:
@@ -374,7 +376,8 @@ def dying(rank: int) -> str:
         if k == 0:
             optimizer.step()
     return (
-        message(SequenceError, optimizer.step) + f" {len(optimizer.accountant)} {optimizer.steps}"
+        message(SequenceError, optimizer.step)
+        + f" {len(optimizer.accountant)} {optimizer.steps}"
     )
 
 

@@ -189,7 +189,9 @@ def test_the_torch_optimizer_moves_as_it_does_on_any_gradient(inner: str) -> Non
         assert all(map(torch.equal, values(shadow), values(model)))
 
 
-def test_groups_keep_their_learning_rates_and_follow_a_scheduler_of_the_torch_optimizer() -> None:
+def test_groups_keep_their_learning_rates_and_follow_a_scheduler_of_the_torch_optimizer() -> (
+    None
+):
     model = linear()
     groups = [{"params": [model.weight], "lr": 0.2}, {"params": [model.bias], "lr": 0.05}]
     inner = torch.optim.SGD(groups, lr=1.0)

@@ -233,7 +233,9 @@ def test_noise_and_steps_of_the_logistic_example_are_known_in_advance(
     assert f"\n{steps} steps in " in runs["logistic_regression"].text
 
 
-def test_the_verdict_of_the_logistic_example_is_that_of_its_figures(runs: dict[str, Run]) -> None:
+def test_the_verdict_of_the_logistic_example_is_that_of_its_figures(
+    runs: dict[str, Run],
+) -> None:
     figures, text, _ = runs["logistic_regression"]
     verdict = text.split(" s\n\n")[1]
     changed = [
@@ -407,7 +409,9 @@ def test_every_python_block_of_the_start_runs_as_it_stands(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In the order of the page, in one namespace that is empty before: a name that the page does not define fails."""
-    torch.manual_seed(0)  # where lines of the doctor are broken depends on the digits of a figure
+    torch.manual_seed(
+        0
+    )  # where lines of the doctor are broken depends on the digits of a figure
     scope: dict[str, Any] = {}
     tour, doctor = (printed_by(block, scope, capsys) for block in blocks("python", START))
     plan = dp.HolderSGD.plan(problem=scope["problem"], n=N, budget=scope["budget"])

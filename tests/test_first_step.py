@@ -307,7 +307,9 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
 @pytest.mark.cases(0, 1)
 @pytest.mark.filterwarnings("ignore:Using a target size")
 @pytest.mark.parametrize("name", list(MUTATIONS))
-def test_a_check_that_looks_at_less_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_looks_at_less_is_caught(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_that_couplings_are_found()
     monkeypatch.setattr(*MUTATIONS[name])
     with pytest.raises(AssertionError):
@@ -764,7 +766,8 @@ def test_two_forwards_of_one_loss_and_two_models_in_a_row_are_said() -> None:
 def test_a_huge_loss_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_trace, "_MOST_NUMBERS", 10)
     assert (
-        verdicts(step(nn.MSELoss(reduction="sum")))[1] == "not checked, it is of too many numbers"
+        verdicts(step(nn.MSELoss(reduction="sum")))[1]
+        == "not checked, it is of too many numbers"
     )
     monkeypatch.undo()
     monkeypatch.setattr(loss_trace, "_MOST_CALLS", 2)
@@ -807,7 +810,8 @@ def test_a_loss_by_record_must_reduce_as_the_model_was_attached(
 def test_a_reduction_of_ones_own_is_left_alone() -> None:
     model = dp.attach(nn.Linear(3, 1))
     (
-        dp.per_record(nn.MSELoss, reduction="sum")(model(torch.randn(B, 3)), torch.ones(B, 1)) / B
+        dp.per_record(nn.MSELoss, reduction="sum")(model(torch.randn(B, 3)), torch.ones(B, 1))
+        / B
     ).backward()
     assert verdicts(model)[1].startswith(CHECKED)
     model = dp.attach(nn.Linear(3, 1))

@@ -229,7 +229,9 @@ def test_a_user_of_two_rows_moves_the_score_of_the_filter_as_one_of_one_row(monk
     """
     assert score_with(1, monkeypatch) == score_with(2, monkeypatch)
     assert (
-        abs(score_with(1, monkeypatch, padding=False) - score_with(2, monkeypatch, padding=False))
+        abs(
+            score_with(1, monkeypatch, padding=False) - score_with(2, monkeypatch, padding=False)
+        )
         > 10.0
     )
 
@@ -253,7 +255,9 @@ def _forward(
 ) -> None:
     x, y = batch
     if kind == "compiled":
-        dp.CompiledRows(net, nn.MSELoss(), backend=None, micro_batch_size=5).step(optimizer, x, y)
+        dp.CompiledRows(net, nn.MSELoss(), backend=None, micro_batch_size=5).step(
+            optimizer, x, y
+        )
         return
     losses = (net(x) - y).square().mean(1)
     (losses.mean() if net._dpsco.mean else losses.sum()).backward()
@@ -400,13 +404,17 @@ def test_places_are_uniform_without_replacement():
 
 
 @pytest.mark.parametrize("mean", [1, 8, 64, 256, 4096])
-def test_a_draw_is_larger_than_the_capacity_with_a_probability_below_two_to_the_minus_forty(mean):
+def test_a_draw_is_larger_than_the_capacity_with_a_probability_below_two_to_the_minus_forty(
+    mean,
+):
     for design in (Poisson(mean, 10**5), Assigned(mean, 10**5)):
         assert stats.binom.sf(capacity(design), 10**5, mean / 10**5) < 2.0**-40
     for processes in (2, 3):
         own = math.ceil(10**5 / processes)
         assert (
-            stats.binom.sf(capacity(Poisson(mean, 10**5), processes=processes), own, mean / 10**5)
+            stats.binom.sf(
+                capacity(Poisson(mean, 10**5), processes=processes), own, mean / 10**5
+            )
             < 2.0**-40
         )
 
@@ -452,7 +460,9 @@ def test_the_slots_of_a_user_do_not_depend_on_the_rows_of_others(n_users, most):
                 found[owner[row]].append(
                     (row - int((np.cumsum(sizes) - sizes)[owner[row]]), place)
                 )
-        assert [[nth for nth, _ in own] for own in found] == [list(range(size)) for size in sizes]
+        assert [[nth for nth, _ in own] for own in found] == [
+            list(range(size)) for size in sizes
+        ]
         return [[place for _, place in own] for own in found[:-1]]
 
     sizes = rng.integers(0, 9, n_users)

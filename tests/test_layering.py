@@ -202,7 +202,9 @@ def test_accounting_is_imported_and_asked_where_there_is_no_torch():
 def test_imports_follow_the_order_of_the_architecture():
     names = [name for name in FILES if name not in (PACKAGE, f"{PACKAGE}.estimators")]
     upwards = offenders(
-        lambda name: {t for t in imported(name) - {PACKAGE} if t in FILES and row(t) > row(name)},
+        lambda name: {
+            t for t in imported(name) - {PACKAGE} if t in FILES and row(t) > row(name)
+        },
         names,
     )
     assert upwards == {}
@@ -263,7 +265,11 @@ def test_private_attributes_of_modules_and_parameters_are_listed():
         *("_parameters", "_buffers", "_modules"),  # of modules
         *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
         *("_version", "_post_accumulate_grad_hooks"),  # of parameters
-        *("_is_last_step_skipped", "autograd_grad_sample_hooks", "_forward_counter"),  # of Opacus
+        *(
+            "_is_last_step_skipped",
+            "autograd_grad_sample_hooks",
+            "_forward_counter",
+        ),  # of Opacus
     }
     telling = ("hooks", "_counter", "_version", "_parameters", "_buffers", "_skipped")
 

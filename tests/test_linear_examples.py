@@ -433,7 +433,9 @@ def test_what_the_second_script_is_said_to_do_it_does(quick: dict[str, Run]) -> 
 
 
 @pytest.mark.weekly
-def test_the_moved_script_scores_better_than_a_guessed_clip(examples: dict[str, Example]) -> None:
+def test_the_moved_script_scores_better_than_a_guessed_clip(
+    examples: dict[str, Example],
+) -> None:
     figures = examples["from_opacus"].run().figures
     assert 0.87 < figures["torch_dpsco_auc"] < 0.9
     assert 0.85 < figures["opacus_auc"] < 0.9

@@ -263,8 +263,14 @@ def test_public_numbers_wait_for_the_end_of_a_draw() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: loggers.tensorboard("runs"), r"writer must be a .*SummaryWriter \(got 'runs'\)"),
-        (lambda: loggers.wandb(None), r"run must be what wandb.init\(...\) returns \(got None\)"),
+        (
+            lambda: loggers.tensorboard("runs"),
+            r"writer must be a .*SummaryWriter \(got 'runs'\)",
+        ),
+        (
+            lambda: loggers.wandb(None),
+            r"run must be what wandb.init\(...\) returns \(got None\)",
+        ),
         (lambda: loggers.mlflow(object()), r"module must be mlflow itself \(got object\)"),
         (lambda: Logger(print, every=0), r"every must be an integer >= 1 \(got 0\)"),
         (lambda: Logger(print, delta=1.0), r"delta must be in \(0, 1\) \(got 1.0\)"),
@@ -273,7 +279,10 @@ def test_public_numbers_wait_for_the_end_of_a_draw() -> None:
             lambda: Logger(print)(torch.optim.SGD([torch.ones(1)])),
             r"optimizer must be a private one \(got SGD\)",
         ),
-        (lambda: fitted(print), r"log must be a Logger, as loggers.tensorboard\(writer\) \(got "),
+        (
+            lambda: fitted(print),
+            r"log must be a Logger, as loggers.tensorboard\(writer\) \(got ",
+        ),
     ],
 )
 def test_wrong_objects_are_refused_with_the_way_out(

@@ -136,7 +136,9 @@ def test_the_derivative_is_the_finite_difference_away_from_kinks(loss: TableLoss
     step = 1e-6
     for k in range(loss.num_scores):
         shift = step * (
-            torch.ones_like(score) if score.dim() == 1 else torch.eye(loss.num_scores)[k].double()
+            torch.ones_like(score)
+            if score.dim() == 1
+            else torch.eye(loss.num_scores)[k].double()
         )
         slope = loss.derivative(score, target)
         numeric = (loss.value(score + shift, target) - loss.value(score - shift, target)) / (
@@ -253,7 +255,9 @@ def test_bounds_whose_constants_overflow_are_refused() -> None:
         (lambda: SoftmaxCrossEntropy(2.5), "num_classes"),  # type: ignore[arg-type]
     ],
 )
-def test_shape_parameters_out_of_range_are_refused(build: Callable[[], Loss], field: str) -> None:
+def test_shape_parameters_out_of_range_are_refused(
+    build: Callable[[], Loss], field: str
+) -> None:
     with pytest.raises(ValueError, match=field):
         build()
 

@@ -279,7 +279,9 @@ def test_every_test_that_a_page_names_exists():
 
 def test_every_privacy_comment_names_its_test():
     assert len(PRIVACY) >= 30
-    assert not [(where, block) for where, block in PRIVACY if not re.search(r"\btest_\w+", block)]
+    assert not [
+        (where, block) for where, block in PRIVACY if not re.search(r"\btest_\w+", block)
+    ]
 
 
 def test_every_margin_names_its_lemma():

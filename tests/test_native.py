@@ -64,7 +64,9 @@ def test_a_library_of_another_text_is_not_used(searched: Path):
     [library] = SOURCE.parent.glob("_kernel.bin")
     shutil.copy(library, searched)
     (searched / SOURCE.name).write_text(SOURCE.read_text() + "\n")
-    assert native.status() == "built from another version of _kernel.c: install torch_dpsco again"
+    assert (
+        native.status() == "built from another version of _kernel.c: install torch_dpsco again"
+    )
     native._found.cache_clear()
     shutil.copy(SOURCE, searched)
     assert native.status() == "in use"

@@ -348,7 +348,9 @@ def trained(name: str, run: Any = None) -> None:
 def filtered_by_users() -> None:
     oracle = UserFiltered(replace(same(8), noise_std=0.1))
     oracle.open([torch.zeros(1)])
-    oracle.observe(GradBatch([DenseBlock(torch.arange(8.0)[:, None] / 8)]), users=torch.arange(8))
+    oracle.observe(
+        GradBatch([DenseBlock(torch.arange(8.0)[:, None] / 8)]), users=torch.arange(8)
+    )
     oracle.release(noise_generator())
 
 

@@ -205,7 +205,11 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="correct"):
         mu_of_guesses(9, 8, 8)
     audit = OneRunAudit(range(8))
-    for wrong in ({"family": "laplace"}, {"family": "gaussian", "delta": 0.0}, {"claimed": -1.0}):
+    for wrong in (
+        {"family": "laplace"},
+        {"family": "gaussian", "delta": 0.0},
+        {"claimed": -1.0},
+    ):
         with pytest.raises(
             ValueError, match=next(iter({"delta": 0} if "delta" in wrong else wrong))
         ):

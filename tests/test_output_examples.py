@@ -265,7 +265,9 @@ def test_robust_models_are_less_brittle_than_the_ordinary_one(quick: dict[str, R
             figures[f"robust, {attack}: {attack} log_loss"]
             < figures[f"ordinary, objective: {attack} log_loss"]
         )
-        assert figures["ordinary, objective: clean auc"] > figures[f"robust, {attack}: clean auc"]
+        assert (
+            figures["ordinary, objective: clean auc"] > figures[f"robust, {attack}: clean auc"]
+        )
 
 
 # -- the benchmark ----------------------------------------------------------------------------------------------------

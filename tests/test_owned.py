@@ -124,7 +124,9 @@ NAMES = ["tensor", "array", "at once", "views", "subset"]
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=NAMES)
-@pytest.mark.parametrize("options", [{}, {"physical_batch_size": 4}, {"padding": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"physical_batch_size": 4}, {"padding": False}], ids=str
+)
 def test_a_data_set_that_fills_one_tensor_gives_each_record_once(
     source: Callable[[], Any], options: Any
 ) -> None:
@@ -162,7 +164,9 @@ def test_a_bound_loader_gives_each_record_once() -> None:
     model, opt = optimizer(dp.Poisson(N // 2, N), steps=1)
     data = Reusing()
     loader = opt.bind(
-        DataLoader(data, batch_sampler=dp.sampling.PoissonSampler(dp.Poisson(N // 2, N), steps=1))
+        DataLoader(
+            data, batch_sampler=dp.sampling.PoissonSampler(dp.Poisson(N // 2, N), steps=1)
+        )
     )
     assert set(uses(model, opt, loader, N // 2)) <= {0.0, 1.0}
     assert source_of(loader.dataset) is data

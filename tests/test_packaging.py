@@ -142,7 +142,9 @@ def test_the_tiers_are_marks_at_the_tests(tmp_path):
 @pytest.mark.weekly
 def test_the_size_counts_lines_of_code_only(tmp_path):
     docstrings = '"""Of no\n\nlines."""\n\n# a comment\n'
-    code = 'X = """\n\nthree"""\n\n\ndef f():\n    """None."""\n    return [\n        X,\n    ]\n'
+    code = (
+        'X = """\n\nthree"""\n\n\ndef f():\n    """None."""\n    return [\n        X,\n    ]\n'
+    )
     (tmp_path / "few.py").write_text(docstrings + code)
     size = [sys.executable, str(ROOT / ".ci" / "size")]
     of_few = subprocess.run(

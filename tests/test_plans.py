@@ -24,7 +24,9 @@ from torch_dpsco.errors import AdjacencyError, ConditionError, DpscoError
 from torch_dpsco.sampling.one_pass import make_sampler
 from torch_dpsco.step.plan import Plan, StepPlan
 
-pytestmark = pytest.mark.filterwarnings("ignore:users disagree:torch_dpsco.errors.UtilityWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:users disagree:torch_dpsco.errors.UtilityWarning"
+)
 
 N, DIM, BUDGET = 64, 3, dp.Budget(2.0, 1e-4)
 PEOPLE = dp.Budget(2.0, 1e-4, unit="user")
@@ -247,7 +249,12 @@ def test_a_plan_that_was_saved_runs_and_spends_what_it_said(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("HolderSGD, fixed", "CorrelatedSGD", "UserClippedSGD, noise", "UserFilteredSGD, noise"),
+        *(
+            "HolderSGD, fixed",
+            "CorrelatedSGD",
+            "UserClippedSGD, noise",
+            "UserFilteredSGD, noise",
+        ),
         *("ClippedSGD, pilot", "AcceleratedSGD", "LocalizedSGD, pilots"),
     ],
 )
@@ -361,7 +368,9 @@ def test_a_plan_says_what_exact_noise_costs_where_there_is_such() -> None:
             rf"exact noise {chosen}, by secure='exact': up to (\d+) times the noise's time", text
         )
         assert int(said) == math.ceil(max(map(float, more)))
-    silent = dp.HolderSGD.plan(problem=PROBLEM, n=40, noise_multiplier=0.0, batch_size=4, steps=3)
+    silent = dp.HolderSGD.plan(
+        problem=PROBLEM, n=40, noise_multiplier=0.0, batch_size=4, steps=3
+    )
     assert "exact noise" not in str(silent)  # nothing to draw
 
 

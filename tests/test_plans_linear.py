@@ -114,7 +114,8 @@ def test_a_plan_prints_a_table_in_words(name: str) -> None:
     _, plan = MADE[name]()
     lines = str(plan).splitlines()
     assert (
-        lines[0] == f"{type(plan).__name__}: privacy for one example ({in_words(plan.adjacency)})"
+        lines[0]
+        == f"{type(plan).__name__}: privacy for one example ({in_words(plan.adjacency)})"
     )
     assert max(map(len, lines)) <= 110
     labels = [line.split()[0] for line in lines[1:] if not line.startswith("   ")]
@@ -267,7 +268,11 @@ def prepared(mechanism: str, **kind: Any) -> Callable[[], LinearPlan]:
 
 
 def of_users(adjacency: str = "add_remove", **kind: Any) -> Callable[[], LinearPlan]:
-    given = {"loss": dp.losses.Logistic(), "preparation": Preparation(1.0, intercept=1.0), **kind}
+    given = {
+        "loss": dp.losses.Logistic(),
+        "preparation": Preparation(1.0, intercept=1.0),
+        **kind,
+    }
     budget = dp.Budget(
         20.0, 1e-6, adjacency=adjacency, unit="user"
     )  # so that labels get a scale and an intercept
@@ -427,7 +432,8 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
         elif isinstance(event, RDPCurve):
             curve = objective_curve(noise, change, spent * (1 - 1e-9), plan.adjacency)
             assert all(
-                one * hair >= other for one, other in zip(event.values, curve.values, strict=True)
+                one * hair >= other
+                for one, other in zip(event.values, curve.values, strict=True)
             )
         else:
             assert event.delta * (1 + 1e-6) >= amp_delta(event.eps, noise, change, spent)

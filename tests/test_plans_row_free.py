@@ -99,7 +99,8 @@ def test_a_plan_prints_a_table_in_words(name: str) -> None:
     plan = MADE[name]()
     lines = str(plan).splitlines()
     assert (
-        lines[0] == f"{type(plan).__name__}: privacy for one example ({in_words(plan.adjacency)})"
+        lines[0]
+        == f"{type(plan).__name__}: privacy for one example ({in_words(plan.adjacency)})"
     )
     assert max(map(len, lines)) <= 110
     labels = [line.split()[0] for line in lines[1:] if not line.startswith("   ")]
@@ -153,7 +154,9 @@ def answered(
     """Returns an optimizer that has run on rows of 0, and what noise of 1 makes of the first weight: its scale."""
     for draw in ("gaussian_vector", "knorm_vector"):
         monkeypatch.setattr(
-            row_free, draw, lambda size, scale, _: torch.full((size,), scale, dtype=torch.float64)
+            row_free,
+            draw,
+            lambda size, scale, _: torch.full((size,), scale, dtype=torch.float64),
         )
     monkeypatch.setattr(row_free, "exact_release", lambda value, event, _: value + event.sigma)
     model, loss = nn.Linear(DIM, 1).double(), LOGISTIC if cls is dp.BoltOnPSGD else HINGE

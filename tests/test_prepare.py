@@ -131,7 +131,9 @@ def test_a_ledger_of_another_adjacency_is_refused_by_a_transformer() -> None:
     with pytest.raises(AdjacencyError, match="accountant must have the adjacency 'add_remove'"):
         make("scaler", accountant=ledger).fit(table())
     with pytest.raises(UnitError):
-        make("scaler", accountant=dp.Accountant(adjacency="add_remove", unit="user")).fit(table())
+        make("scaler", accountant=dp.Accountant(adjacency="add_remove", unit="user")).fit(
+            table()
+        )
     assert len(ledger) == 0
 
 

@@ -150,7 +150,8 @@ def test_beyond_its_radius_a_lipschitz_constant_holds_up_to_what_the_gradient_ca
     )
     for beyond in (1e-12, 0.25):
         expected = min(
-            1 + 100.0 * ((2.0 + beyond) - 2.0) ** exponent, 1 + 100.0 * (2.0 + beyond) ** exponent
+            1 + 100.0 * ((2.0 + beyond) - 2.0) ** exponent,
+            1 + 100.0 * (2.0 + beyond) ** exponent,
         )
         assert problem.grad_bound(2.0 + beyond) == pytest.approx(expected, rel=1e-12)
     if exponent == 1:
@@ -181,7 +182,10 @@ def test_an_infinite_radius_is_allowed_exactly_when_the_bound_stays_finite() -> 
     assert Problem(
         holder_exponent=0, holder_constant=2, grad_at_zero=1
     ).grad_bound() == pytest.approx(3)
-    for unbounded in (Problem(), Problem(holder_exponent=0.5, holder_constant=1, grad_at_zero=1)):
+    for unbounded in (
+        Problem(),
+        Problem(holder_exponent=0.5, holder_constant=1, grad_at_zero=1),
+    ):
         with pytest.raises(
             MissingConstantError, match=r"lipschitz.*exact_grad_bound.*holder_exponent"
         ):

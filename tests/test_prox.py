@@ -186,7 +186,9 @@ def test_the_ball_accepts_mixed_dtypes_empty_tensors_and_no_tensors() -> None:
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("prox", PROJECTIONS)
-def test_projections_refuse_a_diverged_iterate_and_leave_it_alone(prox: Prox, bad: float) -> None:
+def test_projections_refuse_a_diverged_iterate_and_leave_it_alone(
+    prox: Prox, bad: float
+) -> None:
     parts = [torch.tensor([9.0]), torch.tensor([bad, 1.0])]
     with pytest.raises(ValueError, match="learning rate"):
         prox.apply_(parts, [1.0, 1.0])
@@ -532,8 +534,12 @@ def test_points_on_the_line_through_both_centers_are_projected_too(sign: float) 
     c = np.array([0.9, 0.0, 0.0])
     u = two_balls(np.array([5.0 * sign, 0.0, 0.0]), 1.0, c, 0.5)
     np.testing.assert_allclose(u, [1.0 if sign > 0 else 0.4, 0.0, 0.0], atol=1e-12)
-    np.testing.assert_allclose(two_balls(np.array([5.0, 0.0]), 1.0, np.zeros(2), 0.5), [0.5, 0.0])
-    np.testing.assert_allclose(two_balls(np.array([5.0, 0.0]), 1.0, np.zeros(2), 1.0), [1.0, 0.0])
+    np.testing.assert_allclose(
+        two_balls(np.array([5.0, 0.0]), 1.0, np.zeros(2), 0.5), [0.5, 0.0]
+    )
+    np.testing.assert_allclose(
+        two_balls(np.array([5.0, 0.0]), 1.0, np.zeros(2), 1.0), [1.0, 0.0]
+    )
 
 
 def test_a_diverged_iterate_is_refused_by_the_two_balls() -> None:

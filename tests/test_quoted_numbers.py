@@ -57,7 +57,9 @@ def test_the_move_from_opacus_quotes_the_noise_of_both(adult: tuple[float, Ledge
 
 
 @pytest.mark.slow
-def test_one_run_has_the_quoted_epsilons_under_two_relations(adult: tuple[float, Ledger]) -> None:
+def test_one_run_has_the_quoted_epsilons_under_two_relations(
+    adult: tuple[float, Ledger],
+) -> None:
     under = {
         adjacency: adult[1].epsilon(DELTA, adjacency) for adjacency in (ADD_REMOVE, REPLACE_ONE)
     }
@@ -87,7 +89,8 @@ def test_claims_in_the_table_of_audits_are_those_of_the_accountant() -> None:
     assert f"| 0.3 | 800 | 1 - 1e-6 | {rounded_up(full.epsilon(0.3, ADD_REMOVE), 3)} |" in text
     claimed = Ledger([dp.Poisson(256, 60_000).event(clipped_gaussian(1.0), 235)])
     both = "; ".join(
-        rounded_up(claimed.epsilon(1e-5, adjacency), 3) for adjacency in (ADD_REMOVE, REPLACE_ONE)
+        rounded_up(claimed.epsilon(1e-5, adjacency), 3)
+        for adjacency in (ADD_REMOVE, REPLACE_ONE)
     )
     assert f"| 1e-5 | 100,000 | 1 - 1e-6 | {both} |" in text
 

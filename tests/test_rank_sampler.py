@@ -134,7 +134,12 @@ def check_that_ranks_are_independent() -> None:
     assert (passes >= 0).all()  # every record is in one batch of each pass
     counts = np.stack([(passes == k).sum(axis=0) for k in range(4)])
     assert ((counts - 100) ** 2 / 100).sum() < stats.chi2.isf(1e-6, 2 * 24 * 3)
-    for first, second in (((0, 0), (0, 1)), ((0, 6), (1, 7)), ((0, 0), (0, 2)), ((0, 3), (1, 3))):
+    for first, second in (
+        ((0, 0), (0, 1)),
+        ((0, 6), (1, 7)),
+        ((0, 0), (0, 2)),
+        ((0, 3), (1, 3)),
+    ):
         pairs = np.zeros((4, 4))
         np.add.at(pairs, (passes[(slice(None), *first)], passes[(slice(None), *second)]), 1)
         assert stats.chisquare(pairs.ravel()).pvalue > 1e-6

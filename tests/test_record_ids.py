@@ -97,7 +97,9 @@ def test_picks_by_ids_are_uniform_and_independent() -> None:
         patch.setattr(record_ids, "start_of_pass", lambda key, k: start(key, 0))
 
     def alike_for_all(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(record_ids, "pick", lambda start, name, parts: pick(start, name[:1], parts))
+        patch.setattr(
+            record_ids, "pick", lambda start, name, parts: pick(start, name[:1], parts)
+        )
 
     pick = record_ids.pick
     for mutate in (same_in_each_pass, alike_for_all):

@@ -392,7 +392,9 @@ def test_tensors_in_memory_give_the_batches_of_the_data_loader(physical, workers
 def test_an_empty_draw_is_a_batch_without_rows(dataset):
     sampler = seeded(RARE, steps=40)
     empty = [
-        batch for batch, chunk in used(PrivateLoader(dataset, sampler), sampler) if not chunk.rows
+        batch
+        for batch, chunk in used(PrivateLoader(dataset, sampler), sampler)
+        if not chunk.rows
     ]
     assert empty
     for x, y in empty:
@@ -449,7 +451,8 @@ def test_what_is_sent_to_workers_can_be_pickled(monkeypatch):
     """Where processes are spawned, and not forked, the collate function is pickled."""
     sent = []
     monkeypatch.setattr(
-        "torch_dpsco.sampling.loader.DataLoader", lambda *_, **options: sent.append(options) or []
+        "torch_dpsco.sampling.loader.DataLoader",
+        lambda *_, **options: sent.append(options) or [],
     )
     list(PrivateLoader(Tuples(), make_sampler(RARE), num_workers=2))
     collate = pickle.loads(pickle.dumps(sent[0]["collate_fn"]))

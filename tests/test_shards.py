@@ -104,7 +104,11 @@ def everything(rank: int) -> dict[str, Any]:
             "ledger": optimizer.accountant.ledger.digest(),
         }
         found[kind]["said"] = " ".join(str(optimizer.report(1e-3)).split())
-    return found | {"fit": fitted(data), "law": drawn_often(data), "by ids": with_ids(rank, data)}
+    return found | {
+        "fit": fitted(data),
+        "law": drawn_often(data),
+        "by ids": with_ids(rank, data),
+    }
 
 
 def drawn_often(data: TensorDataset) -> list[list[int]]:
@@ -133,7 +137,9 @@ def fitted(data: TensorDataset) -> dict[str, Any]:
     model = nn.Linear(DIM, 1)
     loss = dp.losses.Logistic()
     budget = dp.Budget(2.0, 1e-3, adjacency="add_remove")
-    plan = dp.HolderSGD.plan(problem=loss.problem(bound_x=3.0), n=50, budget=budget, batch_size=8)
+    plan = dp.HolderSGD.plan(
+        problem=loss.problem(bound_x=3.0), n=50, budget=budget, batch_size=8
+    )
     optimizer = dp.HolderSGD(model.parameters(), plan)
     dp.fit(model, optimizer, Rows(data), loss, shard=50, progress=False)
     facts = {
@@ -310,7 +316,8 @@ def dying(rank: int) -> str:
         if k == 0:
             optimizer.step()
     return (
-        message(SequenceError, optimizer.step) + f" {len(optimizer.accountant)} {optimizer.steps}"
+        message(SequenceError, optimizer.step)
+        + f" {len(optimizer.accountant)} {optimizer.steps}"
     )
 
 
@@ -534,7 +541,9 @@ def test_a_pass_over_shards_goes_on_over_the_same_shards_only(
     assert sorted(i for draw in failed[1]["passes"]["drawn"] for i in draw) == list(range(N))
 
 
-def test_ranks_go_on_with_their_records_in_their_order_only(failed: list[dict[str, Any]]) -> None:
+def test_ranks_go_on_with_their_records_in_their_order_only(
+    failed: list[dict[str, Any]],
+) -> None:
     """All of them turn their common data set round: they are alike, but a place has another record now."""
     for rank in failed:
         assert "dataset must hold the records of the run" in rank["passes"]["wrong"]["turned"]
@@ -586,7 +595,9 @@ def test_one_process_takes_its_shard_for_all_there_is() -> None:
     ):
         optimizer.loader(records(), shard=N - 1)
     with pytest.raises(UnitError, match="n must be the number of records"):
-        built("full", layer()).loader(TensorDataset(*(t[:9] for t in records().tensors)), shard=N)
+        built("full", layer()).loader(
+            TensorDataset(*(t[:9] for t in records().tensors)), shard=N
+        )
 
 
 @pytest.mark.parametrize("design", [dp.Poisson(64, 1000), dp.Full(1000), dp.Assigned(100, 1000)])

@@ -39,4 +39,8 @@ def test_the_link_check_of_the_site_names_what_leads_nowhere(tmp_path: Path) -> 
     )
     code, said = check()
     assert code == 1
-    assert said.splitlines()[:3] == ["a.html: #no", "a.html: c.png", "a.html: folder/b.html#gone"]
+    assert said.splitlines()[:3] == [
+        "a.html: #no",
+        "a.html: c.png",
+        "a.html: folder/b.html#gone",
+    ]

@@ -289,6 +289,8 @@ def test_what_cannot_be_planned_is_reported_and_what_is_known_is_kept(
 
     method = ours.Method("new", "estimator", ("auc",), refused)
     found = accuracy.measured(method, toy(parts), 1.0, 3)
-    assert found == "not available: TypeError: plan() got an unexpected keyword argument 'groups'"
+    assert (
+        found == "not available: TypeError: plan() got an unexpected keyword argument 'groups'"
+    )
     accuracy.Results(tmp_path / "a.json").add("toy", "1", "new", found)
     assert accuracy.Results(tmp_path / "a.json").get("toy", "1", "new") == found

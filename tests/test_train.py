@@ -140,7 +140,9 @@ def test_the_bar_never_shows_the_loss(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.usefixtures("every_step")
-def test_without_a_delta_the_bar_shows_the_steps_left(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_delta_the_bar_shows_the_steps_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     model = linear()
     dp.fit(model, holder(model), records(), LOSS)
     shown = frames(capsys)
@@ -158,7 +160,9 @@ def test_without_progress_nothing_is_written(capfd: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.cases(0, 1)
-@pytest.mark.parametrize(("build", "shape"), [(linear, (DIM,)), (mlp, (DIM,)), (conv, (1, 4, 4))])
+@pytest.mark.parametrize(
+    ("build", "shape"), [(linear, (DIM,)), (mlp, (DIM,)), (conv, (1, 4, 4))]
+)
 def test_every_kind_of_model_trains_through_empty_draws(
     build: Any, shape: tuple[int, ...]
 ) -> None:
@@ -205,7 +209,9 @@ def test_fit_is_the_loop_that_one_would_write(reduction: str) -> None:
     for model in (first, second):
         with pytest.warns(UtilityWarning, match="generator="):
             optimizers.append(
-                planned(model, batch_size=N, epochs=4, generator=torch.Generator().manual_seed(3))
+                planned(
+                    model, batch_size=N, epochs=4, generator=torch.Generator().manual_seed(3)
+                )
             )
     loss = partial(LOSS, reduction=reduction)
     dp.fit(first, optimizers[0], records(), loss, loss_reduction=reduction, progress=False)
@@ -257,7 +263,9 @@ def test_pairs_of_any_structure_are_trained_on(workers: int) -> None:
 
 
 def test_batches_move_to_the_device_of_the_model_whatever_their_structure() -> None:
-    batch = Pair({"x": torch.ones(2), "names": ["a", "b"]}, [torch.ones(2, dtype=torch.int64), 3])
+    batch = Pair(
+        {"x": torch.ones(2), "names": ["a", "b"]}, [torch.ones(2, dtype=torch.int64), 3]
+    )
     moved = to_device(batch, torch.device("meta"))
     assert type(moved) is Pair
     assert moved.inputs["x"].is_meta
@@ -355,7 +363,9 @@ def test_steps_that_the_budget_does_not_admit_are_refused_and_as_many_as_named_c
 def test_an_unknown_number_of_steps_is_refused() -> None:
     model = linear()
     refused(ValueError, r"steps must be given.*\(got None\)", model, holder(model, steps=None))
-    refused(ValueError, r"steps must be an integer >= 1 \(got 0\)", model, holder(model), steps=0)
+    refused(
+        ValueError, r"steps must be an integer >= 1 \(got 0\)", model, holder(model), steps=0
+    )
     refused(
         ValueError,
         r"physical_batch_size must be an integer >= 1",

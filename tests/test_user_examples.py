@@ -258,7 +258,9 @@ def cells(line: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_noise_table_of_the_document_is_printed_and_below_that_of_the_specification() -> None:
+def test_the_noise_table_of_the_document_is_printed_and_below_that_of_the_specification() -> (
+    None
+):
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         load("benchmarks", "user_level_risk").main(["--noise"])
@@ -296,7 +298,12 @@ def test_the_break_even_table_of_the_document_is_that_of_the_theory() -> None:
                 break_even_clip(plan, float(epsilon), 1e-6), abs=0.051
             )
         for steps, least in zip((20, 100, 1000), map(int, smallest.split("/")), strict=True):
-            works = {"epsilon": float(epsilon), "delta": 1e-6, "pair_radius": 1.0, "steps": steps}
+            works = {
+                "epsilon": float(epsilon),
+                "delta": 1e-6,
+                "pair_radius": 1.0,
+                "steps": steps,
+            }
             calibrate_filter(n_users=least, **works)
             with pytest.raises(InfeasibleError, match=f"works is {least} "):
                 calibrate_filter(n_users=least - 1, **works)

@@ -28,10 +28,15 @@ ROWS = TensorDataset(torch.arange(7.0)[:, None], torch.arange(7))
 
 
 def made(
-    design: dp.Poisson | dp.Fixed | dp.Full, ids: torch.Tensor = IDS, steps: int = 40, **more: int
+    design: dp.Poisson | dp.Fixed | dp.Full,
+    ids: torch.Tensor = IDS,
+    steps: int = 40,
+    **more: int,
 ) -> UserLoader:
     data = TensorDataset(torch.arange(float(len(ids)))[:, None], torch.arange(len(ids)))
-    return UserLoader(data, make_sampler(design, size=design.n, steps=steps, seed=3), ids, **more)
+    return UserLoader(
+        data, make_sampler(design, size=design.n, steps=steps, seed=3), ids, **more
+    )
 
 
 def taken(loader: UserLoader) -> list[tuple[list[int], list[int], bool]]:
@@ -371,7 +376,9 @@ def test_accumulated_parts_make_the_step_of_the_whole_draw() -> None:
 
 
 def test_phases_draw_disjoint_users_with_all_their_rows_and_go_on_after_a_break() -> None:
-    run = runs.localized(runs.phased(runs.quiet(8, steps=2), runs.quiet(16, steps=3), n_users=30))
+    run = runs.localized(
+        runs.phased(runs.quiet(8, steps=2), runs.quiet(16, steps=3), n_users=30)
+    )
     data, ids = runs.agreeing(30, rows=3)
     seen: list[set[int]] = []
     while run.opt.steps < 5:

@@ -134,7 +134,9 @@ class Summed(World):
 
     alone = False
 
-    def __init__(self, model: nn.Module, others: list[list[tuple[list[int], list[int]]]]) -> None:
+    def __init__(
+        self, model: nn.Module, others: list[list[tuple[list[int], list[int]]]]
+    ) -> None:
         self.model, self.others, self.step = model, others, 0
 
     def release(self, oracle: Any, noise: Any) -> Release:

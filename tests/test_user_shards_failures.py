@@ -333,14 +333,19 @@ def test_a_user_of_two_ranks_is_refused(name: str, failed: list[dict[str, Any]])
 
 def test_users_without_a_shard_are_refused_on_all_ranks(failed: list[dict[str, Any]]) -> None:
     for rank in failed:
-        assert "shard must be given with users in a run of several" in rank["refused"]["no shard"]
+        assert (
+            "shard must be given with users in a run of several" in rank["refused"]["no shard"]
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         ("too many", "UnitError: users of all ranks must be at most n_users=12"),
-        ("too many under add_remove", "UnitError: users of all ranks must be at most n_users=12"),
+        (
+            "too many under add_remove",
+            "UnitError: users of all ranks must be at most n_users=12",
+        ),
         ("kind", "UnitError: ids must be integers, strings or bytes (got a tuple)"),
         ("sampler", "UnknownSamplerError: loader must draw this rank's positions"),
         ("votes", "(got AdaptiveClipped): run it in one process, as users who vote on clips"),
@@ -369,7 +374,8 @@ def test_what_one_rank_refuses_is_given_up_by_the_others(failed: list[dict[str, 
     refused = [rank["refused"] for rank in failed]
     assert "rank 1 has given this loader up" in refused[0]["bound"]
     assert (
-        "shard must be how many users this process has at most (declared 8" in refused[1]["bound"]
+        "shard must be how many users this process has at most (declared 8"
+        in refused[1]["bound"]
     )
     assert "rank 0 has given this loader up" in refused[1]["out of range"]
     assert "users must be < n_users=16 (got a larger id" in refused[0]["out of range"]

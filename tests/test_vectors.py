@@ -355,7 +355,9 @@ def test_no_under_report_of_a_tiny_probability_passes():
             else:
                 true = min(value) if isinstance(value, list) else value
                 tampered = (
-                    [item * wrong for item in value] if isinstance(value, list) else value * wrong
+                    [item * wrong for item in value]
+                    if isinstance(value, list)
+                    else value * wrong
                 )
             if true > 0:
                 assert mismatches(vector, _as_result(vector, tampered)) != [], (vector, wrong)
@@ -482,7 +484,8 @@ def test_a_plan_whose_recomputed_delta_exceeds_the_target_is_refused(monkeypatch
     ):
         assert (
             mismatches(
-                Vector("userlevel", "calibrate_tight", inputs, narrow, {"rel": 0, "abs": 0}), plan
+                Vector("userlevel", "calibrate_tight", inputs, narrow, {"rel": 0, "abs": 0}),
+                plan,
             )
             != []
         )

@@ -188,7 +188,10 @@ def test_no_warning_about_privacy_depends_on_whether_it_was_given() -> None:
     remembered, found = [], set()
     for path in (ROOT / "torch_dpsco").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("warn", "warnings.warn"):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "warn",
+                "warnings.warn",
+            ):
                 text = ast.unparse(node.args[0])
                 found |= {words for words in ABOUT_PRIVACY if words in text}
             if isinstance(node, ast.If) and re.search(r"_told|_warned", ast.unparse(node.test)):

@@ -199,7 +199,8 @@ def test_a_spent_ledger_says_so() -> None:
         model(x).mean().backward()
         opt.step()
     with pytest.raises(
-        InfeasibleError, match=r"this ledger holds 2 events, epsilon 0\.99\d* of 1 at delta=1e-05"
+        InfeasibleError,
+        match=r"this ledger holds 2 events, epsilon 0\.99\d* of 1 at delta=1e-05",
     ):
         dp.ClippedSGD(net().parameters(), plan, accountant=opt.accountant)
 

@@ -108,7 +108,10 @@ if TYPE_CHECKING:
 else:  # or type checkers would take every name for one that exists
 
     def __getattr__(name: str) -> object:
-        if name in ("score", "study"):  # on first use: they import scikit-learn, as estimators do
+        if name in (
+            "score",
+            "study",
+        ):  # on first use: they import scikit-learn, as estimators do
             place = "scores" if name == "score" else "study"
             return getattr(import_module(f"torch_dpsco.statistics.{place}"), name)
         for place in (errors, sampling):

@@ -61,7 +61,9 @@ def typed(target: _Target, largest: float = math.inf) -> _Target:
         return target
     parameters = inspect.signature(target).parameters
     names = list(parameters)
-    closed = not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    closed = not any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
 
     @functools.wraps(target)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -94,7 +96,9 @@ def check_fields(value: Any, largest: float = math.inf) -> None:
 
 def _check(kind: _Kind | None, name: str, value: Any, largest: float = math.inf) -> None:
     if kind is not None and not kind.admits(value):
-        way_out = _OF_LOADER if kind.words is _DATASET and hasattr(value, "batch_sampler") else ""
+        way_out = (
+            _OF_LOADER if kind.words is _DATASET and hasattr(value, "batch_sampler") else ""
+        )
         whole = (
             ", without null characters"
             if isinstance(value, (str, os.PathLike)) and not is_path(value)
@@ -142,7 +146,11 @@ def _kind(hint: Any) -> _Kind | None:
         return _Kind(
             lambda value: isinstance(value, type), "a class of torch_dpsco.estimators, as Ridge"
         )
-    if not isinstance(origin, type) or origin is object or getattr(origin, "_is_protocol", False):
+    if (
+        not isinstance(origin, type)
+        or origin is object
+        or getattr(origin, "_is_protocol", False)
+    ):
         return None
     if origin.__name__ == "Dataset":  # any map will do
         return _Kind(
@@ -238,7 +246,9 @@ _PLAIN: dict[Any, _Kind] = {
     int: _NUMBERS[1],
     bool: _Kind(lambda value: isinstance(value, (bool, np.bool_)), "True or False"),
     str: _Kind(lambda value: isinstance(value, str) and is_path(value), "text"),
-    os.PathLike: _Kind(lambda value: isinstance(value, os.PathLike) and is_path(value), "a path"),
+    os.PathLike: _Kind(
+        lambda value: isinstance(value, os.PathLike) and is_path(value), "a path"
+    ),
     Callable: _Kind(callable, "a function"),
 }
 _HOW = {  # how to make what an argument must be
@@ -289,7 +299,10 @@ _WORDS: dict[str, tuple[tuple[str, str], ...]] = {
         ("batch_size", "sample_rate times n"),
         ("", "the batch size of the data loader has it"),
     ),
-    "expected_batch_size": (("batch_size", ""), ("", "the batch size of the data loader has it")),
+    "expected_batch_size": (
+        ("batch_size", ""),
+        ("", "the batch size of the data loader has it"),
+    ),
     "noise_multiplier": (("budget", "the noise follows from it"), ("", _PLAN)),
     "num_microbatches": (("", "each record is clipped by itself"),),
     "poisson_sampling": (("sampling", "'poisson', 'full' or 'allocated'"),),
@@ -329,7 +342,9 @@ def require_ours(name: str, given: Iterable[str], taken: Collection[str]) -> Non
         ...
         TypeError: LogisticRegression has no C: take reg (reg = 1 / C, of the sum of the losses)
     """
-    answers = [answer for word in given if word not in taken and (answer := _answer(word, taken))]
+    answers = [
+        answer for word in given if word not in taken and (answer := _answer(word, taken))
+    ]
     if answers:
         raise TypeError(f"{name} has no {'; no '.join(answers)}")
 

@@ -86,7 +86,9 @@ def made(**field: Any) -> None:
     """Raises ValueError if the field is a class, where an instance of it is meant."""
     name, value = _unpack(field)
     if isinstance(value, type):
-        raise ValueError(f"{name} must be made first, as {value.__name__}() (got {shown(value)})")
+        raise ValueError(
+            f"{name} must be made first, as {value.__name__}() (got {shown(value)})"
+        )
 
 
 def required(by: str = "", **fields: Any) -> NoReturn:
@@ -175,7 +177,9 @@ def choice(allowed: Iterable[_T], **field: Any) -> _T:
     for option in options:
         if isinstance(value, (str, Number, type(None))) and option == value:
             return option
-    raise ValueError(f"{name} must be one of {', '.join(map(str, options))} (got {shown(value)})")
+    raise ValueError(
+        f"{name} must be one of {', '.join(map(str, options))} (got {shown(value)})"
+    )
 
 
 def below_one(**field: Any) -> float:

@@ -226,7 +226,9 @@ def loss_of(model: nn.Module, loss_fn: Callable[..., Any], inputs: Any, targets:
 def _kinds_of(batch: Any) -> str:
     """Returns shapes and dtypes of a batch's records."""
     leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    shown = [f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape[1:])}" for leaf in leaves]
+    shown = [
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape[1:])}" for leaf in leaves
+    ]
     return ", ".join(shown) or type(batch).__name__
 
 

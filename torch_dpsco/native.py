@@ -179,7 +179,13 @@ def add_weighted(rows: Tensor, weights: Tensor, total: Tensor) -> Tensor:
     weights = weights.contiguous()
     _require(weights, rows.shape[0], torch.float64)
     _require(total, rows.shape[1], torch.float64)
-    arguments = rows.data_ptr(), rows.stride(0), *rows.shape, weights.data_ptr(), total.data_ptr()
+    arguments = (
+        rows.data_ptr(),
+        rows.stride(0),
+        *rows.shape,
+        weights.data_ptr(),
+        total.data_ptr(),
+    )
     _found()[0].dpsco_sum(*arguments)
     return total
 
@@ -430,7 +436,9 @@ def gaussians(
     _require(mean, out.numel(), torch.float64)
     if len(bits) < (out.numel() + 1) // 2 * (8 + out.element_size()):
         # PRIVACY: what is read beyond them is not random (test_too_few_bits_are_refused)
-        raise ValueError(f"bits must be enough for {out.numel()} numbers (got {len(bits)} bytes)")
+        raise ValueError(
+            f"bits must be enough for {out.numel()} numbers (got {len(bits)} bytes)"
+        )
     given = None if logarithms is None else logarithms.ctypes.data
     plus = None if mean is None else mean.data_ptr()
     numbers = out.numel(), out.dtype is torch.float64

@@ -123,7 +123,10 @@ class Problem:
             value = getattr(self, name)
             if value is not None or name == "radius":
                 object.__setattr__(self, name, checked(**{name: value}))
-        for first, second in (("holder_exponent", "holder_constant"), ("moment_order", "moment")):
+        for first, second in (
+            ("holder_exponent", "holder_constant"),
+            ("moment_order", "moment"),
+        ):
             if (getattr(self, first) is None) != (getattr(self, second) is None):
                 raise ValueError(f"{first} and {second} must be given together")
 
@@ -298,7 +301,9 @@ class Schedule:
             if phase.steps is None or k < phase.steps:
                 return index, k
             k -= phase.steps
-        raise ValueError(f"step must be < {self.steps}, the number of planned steps (got {step})")
+        raise ValueError(
+            f"step must be < {self.steps}, the number of planned steps (got {step})"
+        )
 
     def position(self, steps: int) -> tuple[int, int]:
         """Returns (phase, steps made in it) after that many steps; at the end of all, that of the last phase."""

@@ -93,7 +93,10 @@ def test_the_named_smallest_epsilon_admits_the_event(event):
 
 @pytest.mark.slow
 def test_a_smaller_event_is_still_admitted_after_a_refusal():
-    accountant, small = Accountant(Budget(1.0, DELTA, "replace_one")), PoissonGaussian(50.0, 1e-4)
+    accountant, small = (
+        Accountant(Budget(1.0, DELTA, "replace_one")),
+        PoissonGaussian(50.0, 1e-4),
+    )
     accountant.declare(small, 1)
     accountant.declare(STEP, None)
     accountant.authorize(small, 0)

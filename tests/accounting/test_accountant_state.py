@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from tests.accounting.ledgers import DELTA, FIXED, STEP, WHOLE, image, part, refusal
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
-from torch_dpsco.accounting.events import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, Gaussian
+from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    ADJACENCIES,
+    REPLACE_ONE,
+    ZERO_OUT,
+    Gaussian,
+)
 from torch_dpsco.errors import PrivacyError
 
 # -- copies and checkpoints -------------------------------------------------------------------------------------------

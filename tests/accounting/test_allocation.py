@@ -165,7 +165,9 @@ def test_epsilon_is_within_half_a_percent_of_the_truth(noise, steps, target, adj
     """By a certified lower bound on delta, bins merged into their means: at 0.5 % less, it is larger than allowed."""
     less = 0.995 * allocation_epsilon(noise, steps, target, adjacency)
     assert (
-        bound(noise, steps, less, "replace" if adjacency == "replace_one" else "remove", m, False)
+        bound(
+            noise, steps, less, "replace" if adjacency == "replace_one" else "remove", m, False
+        )
         > target
     )
 
@@ -505,7 +507,8 @@ def test_the_law_of_a_pass_is_not_below_its_profile(way, grid):
         assert other * (1 - 1e-3) <= excess(-epsilon) <= other * 1.01 + 40 * grid * grid
     epsilons, values = profile(AllocationLoss(1.0, 20, way), -40.0)
     short = [
-        _hull(np.exp(epsilons), values, i) - excess(epsilons[i]) for i in range(0, values.size, 9)
+        _hull(np.exp(epsilons), values, i) - excess(epsilons[i])
+        for i in range(0, values.size, 9)
     ]
     assert max(short) <= 0.0
 

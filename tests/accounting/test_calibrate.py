@@ -167,7 +167,9 @@ def test_one_epoch_is_never_a_step_short():
 
 def test_nothing_is_private_without_noise():
     for design in DESIGNS:
-        assert design_epsilon(0.0, 0.5, design=design, steps=1, adjacency=REPLACE_ONE) == math.inf
+        assert (
+            design_epsilon(0.0, 0.5, design=design, steps=1, adjacency=REPLACE_ONE) == math.inf
+        )
         assert design_epsilon(0.0, 0.5, design=design, steps=0, adjacency=REPLACE_ONE) == 0.0
 
 

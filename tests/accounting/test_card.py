@@ -133,13 +133,17 @@ def test_the_marks_lie_on_the_curve_and_say_what_the_risk_is():
 def test_the_html_has_a_table_of_what_is_compared_and_fits_a_phone(tmp_path):
     stated().save(tmp_path / "card.html")
     text = (tmp_path / "card.html").read_text(encoding="utf-8")
-    assert "<td>replace_one (the guarantee)</td><td>in one the example is in the data set" in text
+    assert (
+        "<td>replace_one (the guarantee)</td><td>in one the example is in the data set" in text
+    )
     assert '<meta name="viewport" content="width=device-width' in text
     assert 'alt="What was spent"' in text
 
 
 def test_an_adaptive_card_draws_no_sums():
-    figures = stated(accountant=Accountant(Budget(3.0, DELTA, "replace_one", mode="gdp"))).figures
+    figures = stated(
+        accountant=Accountant(Budget(3.0, DELTA, "replace_one", mode="gdp"))
+    ).figures
     assert figures.spent == ()
 
 

@@ -290,7 +290,10 @@ def test_a_failure_of_one_part_is_not_added_to_the_losses_of_another():
         )
     # a record is in one part of each partition, and in both partitions
     twice = Ledger(
-        [Parallel({"a": [fails], "b": [leaks]}, "p"), Parallel({"a": [fails], "b": [leaks]}, "q")]
+        [
+            Parallel({"a": [fails], "b": [leaks]}, "p"),
+            Parallel({"a": [fails], "b": [leaks]}, "q"),
+        ]
     )
     assert twice.epsilon(1e-5, ZERO_OUT) == max(
         Ledger(pair).epsilon(1e-5, ZERO_OUT)

@@ -235,7 +235,9 @@ def test_an_accountant_that_says_none_is_of_zero_out() -> None:
 
 @pytest.mark.parametrize("budget", [None, unsaid()], ids=["no budget", "budget"])
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
-def test_it_settles_once_and_its_budget_with_it(budget: dp.Budget | None, adjacency: Any) -> None:
+def test_it_settles_once_and_its_budget_with_it(
+    budget: dp.Budget | None, adjacency: Any
+) -> None:
     accountant = dp.Accountant(budget)
     accountant.settle(adjacency)
     for other in ADJACENCIES:

@@ -103,7 +103,9 @@ def test_positional_designs_refuse_add_remove(design, base):
     with pytest.raises(AdjacencyError, match="shifts all later positions"):
         drawn.epsilon(1e-5, ADD_REMOVE)
     with pytest.raises(AdjacencyError, match="cut by position"):
-        Ledger().evaluate(1e-5, ADD_REMOVE, extra=design.draw_event(base, draws_of(design, 1)[0]))
+        Ledger().evaluate(
+            1e-5, ADD_REMOVE, extra=design.draw_event(base, draws_of(design, 1)[0])
+        )
     if base is BASE:
         with pytest.raises(AdjacencyError, match="not defined under add_remove"):
             Ledger([design.event(base, 2)]).epsilon(1e-5, ADD_REMOVE)

@@ -146,7 +146,8 @@ def by_laws(case: Setting, step: float, *, pure: bool, pessimistic: bool) -> flo
 
 
 SEEDS = [
-    pytest.param(seed, marks=pytest.mark.slow if seed >= QUICK else ()) for seed in range(LEDGERS)
+    pytest.param(seed, marks=pytest.mark.slow if seed >= QUICK else ())
+    for seed in range(LEDGERS)
 ]
 
 

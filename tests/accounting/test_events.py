@@ -210,7 +210,9 @@ def test_readable_json_means_the_same_event(event):
     assert event_from_json(json.loads(json.dumps(event_to_json(event, exact=False)))) == event
 
 
-@pytest.mark.parametrize("event", [PoissonGaussian(1, 0.1), Parallel({"0": [NonPrivate()]}, "p")])
+@pytest.mark.parametrize(
+    "event", [PoissonGaussian(1, 0.1), Parallel({"0": [NonPrivate()]}, "p")]
+)
 def test_a_count_in_json_repeats_the_event(event):
     assert event_from_json(event_to_json(event) | {"count": 3}) == Repeat(event, 3)
     assert event_from_json(event_to_json(event) | {"count": 1}) == event
@@ -252,7 +254,10 @@ def test_an_unknown_field_is_refused():
             r"q must be in \[0, 1\]",
         ),
         ({"type": "Gaussian", "sigma": 1, "sens": {"swap": 1}}, r"adjacency must be one of"),
-        ({"type": "Gaussian", "sigma": "inf", "sens": {REPLACE_ONE: 1}}, r"sigma must be finite"),
+        (
+            {"type": "Gaussian", "sigma": "inf", "sens": {REPLACE_ONE: 1}},
+            r"sigma must be finite",
+        ),
         ({"type": "NonPrivate", "count": -1}, r"n must be an integer >= 0 \(got -1\)"),
         ({"type": "NonPrivate", "count": 0.5}, r"n must be an integer \(got 0\.5\)"),
     ],

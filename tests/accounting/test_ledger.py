@@ -68,9 +68,9 @@ histories = st.lists(st.tuples(anywhere, st.integers(0, 50)), max_size=12)
 
 
 def test_unsampled_gaussians_compose_exactly():
-    assert epsilon(gauss(0.3), Repeat(gauss(0.2), 4), Sequential((gauss(0.1),))) == pytest.approx(
-        exact(0.3, 0.2, 0.2, 0.2, 0.2, 0.1), rel=1e-12
-    )
+    assert epsilon(
+        gauss(0.3), Repeat(gauss(0.2), 4), Sequential((gauss(0.1),))
+    ) == pytest.approx(exact(0.3, 0.2, 0.2, 0.2, 0.2, 0.1), rel=1e-12)
     assert epsilon(Repeat(gauss(0.3), 0)) == epsilon() == 0.0
 
 
@@ -92,7 +92,9 @@ def test_one_part_is_sequential_composition():
 def test_repeating_a_partition_repeats_each_of_its_parts():
     block = Parallel({"a": [gauss(0.3)], "b": [gauss(0.1)]}, "p")
     assert (
-        epsilon(Repeat(block, 4)) == epsilon(*[block] * 4) == pytest.approx(exact(0.6), rel=1e-12)
+        epsilon(Repeat(block, 4))
+        == epsilon(*[block] * 4)
+        == pytest.approx(exact(0.6), rel=1e-12)
     )
 
 
@@ -284,7 +286,9 @@ def test_a_failure_is_taken_off_delta():
 
 
 @given(
-    st.floats(0, 1, exclude_max=True), st.integers(1, 100), st.floats(1e-300, 1, exclude_max=True)
+    st.floats(0, 1, exclude_max=True),
+    st.integers(1, 100),
+    st.floats(1e-300, 1, exclude_max=True),
 )
 def test_a_delta_within_the_failure_is_never_enough(failure, count, delta):
     ledger = Ledger([Repeat(gauss(0.3, failure), count)])

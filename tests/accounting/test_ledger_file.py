@@ -369,7 +369,9 @@ def test_every_cut_of_a_file_without_a_mark_is_charged_at_least_as_what_was_auth
             warnings.simplefilter("ignore", UtilityWarning)
             resumed = Accountant(ledger_path=path)
         nothing_before = complete < 2 and cut != ends[1]
-        assert len(resumed) == 2 * max(0, complete - 1) + (0 if nothing_before or not torn else 2)
+        assert len(resumed) == 2 * max(0, complete - 1) + (
+            0 if nothing_before or not torn else 2
+        )
         resumed.authorize(STEP)
         resumed.close()
         assert image(Accountant(ledger_path=path)) == image(resumed)

@@ -67,7 +67,8 @@ def test_no_sentence_says_the_old_name(unit: str, adjacency: Adjacency, one: boo
         assert len(named.sections) == len(plain.sections)
         proviso = ", if each patient has one row" if unit == "example" else ""
         assert named.headline == plain.headline.replace(
-            f"one {unit} ({in_words(adjacency)})", f"one patient ({in_words(adjacency)}){proviso}"
+            f"one {unit} ({in_words(adjacency)})",
+            f"one patient ({in_words(adjacency)}){proviso}",
         )
 
 

@@ -119,7 +119,10 @@ def test_part_of_a_plan_that_fits_is_not_decided_again(monkeypatch):
         patched.setattr(Ledger, "evaluate", lambda *_, **__: pytest.fail("decided again"))
         for event in events[1:50]:
             accountant.authorize(event)
-    for wrong, error in ((events[0], BudgetExceeded), (PoissonGaussian(9.0, 0.01), PrivacyError)):
+    for wrong, error in (
+        (events[0], BudgetExceeded),
+        (PoissonGaussian(9.0, 0.01), PrivacyError),
+    ):
         with pytest.raises(error):
             accountant.authorize(wrong, 10**6)
     assert len(accountant) == 50

@@ -38,7 +38,9 @@ def test_a_curve_holds_its_formula_at_every_order(monotone, adjacency):
             exact = rdp_of_any_sign(order, NOISE, REG, 1.0, 0.25)
         else:
             exact = objpert_rdp(order, NOISE, change)
-        assert exact + order * 0.01**2 / 2 <= value <= (exact + order * 0.01**2 / 2) * (1 + 1e-14)
+        assert (
+            exact + order * 0.01**2 / 2 <= value <= (exact + order * 0.01**2 / 2) * (1 + 1e-14)
+        )
     assert cost_of(curve, adjacency, 1).rdp.max() < float("inf")
     with pytest.raises(AdjacencyError):
         cost_of(curve, "add_remove" if adjacency == "replace_one" else "replace_one", 0)

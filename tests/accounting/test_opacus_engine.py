@@ -108,7 +108,8 @@ def test_a_budget_under_the_batch_memory_manager_stops_at_the_last_whole_batch()
     weights = [parameter.clone() for parameter in script.model.parameters()]
     script.optimizer.zero_grad()
     assert all(
-        torch.equal(old, new) for old, new in zip(weights, script.model.parameters(), strict=True)
+        torch.equal(old, new)
+        for old, new in zip(weights, script.model.parameters(), strict=True)
     )
     assert script.accountant.get_epsilon(DELTA) <= 6.0
 

@@ -6,7 +6,12 @@ import warnings
 import pytest
 import torch
 from opacus import PrivacyEngine
-from opacus.accountants import GaussianAccountant, PRVAccountant, RDPAccountant, create_accountant
+from opacus.accountants import (
+    GaussianAccountant,
+    PRVAccountant,
+    RDPAccountant,
+    create_accountant,
+)
 from opacus.accountants.utils import get_noise_multiplier
 from torch import nn
 from torch.utils.data import DataLoader
@@ -32,7 +37,9 @@ def test_make_private_charges_every_step():
     assert script.accountant.history == [(1.0, 0.25, 10)]
     assert len(script.accountant) == 10
     assert script.accountant.adjacency == ADD_REMOVE
-    assert script.engine.get_epsilon(DELTA) == script.accountant.ledger.epsilon(DELTA, ADD_REMOVE)
+    assert script.engine.get_epsilon(DELTA) == script.accountant.ledger.epsilon(
+        DELTA, ADD_REMOVE
+    )
 
 
 @pytest.mark.slow

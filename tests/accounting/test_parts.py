@@ -113,7 +113,9 @@ def test_the_whole_costs_what_the_costliest_part_costs(
     assert epsilon(design.between(0, design.steps_per_epoch, bases)) >= max(own) * (1 - 1e-9)
 
 
-def test_a_pure_group_and_gaussian_ones_cost_their_maximum_and_not_that_of_their_curves() -> None:
+def test_a_pure_group_and_gaussian_ones_cost_their_maximum_and_not_that_of_their_curves() -> (
+    None
+):
     design = dp.Parts(((dp.Full(20), 1), (dp.Disjoint(10, 80), 8)), 100)
     gaussian = epsilon(clipped_gaussian(4.0))
     for share in (0.5, 1.0, 1.5):
@@ -215,7 +217,9 @@ def test_records_are_assigned_to_parts_under_every_adjacency(adjacency: str) -> 
     assert epsilon(planned, adjacency) == pytest.approx(
         max(2.0, trained), rel=1e-4
     )  # pure: delta is to spare
-    assert [design.charges_left(Draw(0, "p", "0", k), 9, of_passes=False) for k in (0, 1, 4)] == [
+    assert [
+        design.charges_left(Draw(0, "p", "0", k), 9, of_passes=False) for k in (0, 1, 4)
+    ] == [
         1,
         4,
         1,
@@ -249,7 +253,9 @@ def test_assigned_batches_of_a_query_of_one_adjacency_hold_under_that_only() -> 
 
 
 def test_the_same_partition_cannot_be_cut_by_position_and_by_key() -> None:
-    ledger = Ledger([dp.Assigned(6, 26, amplification=False).draw_event(BASE, Draw(3, "x", "0"))])
+    ledger = Ledger(
+        [dp.Assigned(6, 26, amplification=False).draw_event(BASE, Draw(3, "x", "0"))]
+    )
     with pytest.raises(ValueError, match="cut in one way"):
         ledger.add(dp.Disjoint(6, 26).draw_event(BASE, Draw(6, "x", "1")))
 

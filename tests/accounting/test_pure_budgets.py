@@ -81,7 +81,8 @@ names = st.sampled_from(["a", "b", "c"])
 epsilons = st.one_of(st.floats(0.0, 2.0), st.sampled_from([0.1, 0.2, 0.3, 1 / 3, 1e-300]))
 # (partition, part, epsilon, count); the empty partition is the whole data set
 charges = st.lists(
-    st.tuples(st.sampled_from(["", "p", "q"]), names, epsilons, st.integers(0, 10**6)), max_size=8
+    st.tuples(st.sampled_from(["", "p", "q"]), names, epsilons, st.integers(0, 10**6)),
+    max_size=8,
 )
 
 
@@ -110,7 +111,9 @@ def test_a_question_at_delta_0_has_the_pure_epsilon_as_its_answer(event, epsilon
     ledger = Ledger([event])
     answer = ledger.evaluate(0.0, REPLACE_ONE)
     assert (answer.epsilon, answer.method) == (epsilon, "pure")
-    assert ledger.evaluate(0, REPLACE_ONE, "pure") == ledger.evaluate(-0.0, REPLACE_ONE) == answer
+    assert (
+        ledger.evaluate(0, REPLACE_ONE, "pure") == ledger.evaluate(-0.0, REPLACE_ONE) == answer
+    )
     accountant = Accountant(adjacency=REPLACE_ONE)
     accountant.authorize(event)
     assert accountant.get_epsilon(torch.zeros(())) == epsilon
@@ -389,7 +392,8 @@ def worst_ratio(target: float, seed: int, depth: int) -> float:
             return 1.0
         # truth has probability e^eps/(1 + e^eps) on one side, and 1/(1 + e^eps) on the other
         return max(
-            math.exp(sign * event.eps) * ratio([*ledger, event], left - 1) for sign in (1.0, -1.0)
+            math.exp(sign * event.eps) * ratio([*ledger, event], left - 1)
+            for sign in (1.0, -1.0)
         )
 
     return ratio([], depth)

@@ -104,12 +104,16 @@ def test_releases_of_one_batch_lower_the_noise_of_its_pass() -> None:
 def test_a_pass_inside_a_part_is_an_event_of_the_part() -> None:
     """Two parts that hold a pass each cost what one does."""
     parts = Parallel({"a": (PASS,), "b": (PASS,)}, "p", "keyed", key_public=True)
-    assert Ledger([parts]).epsilon(DELTA, ADD_REMOVE) == Ledger([PASS]).epsilon(DELTA, ADD_REMOVE)
+    assert Ledger([parts]).epsilon(DELTA, ADD_REMOVE) == Ledger([PASS]).epsilon(
+        DELTA, ADD_REMOVE
+    )
 
 
 def test_noise_is_calibrated_for_the_passes_of_a_design() -> None:
     design = dp.Assigned(1, 100)
-    noise = calibrate.noise_multiplier(1.0, DELTA, design=design, steps=100, adjacency=ADD_REMOVE)
+    noise = calibrate.noise_multiplier(
+        1.0, DELTA, design=design, steps=100, adjacency=ADD_REMOVE
+    )
     assert (
         noise == allocation_noise(1.0, DELTA, 100, ADD_REMOVE) == pytest.approx(0.8731, abs=2e-4)
     )
@@ -146,7 +150,9 @@ def test_old_ledgers_are_read_as_they_were() -> None:
     old = event_from_json(
         row | {"parts": {"0": [event_to_json(base)], "1": [event_to_json(base)]}}
     )
-    assert Ledger([old]).epsilon(DELTA, REPLACE_ONE) == Ledger([base]).epsilon(DELTA, REPLACE_ONE)
+    assert Ledger([old]).epsilon(DELTA, REPLACE_ONE) == Ledger([base]).epsilon(
+        DELTA, REPLACE_ONE
+    )
     assert (
         repr(dp.Assigned(6, 26, amplification=False))
         == "Assigned(batch_size=6, n=26, parts=None, amplification=False, passes=1)"

@@ -86,7 +86,9 @@ def test_the_first_line_names_guarantee_adjacency_and_unit(adjacency, meaning, u
 def test_figures_are_those_of_the_ledger():
     accountant = charged(STEP, clipped_gaussian(5.0))
     report = accountant.report(DELTA)
-    assert report.epsilons == {a: accountant.get_epsilon(DELTA, adjacency=a) for a in ADJACENCIES}
+    assert report.epsilons == {
+        a: accountant.get_epsilon(DELTA, adjacency=a) for a in ADJACENCIES
+    }
     assert report.epsilon == report.epsilons[ZERO_OUT]
     assert report.events == (f"3 x {STEP}", f"3 x {clipped_gaussian(5.0)}")
     assert all(f"  event: {line}" in str(report) for line in report.events)

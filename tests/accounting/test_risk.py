@@ -166,7 +166,10 @@ def test_the_best_attacker_stays_below(rate, noise, steps):
             threshold = np.quantile(
                 null[: RUNS // 2], 1 - alarm
             )  # from other runs than those that are counted
-            f, t = np.mean(null[RUNS // 2 :] > threshold), np.mean(other[RUNS // 2 :] > threshold)
+            f, t = (
+                np.mean(null[RUNS // 2 :] > threshold),
+                np.mean(other[RUNS // 2 :] > threshold),
+            )
             slack = SURE * math.sqrt(2)
             assert t - slack <= risk.true_positive(min(1.0, f + slack))
             gaps.append(risk.true_positive(float(f)) - t)

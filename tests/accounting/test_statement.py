@@ -163,7 +163,9 @@ def test_the_statement_names_guarantee_unit_worlds_and_sampling(design, adjacenc
         "user": "All rows of a user carry its id, and no other does.",
     }
     assert whose[unit] in section(statement, "What must hold")
-    assert f"Charged: {statement.figures.events[0]}." in section(statement, "How it was computed")
+    assert f"Charged: {statement.figures.events[0]}." in section(
+        statement, "How it was computed"
+    )
     assert "SomeSGD: 10 steps made of 10 planned; finalized." in section(
         statement, "How it was computed"
     )
@@ -322,7 +324,8 @@ def test_an_astronomic_epsilon_is_stated_without_overflow():
 def test_a_delta_of_one_over_n_is_called_too_large(delta, warned):
     warnings = stated(delta=delta).warnings
     assert [
-        w.startswith(f"delta = {rounded_up(delta)} is not below 1/n (n = 1000)") for w in warnings
+        w.startswith(f"delta = {rounded_up(delta)} is not below 1/n (n = 1000)")
+        for w in warnings
     ] == [True] * warned
 
 
@@ -367,7 +370,9 @@ def test_a_budget_bounds_a_run_without_plan():
 
 def test_the_smaller_of_plan_and_budget_bounds_a_run():
     planned = stated(steps=4, finalized=False, budget=Budget(50.0, DELTA, "replace_one"))
-    assert f"at most {rounded_up(planned.figures.planned_epsilon)} by plan" in planned.warnings[0]
+    assert (
+        f"at most {rounded_up(planned.figures.planned_epsilon)} by plan" in planned.warnings[0]
+    )
     tight = stated(
         steps=4, planned=10**5, finalized=False, budget=Budget(1.0, DELTA, "replace_one")
     )
@@ -658,7 +663,9 @@ def test_no_private_number_appears(monkeypatch):
     monkeypatch.setattr(
         secrets, "token_hex", lambda size: "00" * size
     )  # names of ledgers are random
-    one, other = (fitted(size, seed, ADD_REMOVE).report() for size, seed in ((937, 1), (1063, 2)))
+    one, other = (
+        fitted(size, seed, ADD_REMOVE).report() for size, seed in ((937, 1), (1063, 2))
+    )
     assert forms(one) == forms(other)
     assert one == other
     assert not any(re.search(r"(?<![\d.])(937|1063)(?!\d)", form) for form in forms(one))

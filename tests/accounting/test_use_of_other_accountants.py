@@ -170,7 +170,9 @@ def test_poisson_batches_are_independent_coin_tosses_and_fixed_or_cyclic_ones_ar
     assert (
         min(subsets_p_value(batches, n, size / n) for batches in (binomial, ours)) > FALSE_ALARM
     )
-    assert max(subsets_p_value(batches, n, size / n) for batches in (fixed, cyclic)) < FALSE_ALARM
+    assert (
+        max(subsets_p_value(batches, n, size / n) for batches in (fixed, cyclic)) < FALSE_ALARM
+    )
 
 
 @pytest.mark.slow

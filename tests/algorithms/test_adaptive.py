@@ -172,7 +172,8 @@ def test_one_record_more_moves_the_votes_by_at_most_their_sensitivity(reduction)
             ]
             moved.append(abs(found[0] - found[1]))
             found = [
-                float((rows(n).norms() <= clip).double().sub(0.5).sum()) for n in (size, size + 1)
+                float((rows(n).norms() <= clip).double().sub(0.5).sum())
+                for n in (size, size + 1)
             ]
             moved_steps.append(abs(found[0] - found[1]))
     assert max(moved) <= oracle.count_sensitivity("add_remove")
@@ -413,7 +414,11 @@ def test_steps_of_the_threshold_that_leave_floating_point_end_at_its_bounds(sett
     model = nn.Linear(2, 1)
     oracle = AdaptiveClipped(1.0, 1.0, 20, **settings)
     opt = dp.PrivateOptimizer(
-        dp.attach(model).parameters(), 0.1, oracle=oracle, rule=dp.rules.SGD(), design=dp.Full(20)
+        dp.attach(model).parameters(),
+        0.1,
+        oracle=oracle,
+        rule=dp.rules.SGD(),
+        design=dp.Full(20),
     )
     data = torch.utils.data.TensorDataset(torch.ones(20, 2), torch.ones(20, 1))
     clips = []

@@ -325,7 +325,8 @@ def check_that_draws_serve_once() -> None:
         optimizer.bind(loader)
     one_step(model, first, *next(iter(loaders[0])))
     refused(
-        lambda: one_step(other, second, *next(iter(loaders[1]))), "may have been released already"
+        lambda: one_step(other, second, *next(iter(loaders[1]))),
+        "may have been released already",
     )
     assert charged(first) == [(PASS, 1)]
 
@@ -439,7 +440,10 @@ def test_draws_that_may_be_known_are_not_amplified() -> None:
         foreign = FullSampler(dp.Full(N))
         foreign.design = design
         for sampler in (InOrder(design), AssignedSampler(design, resume=known), foreign):
-            for loader in (PrivateLoader(DATA, sampler), DataLoader(DATA, batch_sampler=sampler)):
+            for loader in (
+                PrivateLoader(DATA, sampler),
+                DataLoader(DATA, batch_sampler=sampler),
+            ):
                 refused(
                     lambda one=loader: built()[1].bind(one), "by fresh bits", UnknownSamplerError
                 )  # type: ignore[misc]
@@ -850,7 +854,9 @@ def private(epochs: int, model: nn.Module, loader: DataLoader[Any], **more: Any)
     ("epochs", "word"),
     [(1, "assigned"), (1, "allocated"), pytest.param(3, "assigned", marks=pytest.mark.slow)],
 )
-def test_a_private_loop_over_passes_sees_each_record_once_in_each(epochs: int, word: str) -> None:
+def test_a_private_loop_over_passes_sees_each_record_once_in_each(
+    epochs: int, word: str
+) -> None:
     numbered = TensorDataset(torch.ones(N, 2), torch.arange(1, N + 1)[:, None].double())
     model, optimizer, loader = private(
         epochs, nn.Linear(2, 1), DataLoader(numbered, batch_size=6, shuffle=True), sampling=word

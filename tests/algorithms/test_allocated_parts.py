@@ -136,9 +136,9 @@ def test_plans_of_passes_in_parts_are_what_their_ledgers_hold(design: AssignedPa
     assert planned == design.event(FULL, design.steps_per_epoch)
     train(model, optimizer)
     for adjacency in ADJACENCIES:
-        assert Ledger([planned]).epsilon(DELTA, adjacency) == optimizer.accountant.ledger.epsilon(
+        assert Ledger([planned]).epsilon(
             DELTA, adjacency
-        )
+        ) == optimizer.accountant.ledger.epsilon(DELTA, adjacency)
     assert optimizer.ahead() == Sequential(())
 
 
@@ -272,7 +272,8 @@ def test_a_step_in_a_part_with_less_noise_than_its_pass_is_refused() -> None:
             oracles=(Clipped(1.0, Z, 8), Changing(1, FULL, clipped_gaussian(Z / 2)))
         )
         refused(
-            lambda: train(model, optimizer), "steps must be those that their pass was charged for"
+            lambda: train(model, optimizer),
+            "steps must be those that their pass was charged for",
         )
         assert optimizer.steps == 3
 
@@ -344,7 +345,9 @@ def test_draws_in_parts_serve_once() -> None:
             "may have been released already",
         )
 
-    assert_caught(check, lambda patch: patch.setattr(charges.Payments, "_require_fresh", nothing))
+    assert_caught(
+        check, lambda patch: patch.setattr(charges.Payments, "_require_fresh", nothing)
+    )
 
 
 def test_parts_with_passes_are_not_begun_again() -> None:
@@ -444,7 +447,10 @@ def test_draws_in_parts_that_may_be_known_are_not_amplified() -> None:
         foreign.design = DESIGN
         given = AssignedPartsSampler(DESIGN, resume=AssignedPartsSampler(DESIGN).partition)
         for sampler in (InOrder(DESIGN), given, foreign):
-            for loader in (PrivateLoader(DATA, sampler), DataLoader(DATA, batch_sampler=sampler)):
+            for loader in (
+                PrivateLoader(DATA, sampler),
+                DataLoader(DATA, batch_sampler=sampler),
+            ):
                 refused(
                     lambda one=loader: built()[1].bind(one), "by fresh bits", UnknownSamplerError
                 )  # type: ignore[misc]
@@ -479,7 +485,11 @@ def check_that_passes_in_a_part_are_independent() -> None:
         key = np.frombuffer(np.random.default_rng(k).bytes(32), dtype=np.uint8)
         sampler.partition = replace(sampler.partition, cut=key)
         draws = [(draw, indices) for draw, indices in sampler.draws()]
-        assert [draw.part for draw, _ in draws] == ["0", "0", *([f"1/{k}" for k in range(T)] * 2)]
+        assert [draw.part for draw, _ in draws] == [
+            "0",
+            "0",
+            *([f"1/{k}" for k in range(T)] * 2),
+        ]
         batches = np.full((2, N), -1)
         for at, (_, indices) in enumerate(draws[2:]):
             batches[at // T, indices] = at % T
@@ -608,7 +618,9 @@ def test_a_lost_step_in_a_pass_is_paid_to_its_end_and_no_further() -> None:
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
         real = charges.Payments._lost_draw
-        patch.setattr(charges.Payments, "_lost_draw", lambda *args: replace(real(*args), index=0))
+        patch.setattr(
+            charges.Payments, "_lost_draw", lambda *args: replace(real(*args), index=0)
+        )
 
     assert_caught(check_that_lost_steps_are_paid_to_the_end_of_their_pass, mutate)
 

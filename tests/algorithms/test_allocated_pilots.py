@@ -43,7 +43,13 @@ def test_a_pass_after_a_pilot_is_amplified(cls: Any, adjacency: Any) -> None:
     kind, records = (AssignedParts, MANY + 3) if adjacency == "add_remove" else (Parts, MANY)
     assert plan.design == kind(((dp.Full(30), 1), (Assigned(10, 120, 12), 12)), MANY)
     alone = cls.plan(
-        problem=PROBLEM, n=120, budget=plan.budget, clip=1.0, dim=3, steps=12, sampling="assigned"
+        problem=PROBLEM,
+        n=120,
+        budget=plan.budget,
+        clip=1.0,
+        dim=3,
+        steps=12,
+        sampling="assigned",
     )
     assert (alone.design, alone.noise_multiplier) == (
         plan.design.parts[1][0],
@@ -91,7 +97,8 @@ def test_passes_after_a_pilot_are_those_of_a_part() -> None:
     assert after_pilot(30, PASSES, 8, MANY, "add_remove") == expected
     for cut in (dp.Shuffled(30, 120), dp.Disjoint(30, 120), dp.Fixed(30, 120)):
         with pytest.raises(
-            AdjacencyError, match="sampling must be 'assigned', 'poisson' or 'full' after a pilot"
+            AdjacencyError,
+            match="sampling must be 'assigned', 'poisson' or 'full' after a pilot",
         ):
             after_pilot(30, cut, 4, MANY, "add_remove")
     for adjacency in ("replace_one", "zero_out"):

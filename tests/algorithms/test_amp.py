@@ -92,7 +92,9 @@ def test_the_inf_check_never_sees_a_gradient_of_records():
     optimizer = make_optimizer(model, Undeclared(3))
     model(torch.full((3, 2), math.nan)).sum().backward()
     assert optimizer._step_supports_amp_scaling
-    assert all(float(p.grad.abs().sum()) == 0.0 for p in model.parameters() if p.grad is not None)
+    assert all(
+        float(p.grad.abs().sum()) == 0.0 for p in model.parameters() if p.grad is not None
+    )
     assert any(p.grad is not None for p in model.parameters())
 
 

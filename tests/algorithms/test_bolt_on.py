@@ -156,7 +156,8 @@ def attack(
 def check_that_no_pair_exceeds_the_sensitivity(pairs: int = 4) -> dict[tuple[str, bool], float]:
     """Returns the largest share of the sensitivity that some pair reaches, per answer, without and with regularizer."""
     worst = dict.fromkeys(
-        [(average, ridge) for average in ("last", "uniform", "weighted") for ridge in (0, 1)], 0.0
+        [(average, ridge) for average in ("last", "uniform", "weighted") for ridge in (0, 1)],
+        0.0,
     )
     rng = np.random.default_rng(3)
     for name in LOSSES:
@@ -213,7 +214,9 @@ def sensitivity(
 @pytest.mark.parametrize(
     ("steps", "epochs", "batch"), [(1, 1, 1), (7, 1, 3), (100, 1, 1), (100, 5, 20), (999, 3, 10)]
 )
-def test_sensitivities_are_those_of_the_closed_forms(steps: int, epochs: int, batch: int) -> None:
+def test_sensitivities_are_those_of_the_closed_forms(
+    steps: int, epochs: int, batch: int
+) -> None:
     shape = {"steps": steps, "epochs": epochs, "batch": batch}
     last = sensitivity("last", 0.0, lr=0.3, **shape)
     assert last == pytest.approx(psgd_sensitivity(1.0, 0.3, epochs, batch), rel=1e-9)
@@ -462,7 +465,10 @@ def test_the_default_step_size_minimizes_the_risk_bound() -> None:
 @pytest.mark.parametrize("radius", [0.3, 1.0, 1e3])
 @pytest.mark.parametrize(
     "given",
-    [{"budget": dp.Budget(1.0, DELTA, "replace_one")}, {"budget": None, "noise_multiplier": 3.0}],
+    [
+        {"budget": dp.Budget(1.0, DELTA, "replace_one")},
+        {"budget": None, "noise_multiplier": 3.0},
+    ],
 )
 def test_the_risk_bound_is_never_below_its_terms_however_small_the_ball(
     radius: float, given: Any
@@ -483,7 +489,9 @@ def test_the_risk_bound_is_never_below_its_terms_however_small_the_ball(
         terms = radius**2 / (2 * plan.lr * plan.steps) + plan.lr * bound**2 * (
             0.5 + (epochs - 1) / batch
         )
-        assert plan.risk_bound >= (terms + bound * math.sqrt(dim) * plan.noise_scale) * (1 - 1e-6)
+        assert plan.risk_bound >= (terms + bound * math.sqrt(dim) * plan.noise_scale) * (
+            1 - 1e-6
+        )
         assert plan.risk_bound >= best.risk_bound * (1 - 1e-12)
     if radius < 1e3:
         assert (

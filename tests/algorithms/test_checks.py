@@ -125,7 +125,10 @@ PLANNERS: dict[str, tuple[Callable[[int], Any], int]] = {
         planner(dp.ClippedSGD, ADDED, problem=SMOOTH, clip=3.0, steps=4),
         259,
     ),
-    "ClippedSGD passes": (planner(dp.ClippedSGD, problem=SMOOTH, clip=3.0, sampling="full"), 517),
+    "ClippedSGD passes": (
+        planner(dp.ClippedSGD, problem=SMOOTH, clip=3.0, sampling="full"),
+        517,
+    ),
     "AcceleratedSGD": (planner(dp.AcceleratedSGD, problem=SMOOTH, clip=0.1, steps=1), 517),
     "ProximalSGD": (
         planner(dp.ProximalSGD, problem=SMOOTH, clip=9.0, steps=4, sampling="shuffled"),

@@ -404,7 +404,9 @@ def test_large_sums_become_releases_with_fresh_noise_in_every_coordinate(in_torc
 @pytest.mark.cases(19, 9)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("width", [1, 2, 1025])
-@pytest.mark.parametrize("clip", [1e-300, 1e-20, 2.0**-39, 1e-6, 1e-3, 1.0, 2.0**39, 1e20, 1e300])
+@pytest.mark.parametrize(
+    "clip", [1e-300, 1e-20, 2.0**-39, 1e-6, 1e-3, 1.0, 2.0**39, 1e20, 1e300]
+)
 def test_rows_of_one_huge_feature_are_clipped(clip, width, dtype):
     # weights C / |x| are subnormal numbers for some of them, which rounding may double
     least, share = float(torch.finfo(dtype).max), 0.0

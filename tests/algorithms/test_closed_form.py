@@ -122,7 +122,13 @@ def both(
         optimizer = optimizer_of(model, design, **more)
         dataset = wrap(records(loss, design.n, dtype))
         dp.fit(
-            model, optimizer, dataset, loss, steps=6, progress=False, physical_batch_size=physical
+            model,
+            optimizer,
+            dataset,
+            loss,
+            steps=6,
+            progress=False,
+            physical_batch_size=physical,
         )
         runs.append(
             [torch.cat([p.detach().flatten() for p in model.parameters()]).double(), optimizer]
@@ -130,7 +136,14 @@ def both(
     return runs[0], runs[1]
 
 
-DESIGNS = [Full(N), Poisson(20, N), Fixed(20, N), Shuffled(10, N), Disjoint(10, N), Poisson(1, N)]
+DESIGNS = [
+    Full(N),
+    Poisson(20, N),
+    Fixed(20, N),
+    Shuffled(10, N),
+    Disjoint(10, N),
+    Poisson(1, N),
+]
 
 
 @pytest.mark.cases(1, 1)
@@ -444,7 +457,9 @@ def test_no_record_moves_a_step_by_more_than_the_sensitivity(scale: float) -> No
             adjacency="add_remove",
             oracle=dp.oracles.Clipped(0.7, 0.0, N),
         )
-        data = TensorDataset(features.double(), torch.ones(len(features), 1, dtype=torch.float64))
+        data = TensorDataset(
+            features.double(), torch.ones(len(features), 1, dtype=torch.float64)
+        )
         dp.fit(model, optimizer, data, BCE, steps=1, progress=False)
         return torch.cat(
             [p.detach().flatten() for p in model.parameters()]
@@ -454,7 +469,9 @@ def test_no_record_moves_a_step_by_more_than_the_sensitivity(scale: float) -> No
     start, oracle = moved(x)
     distances = []
     for changed, relation in neighbors(x):
-        distances.append(float((moved(changed)[0] - start).norm()) / oracle.sensitivity(relation))
+        distances.append(
+            float((moved(changed)[0] - start).norm()) / oracle.sensitivity(relation)
+        )
     assert max(distances) <= 1 + 1e-9
     assert max(distances) > (0.4 if scale >= 1 else 0.0)
 

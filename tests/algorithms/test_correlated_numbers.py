@@ -256,7 +256,9 @@ def test_errors_of_the_echo_are_within_the_rounding():
     fresh = np.random.default_rng(7).normal(size=steps)
     noise = run(strategy, fresh)
     errors = echo_errors(strategy, fresh, noise)
-    assert 0.0 < abs(errors).max() <= gamma(8) * sum(strategy.coefficients[1:]) * abs(noise).max()
+    assert (
+        0.0 < abs(errors).max() <= gamma(8) * sum(strategy.coefficients[1:]) * abs(noise).max()
+    )
     other = noise.copy()
     other[::separation] += 1.0
     differ = echo_errors(strategy, fresh, other) - errors

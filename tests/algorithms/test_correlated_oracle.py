@@ -99,7 +99,11 @@ def test_fresh_noise_is_larger_by_the_norm() -> None:
 def test_a_step_is_charged_as_an_ordinary_one() -> None:
     oracle = built(noise=2.0)
     draw = draws()[0]
-    assert oracle.charge(CYCLE, draw) == (CYCLE.draw_event(clipped_gaussian(2.0), draw), 1, False)
+    assert oracle.charge(CYCLE, draw) == (
+        CYCLE.draw_event(clipped_gaussian(2.0), draw),
+        1,
+        False,
+    )
     with pytest.raises(AdjacencyError):
         Ledger([oracle.charge(CYCLE, draw).event]).epsilon(1e-5, "add_remove")
 

@@ -177,7 +177,8 @@ def test_a_sampler_that_is_flat_in_each_cell_would_be_noticed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("numerator", "shift"), [(0, 5), (1, 0), (3, 1), (10**9, 20), (2**80, 81), (150, 0), (1, 200)]
+    ("numerator", "shift"),
+    [(0, 5), (1, 0), (3, 1), (10**9, 20), (2**80, 81), (150, 0), (1, 200)],
 )
 def test_exponentials_have_certified_bounds(numerator, shift):
     for bits in (8, 64, 200):

@@ -226,7 +226,9 @@ def test_a_gradient_above_the_promised_bound_ends_the_run_and_charges_it(scale: 
         run.opt.step()
     assert not any(sign.isdigit() for sign in str(caught.value).replace("are 0 again", ""))
     assert len(run.opt.accountant) == 1
-    assert run.opt.accountant.get_epsilon(BUDGET.delta) == pytest.approx(BUDGET.epsilon, rel=1e-3)
+    assert run.opt.accountant.get_epsilon(BUDGET.delta) == pytest.approx(
+        BUDGET.epsilon, rel=1e-3
+    )
     assert not run.model.weight.any()
     assert not run.opt.state
     for call in (run.opt.step, run.opt.finalize, lambda: run.opt.loader(records())):

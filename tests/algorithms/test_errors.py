@@ -295,7 +295,11 @@ PARAMETERS: dict[str, Misuse] = {
         ValueError,
         r"params must hold a parameter that requires a gradient \(got none\)",
     ),
-    "none": (lambda a: holder(a, []), ValueError, r"params must hold a parameter .*\(got none\)"),
+    "none": (
+        lambda a: holder(a, []),
+        ValueError,
+        r"params must hold a parameter .*\(got none\)",
+    ),
     "no parameter": (
         lambda a: holder(a, [None]),
         ValueError,

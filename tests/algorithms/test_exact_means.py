@@ -118,7 +118,9 @@ def test_the_support_of_an_exact_mean_does_not_depend_on_the_rows():
             one.open([torch.zeros(DIM, dtype=torch.float64)])
             one.observe(batch(torch.full((4, DIM), value, dtype=torch.float64)))
             mean = one.release(torch.Generator()).mean[0]
-            on.append([round(Fraction(x) / spacing) * float(spacing) == x for x in mean.tolist()])
+            on.append(
+                [round(Fraction(x) / spacing) * float(spacing) == x for x in mean.tolist()]
+            )
         assert all(on[0])
         assert not all(on[1])
 
@@ -243,7 +245,12 @@ def test_a_run_that_goes_on_in_floating_point_has_the_sentence():
     for secure in ("exact", None):
         model = dp.attach(nn.Linear(3, 1))
         plan = dp.ClippedSGD.plan(
-            lr=0.1, clip=1.0, noise_multiplier=3.0, sampling=Fixed(10, 60), steps=6, secure=secure
+            lr=0.1,
+            clip=1.0,
+            noise_multiplier=3.0,
+            sampling=Fixed(10, 60),
+            steps=6,
+            secure=secure,
         )
         optimizer = dp.ClippedSGD(model.parameters(), plan, accountant=accountant)
         said_before = said(run(model, optimizer).report(1e-3))

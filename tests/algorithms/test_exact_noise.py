@@ -124,7 +124,8 @@ def discrete_delta(m: int, shift: int, epsilon: float) -> float:
     """Returns delta of the discrete Gaussian of parameter m whose center moves by that many steps, term by term."""
     x = np.arange(-14 * m, 14 * m + 1, dtype=np.float64)
     near, far = (
-        np.exp(-((x - c) ** 2) / (2.0 * m * m)) / (math.sqrt(2 * math.pi) * m) for c in (shift, 0)
+        np.exp(-((x - c) ** 2) / (2.0 * m * m)) / (math.sqrt(2 * math.pi) * m)
+        for c in (shift, 0)
     )
     excess = near - math.exp(epsilon) * far
     return math.fsum(excess[excess > 0])

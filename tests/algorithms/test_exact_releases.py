@@ -332,7 +332,10 @@ def test_what_has_no_exact_form_refuses_by_name():
         (lambda: plan_linear(task(), "objective", secure="exact"), "mechanism='output'"),
         (lambda: plan_linear(task(), "noisy_gd", secure="exact"), "mechanism='output'"),
         (lambda: output("exact", budget=dp.Budget(1.0, 0.0)), "K-norm"),
-        (lambda: bolt_on("exact", budget=dp.Budget(1.0, 0.0, adjacency="replace_one")), "K-norm"),
+        (
+            lambda: bolt_on("exact", budget=dp.Budget(1.0, 0.0, adjacency="replace_one")),
+            "K-norm",
+        ),
         (lambda: holder("exact", sampling="fixed"), "sampling='shuffled'"),
     ]
     for refused, words in refusals:

@@ -134,7 +134,9 @@ def test_without_the_uniform_share_epsilon_is_broken(monkeypatch):
     assert_keeps_epsilon(*(quantile_law(values, GRID, 0.9, 2.0, 300) for values in pair), 2.0)
     monkeypatch.setattr(exponential, "_UNIFORM", 0.0)
     with pytest.raises(AssertionError):
-        assert_keeps_epsilon(*(quantile_law(values, GRID, 0.9, 2.0, 300) for values in pair), 2.0)
+        assert_keeps_epsilon(
+            *(quantile_law(values, GRID, 0.9, 2.0, 300) for values in pair), 2.0
+        )
 
 
 def test_what_is_not_a_number_counts_as_above():

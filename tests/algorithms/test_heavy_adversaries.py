@@ -137,11 +137,15 @@ def test_squared_weights_do_not_telescope():
     plan = averaging_schedule(strong_convexity=mu, inverse_lr_cap=beta, steps=T)
     u = strongly_convex_coefficients(strong_convexity=mu, smoothness=beta, steps=T)
     linear = worst_recursion(mu, beta, T, plan.weights, plan.lr, noise=1.0, start=1.0)
-    squared = worst_recursion(mu, beta, T, np.square(plan.weights), plan.lr, noise=1.0, start=1.0)
+    squared = worst_recursion(
+        mu, beta, T, np.square(plan.weights), plan.lr, noise=1.0, start=1.0
+    )
     assert round(linear, 4) == round(u.initial + u.noise / 2, 4) == 0.0626
     assert round(squared, 4) == 0.0889
     x = np.array(plan.weights[50:])
-    telescoped = (2 / mu * x.sum() + mu / 2 * x[0] ** 2 * (x[0] - 2) / (mu * beta)) / (x**2).sum()
+    telescoped = (2 / mu * x.sum() + mu / 2 * x[0] ** 2 * (x[0] - 2) / (mu * beta)) / (
+        x**2
+    ).sum()
     assert squared > 1.5 * telescoped
 
 

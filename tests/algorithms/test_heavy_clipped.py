@@ -120,7 +120,9 @@ def test_the_calibrated_rule_has_the_steps_and_weights_of_the_theorem() -> None:
         expected = averaging_schedule(strong_convexity=0.5, inverse_lr_cap=2.0, steps=steps)
         lr = run.opt.param_groups[0]["lr"]
         settings = run.opt.rule.settings()
-        np.testing.assert_allclose([lr * f for f in settings["factors"]], expected.lr, rtol=1e-12)
+        np.testing.assert_allclose(
+            [lr * f for f in settings["factors"]], expected.lr, rtol=1e-12
+        )
         assert settings["weights"] == list(expected.weights)
         assert max(expected.lr) <= 1 / 2.0
     assert expected.lr[-1] < expected.lr[0]

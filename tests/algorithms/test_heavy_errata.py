@@ -59,7 +59,9 @@ def test_removing_a_record_shifts_every_batch_that_is_cut_by_position():
     records = np.random.default_rng(0).permutation(1000)
 
     def batches(order):
-        return [set(part.tolist()) for part in np.array_split(order[: len(order) // 10 * 10], 10)]
+        return [
+            set(part.tolist()) for part in np.array_split(order[: len(order) // 10 * 10], 10)
+        ]
 
     shorter = records[1:]
     changed = sum(a != b for a, b in zip(batches(records), batches(shorter), strict=True))
@@ -127,7 +129,9 @@ def test_amplified_minibatches_keep_the_bound_at_a_fraction_of_the_work():
         "diameter": 2.0,
     }
     full = localized_schedule_ballfree(**law, rho=0.5, max_steps=None)
-    batches = [max(1, math.ceil(phase.n * math.sqrt(1.0 / phase.steps))) for phase in full.phases]
+    batches = [
+        max(1, math.ceil(phase.n * math.sqrt(1.0 / phase.steps))) for phase in full.phases
+    ]
     found = localized_schedule_minibatch(
         **law,
         batch_sizes=batches,
@@ -144,5 +148,7 @@ def test_the_closed_form_of_shuffled_vectors_asks_for_a_million_times_the_noise(
     assert (
         published.noise_bits
         > 5e5
-        * shuffle_parameters(VECTORS, n=1000, dim=10, epsilon=1.0, delta=1e-5, grid=64).noise_bits
+        * shuffle_parameters(
+            VECTORS, n=1000, dim=10, epsilon=1.0, delta=1e-5, grid=64
+        ).noise_bits
     )

@@ -120,6 +120,8 @@ def test_localization_hands_the_last_iterate_on_as_the_next_center():
     first, second = literal.algorithm_4(gradient, np.zeros(1), [[1], [4]], phases)
     np.testing.assert_allclose(first, [-1.0])  # what = c - g/lambda for linear losses
     np.testing.assert_allclose(second, [-1.5])
-    far = literal.algorithm_3(gradient, np.zeros(1), [4], literal.Phase(9.0, 3, 1.0, 0.5, "ball"))
+    far = literal.algorithm_3(
+        gradient, np.zeros(1), [4], literal.Phase(9.0, 3, 1.0, 0.5, "ball")
+    )
     np.testing.assert_allclose(far, [-0.5])
     np.testing.assert_array_equal(literal.clip_row(np.array([math.nan, 1.0]), 1.0), [0.0, 0.0])

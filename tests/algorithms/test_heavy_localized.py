@@ -202,7 +202,9 @@ def test_the_boosted_schedule_agrees_with_40_digits(conservative, constants, bal
             unit = 4 * nu if ball else 3 * mpmath.mpf(ballfree_rate(float(nu), T)) ** 2
             C = r * (b * mpmath.mpf(1) / 16 / (o * unit)) ** mpmath.mpf(0.25)
             X = (unit * C**2 * T + 4 * (C + 2) ** 2) / (T + 1) if ball else unit * C**2
-            Q = mpmath.sqrt(mpmath.mpf(g) / m) + mpmath.sqrt(o * X + b * exact_bias(r, 2, C) ** 2)
+            Q = mpmath.sqrt(mpmath.mpf(g) / m) + mpmath.sqrt(
+                o * X + b * exact_bias(r, 2, C) ** 2
+            )
             assert (phase.n, phase.copies) == (m, 3)
             assert phase.error == pytest.approx(float(Q), rel=1e-9)
             assert phase.clip == pytest.approx(float(C), rel=1e-9)

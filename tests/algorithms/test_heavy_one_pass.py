@@ -284,7 +284,10 @@ def test_batches_that_may_repeat_a_record_are_refused() -> None:
         ):
             with pytest.raises(AdjacencyError, match="this optimizer's design"):
                 run.opt.bind(loader)
-    for foreign in (DataLoader(data, batch_size=6), DataLoader(data, batch_size=6, shuffle=True)):
+    for foreign in (
+        DataLoader(data, batch_size=6),
+        DataLoader(data, batch_size=6, shuffle=True),
+    ):
         with pytest.raises(UnknownSamplerError):
             run.opt.bind(foreign)
     assert len(run.opt.accountant) == 0
@@ -490,7 +493,9 @@ def test_resuming_a_data_set_of_another_size_is_refused() -> None:
 
 def test_a_partition_is_random_and_that_of_a_resumed_run_is_not_new() -> None:
     first, second = (sampler_of(build().opt.loader(records(N))) for _ in range(2))
-    orders = [[indices.tolist() for _, indices in sampler.draws()] for sampler in (first, second)]
+    orders = [
+        [indices.tolist() for _, indices in sampler.draws()] for sampler in (first, second)
+    ]
     assert orders[0] != orders[1]  # 1 in 26! that they agree
     run = build()
     run.train(run.seeded(), 1)
@@ -561,7 +566,9 @@ def test_the_regularizer_is_added_after_the_clip(cls: Any) -> None:
     dp.attach(layer)
     opt = cls(
         layer.parameters(),
-        cls.plan(n=4, lr=0.1, clip=1e-3, noise_multiplier=0.0, batch_size=2, sampling="shuffled"),
+        cls.plan(
+            n=4, lr=0.1, clip=1e-3, noise_multiplier=0.0, batch_size=2, sampling="shuffled"
+        ),
         reg=5.0,
     )
     for (x,) in opt.loader(TensorDataset(torch.zeros(4, 3, dtype=torch.float64))):
@@ -579,7 +586,9 @@ def test_weight_decay_in_the_loss_or_in_the_arguments_is_refused(cls: Any) -> No
     pairs = TensorDataset(*records(120).tensors[:2])
 
     def decayed(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return LOSS(scores, targets) + 0.1 * sum(p.square().sum() for p in run.model.parameters())
+        return LOSS(scores, targets) + 0.1 * sum(
+            p.square().sum() for p in run.model.parameters()
+        )
 
     with pytest.raises((PrivacyError, ValueError), match="reg"):
         dp.fit(run.model, run.opt, pairs, decayed, progress=False)

@@ -40,7 +40,11 @@ TASK = {"n": 10**4, "dim": 20, "rho": 0.5, "moment": 1.0, "moment_order": 2.0}
 CONVEX = TASK | {"smoothness": 1.0, "diameter": 2.0}
 STRONG = TASK | {"smoothness": 1.0, "strong_convexity": 0.1, "diameter": 2.0}
 PROXIMAL = TASK | {"smoothness": 1.0, "pl_constant": 0.1, "initial_gap": 2.0}
-PLANS = [(accelerated_plan, CONVEX), (strongly_convex_plan, STRONG), (proximal_pl_plan, PROXIMAL)]
+PLANS = [
+    (accelerated_plan, CONVEX),
+    (strongly_convex_plan, STRONG),
+    (proximal_pl_plan, PROXIMAL),
+]
 ALL_PLANS = pytest.mark.parametrize(
     ("planner", "task"), PLANS, ids=["accelerated", "strongly convex", "proximal"]
 )
@@ -333,9 +337,19 @@ def test_bad_values_are_named(planner, task, change, message):
             {"strong_convexity": 2.0},
             "strong_convexity must be <= smoothness=1",
         ),
-        (strongly_convex_plan, STRONG, {"strong_convexity": 0.0}, "strong_convexity must be > 0"),
+        (
+            strongly_convex_plan,
+            STRONG,
+            {"strong_convexity": 0.0},
+            "strong_convexity must be > 0",
+        ),
         (strongly_convex_plan, STRONG, {"diameter": -1.0}, "diameter must be > 0"),
-        (proximal_pl_plan, PROXIMAL, {"pl_constant": 2.0}, "pl_constant must be <= smoothness=1"),
+        (
+            proximal_pl_plan,
+            PROXIMAL,
+            {"pl_constant": 2.0},
+            "pl_constant must be <= smoothness=1",
+        ),
         (proximal_pl_plan, PROXIMAL, {"pl_constant": 0.0}, "pl_constant must be > 0"),
         (proximal_pl_plan, PROXIMAL, {"initial_gap": 0.0}, "initial_gap must be > 0"),
     ],

@@ -75,7 +75,8 @@ def test_a_phase_within_a_ball_stays_below_its_bounds(bias, noise, kind, steps):
     square = ((1.0 + phase.reg * radius) ** 2 + noise) / phase.reg**2
     distances = phase.run(steps, lambda t: 2 / (t + 2), radius)
     assert (
-        phase.excess(distances) <= square * (1.0 if steps == 1 else 4 / (3 * (steps + 1))) * SLACK
+        phase.excess(distances)
+        <= square * (1.0 if steps == 1 else 4 / (3 * (steps + 1))) * SLACK
     )
     assert np.mean(distances**2) <= (4 * square / (steps + 1) + (bias / phase.reg) ** 2) * SLACK
     distances = phase.run(steps, lambda t: 1 / (t + 1), radius)

@@ -72,7 +72,10 @@ def test_bad_values_are_named(planner, task, change, message):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: localized_schedule(**TIGHT | {"diameter": math.inf}), "diameter must be finite"),
+        (
+            lambda: localized_schedule(**TIGHT | {"diameter": math.inf}),
+            "diameter must be finite",
+        ),
         (
             lambda: localized_schedule_ballfree(**TIGHT | {"diameter": math.inf}),
             "diameter must be finite",

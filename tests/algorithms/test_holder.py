@@ -160,7 +160,9 @@ def test_twenty_epochs_of_an_ordinary_loop_spend_the_budget_in_exactly_the_plann
     model = linear()
     opt = dp.HolderSGD(
         model.parameters(),
-        dp.HolderSGD.plan(problem=SMOOTH, n=300, budget=budget, batch_size=64, sampling=sampling),
+        dp.HolderSGD.plan(
+            problem=SMOOTH, n=300, budget=budget, batch_size=64, sampling=sampling
+        ),
     )
     planned = dp.HolderSGD.plan(
         problem=SMOOTH, n=300, budget=budget, batch_size=64, sampling=sampling
@@ -324,7 +326,12 @@ def test_a_constant_bound_on_an_unbounded_domain_is_refused() -> None:
             dp.HolderSGD(
                 linear().parameters(),
                 dp.HolderSGD.plan(
-                    lr=0.1, problem=problem, noise_multiplier=1.0, batch_size=8, n=64, noise=noise
+                    lr=0.1,
+                    problem=problem,
+                    noise_multiplier=1.0,
+                    batch_size=8,
+                    n=64,
+                    noise=noise,
                 ),
             )
 

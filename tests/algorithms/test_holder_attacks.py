@@ -88,9 +88,9 @@ def records(rng, family, n, dim):
     x = rng.normal(size=(n, dim))
     if rng.random() < 0.5:  # near each other, or along few directions
         x = rng.normal(size=(1, dim)) + 0.1 * x
-    x *= (BOUND_X * rng.choice([1.0, 0.5], (n, 1)) / np.linalg.norm(x, axis=1, keepdims=True)) * (
-        1 - 1e-7
-    )
+    x *= (
+        BOUND_X * rng.choice([1.0, 0.5], (n, 1)) / np.linalg.norm(x, axis=1, keepdims=True)
+    ) * (1 - 1e-7)
     return x, family.labels(rng, n)
 
 
@@ -123,7 +123,9 @@ def attack(rng, family, sampler, bounded, dtype, unit_roundoff, hit_constant=2):
         second[0][changed] = 0.0  # a null record: its gradient is 0
     if sampler == "shuffle":
         orders = [rng.permutation(n) for _ in range(epochs)]
-        batches = [order[k : k + batch_size] for order in orders for k in range(0, n, batch_size)]
+        batches = [
+            order[k : k + batch_size] for order in orders for k in range(0, n, batch_size)
+        ]
     else:
         batches = [rng.choice(n, batch_size, replace=False) for _ in range(steps)]
     one, other = (
@@ -145,7 +147,9 @@ def attack(rng, family, sampler, bounded, dtype, unit_roundoff, hit_constant=2):
             weights=weights,
         )
         hit = [s for s in range(steps - 1) if changed in batches[s]]
-        limit = path_sensitivity(path, per_epoch) if sampler == "shuffle" else realized(path, hit)
+        limit = (
+            path_sensitivity(path, per_epoch) if sampler == "shuffle" else realized(path, hit)
+        )
         moved = float(np.linalg.norm(shares @ (one - other)))
         assert moved <= limit
         worst = max(worst, moved / limit if limit else 0.0)
@@ -232,7 +236,9 @@ def stuck_pair():
     Half an ulp is 3e-8 above 1/2 and 1.5e-8 below: a step of 2e-8 is lost, or becomes one of 3e-8.
     """
     family = Family(
-        lambda score, label: label.astype(score.dtype),  # Huber far from its kink: slope -1, 0, 1
+        lambda score, label: label.astype(
+            score.dtype
+        ),  # Huber far from its kink: slope -1, 0, 1
         LossPromises(1.0, 1.0, lambda r: 1.0, loss_at_zero=2.0, glm=True, score_offset=1.0),
         lambda rng, n: np.ones(n),
     )
@@ -285,7 +291,9 @@ def test_a_kink_turns_one_ulp_of_the_score_into_the_whole_jump_and_the_bound_pay
     )
     assert forward != backward
     arithmetic = Arithmetic(dim=3, batch_size=1)
-    assert abs(forward - backward) <= 2 * arithmetic.score_error(math.sqrt(3)) * np.linalg.norm(x)
+    assert abs(forward - backward) <= 2 * arithmetic.score_error(math.sqrt(3)) * np.linalg.norm(
+        x
+    )
 
 
 @pytest.mark.parametrize(("q", "sharpness"), [(1.0, 0.99), (1.25, 0.3), (1.5, 0.01), (1.9, 0.0)])

@@ -161,7 +161,9 @@ def test_a_model_of_another_size_than_planned_is_refused() -> None:
         made(nn.Linear(5, 1, bias=False).double().parameters(), dim=3)
 
 
-def test_several_parameter_groups_are_refused_and_one_group_or_named_parameters_are_not() -> None:
+def test_several_parameter_groups_are_refused_and_one_group_or_named_parameters_are_not() -> (
+    None
+):
     model = nn.Linear(3, 1).double()
     problem = HINGE.problem(bound_x=2.0, radius=1.0)
     for second in ({"params": [model.bias], "lr": 0.5}, {"params": [model.bias]}):
@@ -306,7 +308,9 @@ def test_a_plan_that_is_not_covered_is_refused_by_name(
         ({"score_offset": math.inf}, "score_offset must be finite"),
     ],
 )
-def test_promises_out_of_range_are_refused_by_name(promise: dict[str, float], match: str) -> None:
+def test_promises_out_of_range_are_refused_by_name(
+    promise: dict[str, float], match: str
+) -> None:
     with pytest.raises(ValueError, match=match):
         dp.Problem(**promise)
 
@@ -391,7 +395,8 @@ def test_noise_that_is_given_is_drawn_and_charged() -> None:
     assert same.lr == planned(batch_size=10, epochs=2).lr  # the balanced step knows the noise
     with pytest.raises(InfeasibleError, match="epsilon must be >= "):
         dp.HolderOutputSGD(
-            nn.Linear(3, 1, bias=False).double().parameters(), planned(noise_multiplier=ratio / 2)
+            nn.Linear(3, 1, bias=False).double().parameters(),
+            planned(noise_multiplier=ratio / 2),
         )  # the budget limits the run
 
 

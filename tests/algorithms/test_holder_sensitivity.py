@@ -355,7 +355,11 @@ def test_the_answer_is_projected_after_its_noise() -> None:
     problem = HINGE.problem(bound_x=1.0, radius=radius)
     with pytest.warns(UtilityWarning, match="noise buries the signal: the answer"):
         plan = dp.HolderOutputSGD.plan(
-            problem=problem, n=4, dim=3, budget=dp.Budget(0.5, DELTA, "replace_one"), batch_size=2
+            problem=problem,
+            n=4,
+            dim=3,
+            budget=dp.Budget(0.5, DELTA, "replace_one"),
+            batch_size=2,
         )
     for seed in range(20):
         model = nn.Linear(3, 1, bias=False).double()

@@ -76,7 +76,8 @@ def double_sum(lr, bounds, weights, alpha, constant, glm, scale, steps_per_epoch
     steps = len(lr)
     squares = [high_precision_expansion(alpha, constant, x, glm) ** 2 for x in lr]
     drift = mpmath.fsum(
-        weights[t - 1] * mpmath.sqrt(mpmath.fsum(squares[1 : t - 1])) for t in range(1, steps + 1)
+        weights[t - 1] * mpmath.sqrt(mpmath.fsum(squares[1 : t - 1]))
+        for t in range(1, steps + 1)
     )
     hits = [
         mpmath.mpf(scale)

@@ -36,7 +36,12 @@ from tests.reference import heavy_tailed_literal as literal
 from tests.reference.papers.heavy_tailed import localized_schedule_paper
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
-from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError, SequenceError
+from torch_dpsco.errors import (
+    AdjacencyError,
+    ConditionError,
+    MissingConstantError,
+    SequenceError,
+)
 
 # Seeds warn in every test here.
 pytestmark = pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")

@@ -32,7 +32,9 @@ def schedule(*sizes: tuple[int, int]) -> runs.Phases:
 
 def private(*sizes: tuple[int, int], **more: Any) -> runs.Run:
     """A run whose budget is exactly that of its plan."""
-    return runs.localized(schedule(*sizes), **{"accountant": dp.Accountant(runs.budget())} | more)
+    return runs.localized(
+        schedule(*sizes), **{"accountant": dp.Accountant(runs.budget())} | more
+    )
 
 
 def made(run: runs.Run, count: int, data: Any = None) -> runs.Run:
@@ -387,9 +389,9 @@ def test_a_checkpoint_of_other_phases_is_refused() -> None:
     with pytest.raises(ValueError, match="design"):
         private((200, 4), (200, 3)).load(saved)
     with pytest.raises(ValueError, match=r"schedule|phases"):
-        runs.localized(runs.phased(runs.plan(200, 4), runs.plan(300, 3), n_users=N, lr=0.1)).load(
-            saved
-        )
+        runs.localized(
+            runs.phased(runs.plan(200, 4), runs.plan(300, 3), n_users=N, lr=0.1)
+        ).load(saved)
 
 
 # -- reports and refusals ---------------------------------------------------------------------------------------------

@@ -71,7 +71,9 @@ def test_the_erm_sensitivity_is_the_exact_ratio_rounded_up(lipschitz, mu, n):
     assert Fraction(erm_sensitivity(lipschitz, mu, n, gradient_diameter=9.0)) >= 9 / (
         Fraction(mu) * n
     )
-    assert psgd_sensitivity_strongly_convex(lipschitz, mu, n) == erm_sensitivity(lipschitz, mu, n)
+    assert psgd_sensitivity_strongly_convex(lipschitz, mu, n) == erm_sensitivity(
+        lipschitz, mu, n
+    )
 
 
 def test_the_smallest_numbers_do_not_underflow_to_no_noise():
@@ -209,7 +211,9 @@ def test_the_radius_is_the_least_of_the_bounds_and_holds():
         assert (
             w
             <= rho
-            == min(minimizer_radius(lam, lipschitz=1.0), minimizer_radius(lam, loss_at_zero=0.32))
+            == min(
+                minimizer_radius(lam, lipschitz=1.0), minimizer_radius(lam, loss_at_zero=0.32)
+            )
         )
     assert minimizer_radius(0.1, lipschitz=1.0, radius=2.0) == 2.0
 
@@ -492,7 +496,8 @@ def test_the_budget_covers_a_subtracted_target():
     }
     assert error > gradient_rounding(n, d, **rule) * 2.0**29
     assert (
-        error <= gradient_rounding(n, d, score_offset=2 * float(target) / bound, **rule) * 2.0**29
+        error
+        <= gradient_rounding(n, d, score_offset=2 * float(target) / bound, **rule) * 2.0**29
     )
 
 

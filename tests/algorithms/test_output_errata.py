@@ -29,7 +29,9 @@ from torch_dpsco.estimators.records import Records
 from torch_dpsco.losses import Logistic
 
 
-@pytest.mark.parametrize(("reach", "loss"), [(0.05, 3.7), (0.1, 12.6), (0.5, 92.0), (1.0, 194.0)])
+@pytest.mark.parametrize(
+    ("reach", "loss"), [(0.05, 3.7), (0.1, 12.6), (0.5, 92.0), (1.0, 194.0)]
+)
 def test_an_accuracy_in_expectation_loses_far_more_than_the_epsilon_claimed(
     reach: float, loss: float
 ) -> None:
@@ -138,7 +140,9 @@ def test_the_steps_of_corollary_3_1_fall_short_of_its_accuracy() -> None:
 
     needed, printed = steps(3, 60.0)
     assert printed < 0.9 * needed
-    needed, printed = steps(1000, 8.0)  # but as long as epsilon < n^2 it is n that counts in both
+    needed, printed = steps(
+        1000, 8.0
+    )  # but as long as epsilon < n^2 it is n that counts in both
     assert printed == 2 * 1000**2 == pytest.approx(needed, abs=1)
 
 

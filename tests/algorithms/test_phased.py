@@ -75,7 +75,10 @@ row = st.lists(
 
 @settings(derandomize=True, max_examples=80)
 @given(
-    batch=st.lists(row, min_size=1, max_size=6), other=row, step=st.integers(0, 4), data=st.data()
+    batch=st.lists(row, min_size=1, max_size=6),
+    other=row,
+    step=st.integers(0, 4),
+    data=st.data(),
 )
 def test_no_replaced_row_moves_a_release_by_more_than_the_sensitivity(
     batch: list[list[float]], other: list[float], step: int, data: st.DataObject

@@ -330,7 +330,10 @@ def test_a_saved_run_goes_on_with_the_unused_records_to_the_same_answer(name: st
 def sentences(run: Run) -> list[str]:
     """Returns what the report of a run says."""
     report = run.opt.report()
-    return [report.headline, *(text for section in report.sections for text in section.sentences)]
+    return [
+        report.headline,
+        *(text for section in report.sections for text in section.sentences),
+    ]
 
 
 def test_a_loaded_pilot_knows_its_clip_and_is_not_asked_again() -> None:

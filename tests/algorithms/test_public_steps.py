@@ -77,7 +77,8 @@ PLAIN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         [nn.Parameter(torch.zeros(1)), *model.parameters()], lr=0.1
     ),
     "groups": lambda model: torch.optim.SGD(
-        [{"params": [nn.Parameter(torch.zeros(1))]}, {"params": list(model.parameters())}], lr=0.1
+        [{"params": [nn.Parameter(torch.zeros(1))]}, {"params": list(model.parameters())}],
+        lr=0.1,
     ),
 }
 
@@ -400,7 +401,10 @@ def test_runs_of_secret_iterates_take_no_public_steps() -> None:
 
 
 def test_a_model_that_is_not_attached_needs_no_block() -> None:
-    with pytest.raises(SequenceError, match="model must be attached"), dp.public(nn.Linear(1, 1)):
+    with (
+        pytest.raises(SequenceError, match="model must be attached"),
+        dp.public(nn.Linear(1, 1)),
+    ):
         raise AssertionError
     with pytest.raises(ValueError, match="model must be a Module"):
         dp.public("model")

@@ -156,7 +156,9 @@ def test_no_design_has_much_less_noise_than_the_default(
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_a_default_plan_runs(epochs: int, adjacency: str) -> None:
     budget = dp.Budget(1.0, DELTA, adjacency)
-    plan = dp.ClippedSGD.plan(n=60, budget=budget, clip=1.0, lr=0.1, batch_size=20, epochs=epochs)
+    plan = dp.ClippedSGD.plan(
+        n=60, budget=budget, clip=1.0, lr=0.1, batch_size=20, epochs=epochs
+    )
     model = torch.nn.Linear(3, 1)
     optimizer = dp.ClippedSGD(model.parameters(), plan)
     dp.fit(

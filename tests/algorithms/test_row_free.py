@@ -56,7 +56,9 @@ def test_what_the_noise_was_calibrated_for_cannot_be_reassigned(name: str) -> No
     run = make()
     kept = getattr(run.opt, name)
     for value in (kept, None):
-        with refused(run, PrivacyError, f"{name} is fixed at construction: make a new optimizer"):
+        with refused(
+            run, PrivacyError, f"{name} is fixed at construction: make a new optimizer"
+        ):
             setattr(run.opt, name, value)
     assert getattr(run.opt, name) is kept
 
@@ -109,7 +111,9 @@ def test_frozen_parameters_are_refused() -> None:
     model.bias.requires_grad_(False)
     with pytest.raises(ValueError, match="all trained"):
         make(model, problem=LOSS.problem(bound_x=2.0, radius=1.0))
-    with pytest.raises(ValueError, match="params must hold a parameter that requires a gradient"):
+    with pytest.raises(
+        ValueError, match="params must hold a parameter that requires a gradient"
+    ):
         make(model.requires_grad_(False), problem=LOSS.problem(bound_x=2.0, radius=1.0))
 
 
@@ -150,7 +154,9 @@ def test_a_permutation_is_used_to_its_end() -> None:
     run.train(loader, steps=1)
     for again in (lambda: loader, lambda: run.opt.loader(records())):
         with refused(
-            run, SequenceError, "step 1 must use batch 1 of a permutation that is used to its end"
+            run,
+            SequenceError,
+            "step 1 must use batch 1 of a permutation that is used to its end",
         ):
             run.train(again())
         run.opt.discard()

@@ -62,7 +62,9 @@ def test_nothing_is_released_before_all_planned_steps_are_made() -> None:
 def test_more_steps_than_planned_are_refused() -> None:
     run = make().train()
     for call in (run.opt.step, lambda: run.opt.loader(records())):
-        with refused(run, SequenceError, r"all 3 planned steps are made: the answer is released"):
+        with refused(
+            run, SequenceError, r"all 3 planned steps are made: the answer is released"
+        ):
             call()
     run = make()
     loader = run.opt.loader(records())

@@ -121,7 +121,9 @@ def test_each_user_sends_bits_that_hide_nothing_else():
 def test_the_estimate_is_unbiased_with_the_variance_it_says(parameters):
     law = exact_law(SMALL, 1.5, parameters)
     p, bits, n = parameters.noise_probability, parameters.noise_bits, len(SMALL)
-    estimates = [analyze_scalar_sum(k, n, parameters.grid, bits, p, 1.5) for k in range(len(law))]
+    estimates = [
+        analyze_scalar_sum(k, n, parameters.grid, bits, p, 1.5) for k in range(len(law))
+    ]
     mean = sum(float(chance) * estimate for chance, estimate in zip(law, estimates, strict=True))
     variance = sum(
         float(chance) * (estimate - mean) ** 2
@@ -329,7 +331,9 @@ def test_only_honest_noise_counts():
     for users in (1000, 1001):
         oracle = ShuffledClipped(1.0, parameters, users, 4, honest_fraction=0.5)
         assert oracle.cost() == half
-    sized = ShuffledClipped.calibrated(1.0, 1000, 4, epsilon=1.0, delta=1e-6, honest_fraction=0.5)
+    sized = ShuffledClipped.calibrated(
+        1.0, 1000, 4, epsilon=1.0, delta=1e-6, honest_fraction=0.5
+    )
     assert sized.parameters == shuffle_parameters(VECTORS, 500, 4, 1.0, 1e-6)
     with pytest.raises(ConditionError, match="honest_fraction must leave an honest user"):
         ShuffledClipped(1.0, parameters, 10, 4, honest_fraction=0.05)

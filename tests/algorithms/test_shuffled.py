@@ -171,7 +171,9 @@ def test_no_neighbor_moves_a_count_past_the_budget(kind, size, dim, seed, grid, 
             data.draw(st.lists(entry, min_size=dim, max_size=dim)), dtype=torch.float64
         )
     make_one = lambda: make(kind, ShuffleParameters(grid, 0), size, dim, groups, clip)  # noqa: E731
-    steps = (counts_of(make_one(), pair[0], seed) - counts_of(make_one(), pair[1], seed)).double()
+    steps = (
+        counts_of(make_one(), pair[0], seed) - counts_of(make_one(), pair[1], seed)
+    ).double()
     assert steps.abs().max() <= grid
     assert int(steps.any(dim=1).sum()) <= 1
     budget = grid + math.sqrt(dim) if kind == "clipped" else grid * math.sqrt(dim)
@@ -193,7 +195,8 @@ def test_no_neighbor_moves_a_count_past_the_budget(kind, size, dim, seed, grid, 
 def test_opposite_rows_use_the_whole_budget():
     one, other = torch.full((1, 4), 1e9), torch.full((1, 4), -1e9)
     boxes = [
-        counts_of(make("median", ShuffleParameters(8, 0), 1, 4, 1), rows) for rows in (one, other)
+        counts_of(make("median", ShuffleParameters(8, 0), 1, 4, 1), rows)
+        for rows in (one, other)
     ]
     assert (boxes[0] - boxes[1]).tolist() == [[8] * 4]
     balls = [
@@ -243,7 +246,10 @@ def test_calibrated_oracles_meet_their_target_exactly():
             ShuffledClipped.calibrated(1.0, 200, 3, epsilon=1.0, delta=1e-5, grid=8),
             [[8, 4, 4], [5, 5, 5]],
         ),
-        (ShuffledMedian.calibrated(1.0, 200, 3, 4, epsilon=1.0, delta=1e-5, grid=8), [[8, 8, 8]]),
+        (
+            ShuffledMedian.calibrated(1.0, 200, 3, 4, epsilon=1.0, delta=1e-5, grid=8),
+            [[8, 8, 8]],
+        ),
     ):
         event = oracle.event()
         assert zcdp_epsilon(event.rho, (1e-5 - event.delta) / (1 - event.delta)) <= 1.0

@@ -233,7 +233,11 @@ def test_a_second_release_is_the_first_one(kind: str) -> None:
     optimizer.solve(DATA)
     optimizer.finalize()
     answer, spent = model.weight.detach().clone(), len(optimizer.accountant)
-    for again in (lambda: optimizer.solve(DATA), lambda: optimizer.certify(DATA), optimizer.step):
+    for again in (
+        lambda: optimizer.solve(DATA),
+        lambda: optimizer.certify(DATA),
+        optimizer.step,
+    ):
         with pytest.raises(SequenceError):
             again()
     optimizer.finalize()

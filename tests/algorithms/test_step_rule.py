@@ -292,7 +292,9 @@ def test_no_row_passes_the_share_of_the_bound_and_noise_is_in_proportion(
 
 
 def test_an_oracle_with_a_share_says_so_to_checkpoints() -> None:
-    names = [HolderClipped(LOGISTIC, 2.0, 5, clip_share=share).settings() for share in (1.0, 0.5)]
+    names = [
+        HolderClipped(LOGISTIC, 2.0, 5, clip_share=share).settings() for share in (1.0, 0.5)
+    ]
     assert "clip_share" not in names[0]
     assert names[1]["clip_share"] == 0.5
 
@@ -369,7 +371,9 @@ def test_a_default_run_is_better_than_ten_epochs_at_one_over_smoothness(epsilon:
     x = torch.randn(n, dim, generator=draw) * torch.logspace(0, -1, dim) + 0.5
     x = x / x.norm(dim=1).max()
     scores = 10 * (x @ torch.randn(dim, generator=draw))
-    y = torch.sign(torch.sigmoid(scores - scores.mean()) - torch.rand(n, generator=draw))[:, None]
+    y = torch.sign(torch.sigmoid(scores - scores.mean()) - torch.rand(n, generator=draw))[
+        :, None
+    ]
     problem, loss = dp.losses.Logistic().problem(bound_x=math.sqrt(2)), dp.losses.Logistic()
     budget = dp.Budget(epsilon, 1e-6, adjacency="add_remove")
 

@@ -180,7 +180,9 @@ def test_steps_in_units_of_a_clip_stay_below_a_quarter_of_the_distance(noise, st
     size = pace.lr / (1 - pace.momentum)
     assert pace.lr <= distance / 4 * (1 + 1e-9)
     assert size * steps <= distance / noise * (1 + 1e-9)
-    assert pace.lr >= distance / 4 * (1 - 1e-9) or size * steps == pytest.approx(distance / noise)
+    assert pace.lr >= distance / 4 * (1 - 1e-9) or size * steps == pytest.approx(
+        distance / noise
+    )
     assert 64 <= theory.relative_steps(noise) <= 256
 
 

@@ -179,7 +179,9 @@ def test_an_adaptive_clip_is_charged_and_follows_users() -> None:
     ("sampling", "batch_size", "adjacency"),
     [
         (kind, size, adjacency)
-        for kind, size, adjacency in itertools.product(("poisson", "fixed"), (8, 40), ADJACENCIES)
+        for kind, size, adjacency in itertools.product(
+            ("poisson", "fixed"), (8, 40), ADJACENCIES
+        )
         if not (kind == "fixed" and size == 8 and adjacency == "add_remove")
     ],
 )
@@ -258,7 +260,9 @@ def test_figures_of_examples_and_of_users_never_mix() -> None:
     with pytest.raises(UnitError, match="budget must be of unit 'user'"):
         dp.UserClippedSGD.plan(n_users=10, budget=dp.Budget(1.0, 1e-3), clip=1.0, lr=1.0)
     people = dp.Accountant(unit="user")
-    plan = dp.ClippedSGD.plan(lr=1.0, clip=1.0, noise_multiplier=9.0, sampling=dp.Disjoint(5, 10))
+    plan = dp.ClippedSGD.plan(
+        lr=1.0, clip=1.0, noise_multiplier=9.0, sampling=dp.Disjoint(5, 10)
+    )
     with pytest.raises(UnitError, match="unit"):
         dp.ClippedSGD(layer.parameters(), plan, accountant=people)
     assert runs.clipped(10, noise_multiplier=9.0, accountant=people).opt.accountant is people
@@ -494,7 +498,11 @@ def test_steps_are_in_units_of_the_clip_of_their_release() -> None:
     data, ids = runs.agreeing(20, rows=6, dim=3)
     quiet = replace(searched(20), noise_multiplier=0.0, budget=None, steps=4)
     quiet = replace(
-        quiet, search=replace(quiet.search, count_noise=0.0), lr=0.5, momentum=0.0, average="last"
+        quiet,
+        search=replace(quiet.search, count_noise=0.0),
+        lr=0.5,
+        momentum=0.0,
+        average="last",
     )
     layer = runs.model(3, None)
     run = runs.Run(layer, dp.UserClippedSGD(layer.parameters(), quiet), runs.linear_loss).train(

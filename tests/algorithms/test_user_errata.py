@@ -69,7 +69,9 @@ def attack(b1: float, b2: float, noise_std: float) -> tuple[float, float, float]
 
 
 def test_the_published_scales_exceed_the_delta_claimed_by_two_orders():
-    assert min_users_paper(T, DELTA, EPSILON, corrected=False) == N  # the paper's condition holds
+    assert (
+        min_users_paper(T, DELTA, EPSILON, corrected=False) == N
+    )  # the paper's condition holds
     with pytest.warns(UtilityWarning, match="not a proved calibration"):
         noise = published_noise_std(N, T, EPSILON, DELTA, TAU)
     delta, ratio, mu = attack(*published_scales(EPSILON), noise)

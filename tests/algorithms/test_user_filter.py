@@ -138,7 +138,8 @@ def test_honest_runs_halt_no_more_often_than_asked_for():
         nu = np.minimum(nu, rng.laplace(scale=PLAN.query_scale, size=runs))
     halts = int(
         (
-            0.99 * 2000 + nu < PLAN.threshold + rng.laplace(scale=PLAN.threshold_scale, size=runs)
+            0.99 * 2000 + nu
+            < PLAN.threshold + rng.laplace(scale=PLAN.threshold_scale, size=runs)
         ).sum()
     )
     assert PLAN.halt_probability() == pytest.approx(0.01, rel=1e-9)

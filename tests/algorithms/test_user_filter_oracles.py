@@ -220,7 +220,9 @@ def test_isolated_users_count_themselves_and_nobody_else(value):
     expected = released(certain(same(n, 8.0, 7)), column(*good), torch.arange(1, n)).mean[
         0
     ]  # user 0 has no rows
-    assert torch.equal(released(certain(same(n, 8.0, 7)), column(*good, value)).mean[0], expected)
+    assert torch.equal(
+        released(certain(same(n, 8.0, 7)), column(*good, value)).mean[0], expected
+    )
     few = certain(same(n, 8.0, 7), min_items=2)
     twice = torch.tensor([*good, *good, 0.25], dtype=torch.float64)[
         :, None
@@ -266,7 +268,10 @@ def test_the_error_of_the_weighted_mean_is_within_its_bound(n, seed):
 
 
 def test_after_a_halt_nothing_is_read_or_released():
-    oracle, generator = certain(same(8), noise_std=1.0, steps=5), torch.Generator().manual_seed(0)
+    oracle, generator = (
+        certain(same(8), noise_std=1.0, steps=5),
+        torch.Generator().manual_seed(0),
+    )
     released(oracle, 5.0 * torch.arange(8.0)[:, None])
     assert oracle.halted
     before = generator.get_state()

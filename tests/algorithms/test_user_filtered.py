@@ -153,7 +153,9 @@ def test_replacing_all_rows_of_a_user_moves_the_mean_by_at_most_the_sensitivity(
         mine = np.array([[0.0, data.draw(places)] for _ in range(count)]).reshape(count, 2)
         people = [mine, *others]
         ids = np.repeat(np.arange(n), [len(rows) for rows in people])
-        run = runs.filtered(plan, average="last").train(runs.dataset(np.concatenate(people)), ids)
+        run = runs.filtered(plan, average="last").train(
+            runs.dataset(np.concatenate(people)), ids
+        )
         ends.append(run)
         scores.append(run.opt.halted)
     if any(scores):

@@ -228,7 +228,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         MissingConstantError,
         "distance=",
     ),
-    "few-users": ({"n_users": 20}, InfeasibleError, "n_users=20.*smallest n_users that works is"),
+    "few-users": (
+        {"n_users": 20},
+        InfeasibleError,
+        "n_users=20.*smallest n_users that works is",
+    ),
     "accountant": (
         {"accountant": dp.Accountant(dp.Budget(1.0, 1e-4, unit="user"))},
         AdjacencyError,

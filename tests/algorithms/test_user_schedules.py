@@ -170,7 +170,9 @@ def test_the_marginal_of_the_ball_has_all_digits(dim, radius, share):
         r, t = mp.mpf(radius), mp.mpf(radius * share)
         x = min(mp.mpf(1), abs(t) / r)
         tail = (
-            mp.betainc(mp.mpf(dim + 1) / 2, mp.mpf(1) / 2, 0, (1 - x) * (1 + x), regularized=True)
+            mp.betainc(
+                mp.mpf(dim + 1) / 2, mp.mpf(1) / 2, 0, (1 - x) * (1 + x), regularized=True
+            )
             / 2
         )
         exact = tail if t < 0 else 1 - tail

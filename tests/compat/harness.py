@@ -77,7 +77,9 @@ class Case:
         return self.build().to(self.dtype).train()
 
     def batch(self) -> Any:
-        return tree_map(lambda t: t.to(self.dtype) if t.is_floating_point() else t, self.inputs())
+        return tree_map(
+            lambda t: t.to(self.dtype) if t.is_floating_point() else t, self.inputs()
+        )
 
     def losses(self, model: nn.Module, batch: Any) -> Tensor:
         output = model(**batch) if isinstance(batch, dict) else model(*batch)
@@ -166,7 +168,9 @@ def squared(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().sum()
 
 
-def clipped_means(model: nn.Module, draw: tuple[Tensor, Tensor], batch_size: int) -> list[Tensor]:
+def clipped_means(
+    model: nn.Module, draw: tuple[Tensor, Tensor], batch_size: int
+) -> list[Tensor]:
     """Returns the mean of the clipped gradients of the records of a draw, each taken by plain autograd."""
     params = list(model.parameters())
     total = [torch.zeros_like(p) for p in params]

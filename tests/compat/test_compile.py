@@ -78,7 +78,9 @@ def build() -> nn.Module:
     return model.double()
 
 
-def compiled(model: nn.Module, when: str, rows: str, reduction: str, **options: Any) -> nn.Module:
+def compiled(
+    model: nn.Module, when: str, rows: str, reduction: str, **options: Any
+) -> nn.Module:
     """Returns the callable model, attached and compiled."""
     if when == "before attach":
         return dp.attach(torch.compile(model, **options), rows=rows, loss_reduction=reduction)

@@ -76,7 +76,9 @@ def test_a_model_is_neither_saved_nor_copied_with_rows_in_it(rows):
         for take in (copy.deepcopy, pickle.dumps, through_file):
             with pytest.raises(SequenceError, match=r"between steps.*discard\(\)"):
                 take(model)
-        assert model.state_dict().keys() == network().state_dict().keys()  # holds parameters only
+        assert (
+            model.state_dict().keys() == network().state_dict().keys()
+        )  # holds parameters only
         optimizer.discard()
     assert dp.detach(copy.deepcopy(model)) is not model
 
@@ -260,9 +262,9 @@ def test_functional_calls_are_right_or_refused(rows):
 def test_functional_gradients_of_a_detached_copy_are_right():
     model = CASE.attach("auto", "sum")
     free, (x,) = dp.detach(copy.deepcopy(model)), CASE.batch()
-    slopes = torch.func.grad(lambda params: torch.func.functional_call(free, params, (x,)).sum())(
-        {name: p.detach() for name, p in free.named_parameters()}
-    )
+    slopes = torch.func.grad(
+        lambda params: torch.func.functional_call(free, params, (x,)).sum()
+    )({name: p.detach() for name, p in free.named_parameters()})
     plain = CASE.model()
     plain(x).sum().backward()
     for name, p in plain.named_parameters():

@@ -82,7 +82,9 @@ def wire_time_inside(m: Wired, x: Tensor) -> Tensor:
 def wire_packed(m: Wired, x: Tensor, lengths: Tensor) -> Tensor:
     output, _ = m.body(pack_padded_sequence(m.first(x), lengths, batch_first=True))
     padded, _ = pad_packed_sequence(output, batch_first=True)
-    return (m.head(padded) * (torch.arange(padded.shape[1]) < lengths[:, None])[..., None]).sum(1)
+    return (m.head(padded) * (torch.arange(padded.shape[1]) < lengths[:, None])[..., None]).sum(
+        1
+    )
 
 
 def wire_outputs(m: Wired, x: Tensor) -> dict[str, Any]:
@@ -94,7 +96,9 @@ def wire_parts(m: Wired, x: Tensor) -> Tensor:
     return m.head(parts["scores"]) + parts["states"][0].sum(1, keepdim=True)
 
 
-def wire_keywords(m: Wired, *, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+def wire_keywords(
+    m: Wired, *, input_ids: Tensor, attention_mask: Tensor | None = None
+) -> Tensor:
     states = m.norm(m.body(input_ids))
     if attention_mask is not None:
         states = states * attention_mask[..., None]
@@ -189,7 +193,8 @@ CASES = {
         lambda: chain(nn.Linear(DIM, 5), nn.Tanh(), nn.Linear(5, 2)), sequence, batch_dim=1
     ),
     "Conv1d": Case(
-        lambda: chain(nn.Conv1d(3, 4, 2), nn.Flatten(), nn.Linear(8, 2)), lambda: (numbers(3, 3),)
+        lambda: chain(nn.Conv1d(3, 4, 2), nn.Flatten(), nn.Linear(8, 2)),
+        lambda: (numbers(3, 3),),
     ),
     "Conv2d": Case(
         lambda: chain(nn.Conv2d(3, 4, 2, padding=1, stride=2), nn.Flatten(), nn.Linear(16, 2)),
@@ -247,7 +252,9 @@ CASES = {
         tokens,
     ),
     "EmbeddingBag mean": Case(
-        lambda: Wired(wire_bag, bag=nn.EmbeddingBag(5, DIM, mode="mean"), head=nn.Linear(DIM, 2)),
+        lambda: Wired(
+            wire_bag, bag=nn.EmbeddingBag(5, DIM, mode="mean"), head=nn.Linear(DIM, 2)
+        ),
         tokens,
     ),
     "MultiheadAttention": Case(
@@ -255,7 +262,9 @@ CASES = {
         lambda: (*sequence(), torch.tensor([[0, 0, 1], [0, 1, 1], [0, 0, 0]]).bool()),
     ),
     "MultiheadAttention by keyword": Case(
-        lambda: fixed(wire_attention_by_keyword, nn.MultiheadAttention(DIM, 2, batch_first=True)),
+        lambda: fixed(
+            wire_attention_by_keyword, nn.MultiheadAttention(DIM, 2, batch_first=True)
+        ),
         sequence,
     ),
     "MultiheadAttention on time first": Case(
@@ -468,7 +477,9 @@ def assert_sound(case: Case, rows: str) -> None:
 def test_rows_of_packed_sequences_of_any_lengths_are_right(kind, lengths):
     case = Case(
         lambda: fixed(
-            wire_packed, kind(DIM, DIM, num_layers=2, batch_first=True), first=nn.Linear(DIM, DIM)
+            wire_packed,
+            kind(DIM, DIM, num_layers=2, batch_first=True),
+            first=nn.Linear(DIM, DIM),
         ),
         lambda: (*sequence(), torch.tensor(lengths)),
         dtype=torch.float32,

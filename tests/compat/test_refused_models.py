@@ -317,7 +317,9 @@ def test_fewer_rows_than_drawn_are_refused(rows):
     model = dp.attach(nn.Linear(DIM, 2).double(), rows=rows, loss_reduction="sum")
     optimizer = private_optimizer(model, dp.Full(4))
     before = [p.clone() for p in model.parameters()]
-    for (x,) in optimizer.loader(TensorDataset(numbers(TIMES, DIM, n=4)), steps=1, padding=False):
+    for (x,) in optimizer.loader(
+        TensorDataset(numbers(TIMES, DIM, n=4)), steps=1, padding=False
+    ):
         model(
             x.transpose(0, 1)
         ).sum().backward()  # batch_first says otherwise: three rows, each of all four records

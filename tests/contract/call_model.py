@@ -155,7 +155,9 @@ class Calls(RuleBasedStateMachine):
         model = setup.model()
         net = Net(model, setup.rows == "dense")
         self.waiting: tuple[Session, Forward] | None = None
-        self.sessions = [Session(net, setup.optimizer(model, self.truth, self.accountant), setup)]
+        self.sessions = [
+            Session(net, setup.optimizer(model, self.truth, self.accountant), setup)
+        ]
 
     def pick(self, who: int) -> Session:
         return self.sessions[who % len(self.sessions)]
@@ -164,7 +166,11 @@ class Calls(RuleBasedStateMachine):
 
     def world(self) -> list[Any]:
         tensors = [p for s in self.sessions for p in s.net.parameters()]
-        ledger = (self.accountant.ledger.digest(), len(self.accountant), len(self.truth.releases))
+        ledger = (
+            self.accountant.ledger.digest(),
+            len(self.accountant),
+            len(self.truth.releases),
+        )
         return [tensors, ledger, [(s.opt.steps, s.opt.finalized) for s in self.sessions]]
 
     def unchanged(self, before: list[Any]) -> None:
@@ -195,7 +201,9 @@ class Calls(RuleBasedStateMachine):
         self.truth.check()
         for s in self.sessions:
             for p, allowed in zip(s.net.model.parameters(), s.net.allowed, strict=True):
-                private = p.grad is None or (allowed is not None and torch.equal(p.grad, allowed))
+                private = p.grad is None or (
+                    allowed is not None and torch.equal(p.grad, allowed)
+                )
                 assert private, "p.grad holds what was never released"
 
     # -- batches ------------------------------------------------------------------------------------------------------
@@ -249,7 +257,9 @@ class Calls(RuleBasedStateMachine):
         source = s.source
         if source is None:
             return
-        s.older = None if kind == "bmm" or (s.stream is not None and s.stream.parts) else s.stream
+        s.older = (
+            None if kind == "bmm" or (s.stream is not None and s.stream.parts) else s.stream
+        )
         if kind == "bmm" and getattr(source.loader, "physical_batch_size", None) is None:
             manager: Any = BatchMemoryManager(
                 data_loader=source.loader, max_physical_batch_size=2, optimizer=s.opt
@@ -275,7 +285,11 @@ class Calls(RuleBasedStateMachine):
             if not stream.parts:  # the manager's flags would go to the new loader
                 self.refused(stream.next, (*REFUSED, StopIteration))
             return
-        if stream.begun and source.newest is not stream and (stream.parts or source.newest.parts):
+        if (
+            stream.begun
+            and source.newest is not stream
+            and (stream.parts or source.newest.parts)
+        ):
             s.stream = None  # the manager's flags are for its own iteration
             return
         if not stream.begun:
@@ -470,7 +484,9 @@ class Calls(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """After any order, a new iteration and an ordinary step work again, unless there is nothing left to spend."""
-        if not hasattr(self, "truth") or sys.exc_info()[0] is not None:  # a failure is on its way
+        if (
+            not hasattr(self, "truth") or sys.exc_info()[0] is not None
+        ):  # a failure is on its way
             return
         self.truth.crashing = False
         for s in self.sessions:
@@ -482,8 +498,8 @@ class Calls(RuleBasedStateMachine):
             x, drawn = self.current(s)
             self.feed(s, x, drawn)
             verdict = self.stepping(s, s.opt.step)
-            assert verdict in ("release", "spent", "over", "closed") or self.setup.private_mean, (
-                verdict
-            )
+            assert (
+                verdict in ("release", "spent", "over", "closed") or self.setup.private_mean
+            ), verdict
             self.the_truth_is_kept()
         self.accountant.report(DELTA)

@@ -304,7 +304,10 @@ class CallOrders(Calls):
             return 1.25
 
         values: list[float] = []
-        if self.stepping(s, lambda: values.append(s.opt.step(closure))) in ("release", "collect"):
+        if self.stepping(s, lambda: values.append(s.opt.step(closure))) in (
+            "release",
+            "collect",
+        ):
             assert values == [1.25] or self.truth.crashes, "the loss of the closure was lost"
 
     def a_crash_in_the_next_release(self, s: Session) -> None:

@@ -128,7 +128,11 @@ def _coordinatewise(s: Settings, size: int) -> MeanOracle:
 def _shuffled(cls: Any, **more: int) -> Callable[[Settings, int], MeanOracle]:
     def make(s: Settings, size: int) -> MeanOracle:
         return cls(
-            1.5 * s.scale, ShuffleParameters(16, round(256 * s.noise), 0.5), size, DIM + 1, **more
+            1.5 * s.scale,
+            ShuffleParameters(16, round(256 * s.noise), 0.5),
+            size,
+            DIM + 1,
+            **more,
         )
 
     return make
@@ -270,7 +274,9 @@ def _fixed_clip(norm: float, scale: float) -> float:
 BALL, FIXED = _grad_bound(3.0), _fixed_clip
 
 
-def _row(name: str, build: Build, adjacency: str, clip: Any, lacks: str = "", **more: Any) -> Row:
+def _row(
+    name: str, build: Build, adjacency: str, clip: Any, lacks: str = "", **more: Any
+) -> Row:
     return Row(name, build, adjacency, clip, frozenset(lacks.split()), **more)
 
 

@@ -111,7 +111,9 @@ class Row:
 
     def attach(self, model: nn.Module) -> Any:
         """Attaches a model; where users are protected, and for half precision, its loss is a sum."""
-        summed = self.unit == "user" or any(p.dtype == torch.bfloat16 for p in model.parameters())
+        summed = self.unit == "user" or any(
+            p.dtype == torch.bfloat16 for p in model.parameters()
+        )
         return dp.attach(model, loss_reduction="sum" if summed else "mean")
 
     def accountant(self, budget: dp.Budget | None = None, **more: Any) -> dp.Accountant:

@@ -47,7 +47,9 @@ def epsilon(ledger: Ledger, adjacency: str) -> float | str:
 def classes_of(oracle: MeanOracle) -> set[type]:
     """Returns the classes of an oracle, and of those that it is made of."""
     parts = [
-        part for part in (*oracle.members, *vars(oracle).values()) if isinstance(part, MeanOracle)
+        part
+        for part in (*oracle.members, *vars(oracle).values())
+        if isinstance(part, MeanOracle)
     ]
     return {type(oracle)}.union(*(classes_of(part) for part in parts if part is not oracle))
 
@@ -55,7 +57,9 @@ def classes_of(oracle: MeanOracle) -> set[type]:
 def test_every_public_optimizer_and_oracle_has_a_row() -> None:
     optimizers = [row.make().opt for row in ROWS]
     public = {
-        v for v in vars(dp).values() if isinstance(v, type) and issubclass(v, dp.PrivateOptimizer)
+        v
+        for v in vars(dp).values()
+        if isinstance(v, type) and issubclass(v, dp.PrivateOptimizer)
     }
     assert public == {type(opt) for opt in optimizers}
     means = {

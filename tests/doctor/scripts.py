@@ -333,7 +333,9 @@ def opacus_ghost() -> Parts:
 def lora_done_right() -> Parts:
     model = mlp()
     model[0], model[2] = LoRA(model[0]), LoRA(model[2])
-    torch_optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    torch_optimizer = torch.optim.Adam(
+        [p for p in model.parameters() if p.requires_grad], lr=0.1
+    )
     model, optimizer, loader = with_opacus(model, regression_data(), torch_optimizer)
     return Parts(model, F.mse_loss, loader, optimizer)
 

@@ -66,7 +66,9 @@ def test_rows_that_depend_on_the_number_of_rows_need_filled_batches(adjacency):
     assert isolation_names(diagnosis) == ["batches-not-filled-up"]
     assert diagnosis.findings[0].severity == "warning"
     if adjacency == "replace_one":  # all draws are of one size
-        assert isolation_names(diagnosed("size", adjacency, Fixed(8, 32), padding=False)[0]) == []
+        assert (
+            isolation_names(diagnosed("size", adjacency, Fixed(8, 32), padding=False)[0]) == []
+        )
 
 
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
@@ -84,7 +86,9 @@ def test_the_report_quotes_what_was_found():
         in text
     )
     _, optimizer = diagnosed("company")
-    assert "it does NOT hold for made-up records" in " ".join(str(optimizer.report(1e-5)).split())
+    assert "it does NOT hold for made-up records" in " ".join(
+        str(optimizer.report(1e-5)).split()
+    )
 
 
 def test_a_report_says_what_was_not_checked_and_what_was_not_filled_up():

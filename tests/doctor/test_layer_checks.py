@@ -43,7 +43,9 @@ def test_what_the_library_itself_refuses_is_an_error():
 
 def test_half_precision_rows_of_a_sum_are_fine():
     with torch.autocast("cpu", torch.bfloat16):
-        diagnosis = ours(mlp(), lambda o, t: (o.float() - t).square().sum(), loss_reduction="sum")
+        diagnosis = ours(
+            mlp(), lambda o, t: (o.float() - t).square().sum(), loss_reduction="sum"
+        )
     assert diagnosis.healthy, str(diagnosis)
 
 
@@ -79,7 +81,9 @@ def test_a_collate_function_that_raises_is_said_so():
     optimizer, loader = private(model, regression_data(), collate_fn=collate)
     assert (
         "ArithmeticError: no way"
-        in find(dp.doctor(dp.attach(model), F.mse_loss, loader, optimizer), "not-probed").evidence
+        in find(
+            dp.doctor(dp.attach(model), F.mse_loss, loader, optimizer), "not-probed"
+        ).evidence
     )
 
 

@@ -86,7 +86,9 @@ def test_frozen_parameters_in_the_optimizer_are_fine():
     model = mlp()
     model[0].weight.requires_grad_(False)
     wrapped, optimizer, loader = opacus(
-        model, regression_data(), torch.optim.SGD([model[0].bias, *model[2].parameters()], lr=0.1)
+        model,
+        regression_data(),
+        torch.optim.SGD([model[0].bias, *model[2].parameters()], lr=0.1),
     )
     optimizer.original_optimizer.add_param_group({"params": [model[0].weight]})
     assert dp.doctor(wrapped, F.mse_loss, loader, optimizer).healthy

@@ -147,7 +147,9 @@ def test_a_start_of_all_zeros_hides_nothing():
 
 
 def test_weights_by_class_frequency_couple_records_through_their_targets():
-    diagnosis = ours(nn.Linear(DIM, 3), by_class_frequency, class_data(DIM), loss_reduction="sum")
+    diagnosis = ours(
+        nn.Linear(DIM, 3), by_class_frequency, class_data(DIM), loss_reduction="sum"
+    )
     assert find(diagnosis, "coupled-records").severity == "critical"
 
 

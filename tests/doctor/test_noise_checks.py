@@ -40,7 +40,9 @@ def with_accountant(optimizer: Any, rate: float = RATE) -> Any:
 
 
 def test_a_generator_that_nobody_seeded_is_a_constant():
-    model, optimizer, loader = opacus(mlp(), regression_data(), noise_generator=torch.Generator())
+    model, optimizer, loader = opacus(
+        mlp(), regression_data(), noise_generator=torch.Generator()
+    )
     found = find(dp.doctor(model, F.mse_loss, loader, optimizer), "fixed-seed")
     assert found.severity == "critical"
     assert "67280421310721" in found.evidence
@@ -77,7 +79,12 @@ def test_seeds_given_to_ours_are_found():
     def build(generator: torch.Generator | None = None) -> dp.PrivateOptimizer:
         oracle, design = Clipped(1.0, 1.0, BATCH), dp.Poisson(BATCH, N)
         return dp.PrivateOptimizer(
-            model.parameters(), 0.1, oracle=oracle, rule=SGD(), design=design, generator=generator
+            model.parameters(),
+            0.1,
+            oracle=oracle,
+            rule=SGD(),
+            design=design,
+            generator=generator,
         )
 
     with pytest.warns(UtilityWarning, match="generator="):
@@ -93,7 +100,9 @@ def test_seeds_given_to_ours_are_found():
             dp.doctor(model, F.mse_loss, optimizer.loader(data), optimizer), "fixed-seed"
         ).evidence
     )
-    assert "sampler" in find(dp.doctor(model, F.mse_loss, loader, build()), "fixed-seed").evidence
+    assert (
+        "sampler" in find(dp.doctor(model, F.mse_loss, loader, build()), "fixed-seed").evidence
+    )
 
 
 # -- scaler ------------------------------------------------------------------------------------------------------------

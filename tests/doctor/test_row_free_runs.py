@@ -150,5 +150,7 @@ def test_make_private_says_that_the_optimizer_has_a_loader_of_its_own():
     with pytest.raises(
         SequenceError, match=r"iterate over optimizer.loader\(dataset\), or call dp.fit\("
     ):
-        dp.make_private(model, optimizer, DataLoader(data(), batch_size=10, shuffle=True), **kind)
+        dp.make_private(
+            model, optimizer, DataLoader(data(), batch_size=10, shuffle=True), **kind
+        )
     assert not hasattr(model, "_dpsco")

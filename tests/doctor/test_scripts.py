@@ -73,7 +73,10 @@ def state(parts: Parts) -> dict[str, Any]:
     model, optimizer = parts.model, parts.optimizer
     if isinstance(optimizer, dp.PrivateOptimizer) and not isinstance(optimizer._noise, Counted):
         count_noise(optimizer)
-    found: dict[str, Any] = {"torch": torch.get_rng_state().tolist(), "python": random.getstate()}
+    found: dict[str, Any] = {
+        "torch": torch.get_rng_state().tolist(),
+        "python": random.getstate(),
+    }
     found["numpy"] = [np.asarray(part).tolist() for part in np.random.get_state()]  # noqa: NPY002
     for name, module in model.named_modules():
         found[name, "module"] = (type(module), module.training, attributes(module))

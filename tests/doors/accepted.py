@@ -231,7 +231,9 @@ FINE = {
         ["Statement.named.unit", "Statement.named.plural", "statistics.study.Study.save.folder"],
         TEXT,
     ),
-    **dict.fromkeys([f"{name}.save.path" for name in ("estimators.Released", "dp.Schema")], TEXT),
+    **dict.fromkeys(
+        [f"{name}.save.path" for name in ("estimators.Released", "dp.Schema")], TEXT
+    ),
     "opacus.PrivacyEngine.save_checkpoint.path": TEXT,
     "opacus.PrivacyEngine.save_checkpoint.checkpoint_dict": "dict",
     **{  # not looked at, as in Opacus

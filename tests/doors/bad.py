@@ -47,7 +47,9 @@ VALUES: dict[str, Callable[[], Any]] = {
     "Meta": lambda: torch.Generator(device="cpu"),
     "Model": lambda: nn.Linear(2, 1),
     "DataSet": lambda: TensorDataset(torch.ones(5)),
-    "Loader": lambda: DataLoader(TensorDataset(torch.ones(4, 3), torch.ones(4, 1)), batch_size=2),
+    "Loader": lambda: DataLoader(
+        TensorDataset(torch.ones(4, 3), torch.ones(4, 1)), batch_size=2
+    ),
     "TorchSGD": lambda: torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1),
     "Budget": lambda: dp.Budget(1.0, 1e-5),
     "Accountant": lambda: dp.Accountant(),

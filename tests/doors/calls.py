@@ -158,7 +158,13 @@ def parts_of_opacus() -> dict[str, Any]:
         torch.optim.SGD(net.parameters(), lr=0.1),
         DataLoader(records(24), batch_size=6, shuffle=True),
     )
-    return {"module": net, "optimizer": sgd, "data_loader": loader, "max_grad_norm": 1.0, "n": 24}
+    return {
+        "module": net,
+        "optimizer": sgd,
+        "data_loader": loader,
+        "max_grad_norm": 1.0,
+        "n": 24,
+    }
 
 
 @call("opacus.PrivacyEngine.make_private")
@@ -187,7 +193,11 @@ def _batch_memory_manager() -> Good:
 @call("opacus.DPOptimizer")
 def _dp_optimizer() -> Good:
     plan = opacus.DPOptimizer.plan(
-        sampling=dp.Poisson(6, 24), clip=1.0, noise_multiplier=1.0, lr=0.1, adjacency="add_remove"
+        sampling=dp.Poisson(6, 24),
+        clip=1.0,
+        noise_multiplier=1.0,
+        lr=0.1,
+        adjacency="add_remove",
     )
     return opacus.DPOptimizer, {"optimizer": torch.optim.SGD(params(), lr=0.1), "plan": plan}
 
@@ -385,7 +395,9 @@ CALLS["objectives.LinearObjective"] = lambda: (
 CALLS["objectives.SoftmaxObjective"] = lambda: (
     objectives.SoftmaxObjective,
     {
-        "records": Records(torch.ones(20, DIM), torch.ones(20, dtype=torch.int64), num_classes=3),
+        "records": Records(
+            torch.ones(20, DIM), torch.ones(20, dtype=torch.int64), num_classes=3
+        ),
         "reg": 1.0,
         "normalizer": 1.0,
     },

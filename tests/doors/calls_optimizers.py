@@ -170,7 +170,10 @@ simple(
     dim=DIM,
 )
 simple(
-    "dp.UserClippedSGD.plan[noise]", dp.UserClippedSGD.plan, noise_multiplier=2.0, **CLIPPED_USERS
+    "dp.UserClippedSGD.plan[noise]",
+    dp.UserClippedSGD.plan,
+    noise_multiplier=2.0,
+    **CLIPPED_USERS,
 )
 CALLS["dp.UserFilteredSGD"] = lambda: (
     dp.UserFilteredSGD,

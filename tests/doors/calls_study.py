@@ -172,7 +172,10 @@ def _transform() -> Good:
 
 
 CALLS["statistics.prepare.PrivateStandardScaler.event"] = lambda: (scaler().event, {"dim": 3})
-CALLS["statistics.prepare.PrivateStandardScaler.bound_x"] = lambda: (scaler().bound_x, {"dim": 3})
+CALLS["statistics.prepare.PrivateStandardScaler.bound_x"] = lambda: (
+    scaler().bound_x,
+    {"dim": 3},
+)
 CALLS["statistics.prepare.PrivateQuantiles.bound_x"] = lambda: (
     prepare.PrivateQuantiles().bound_x,
     {"dim": 3},

@@ -99,7 +99,9 @@ def _documented() -> Iterator[tuple[str, Any, list[str] | None]]:
     for found in pkgutil.iter_modules(integrations.__path__, f"{integrations.__name__}."):
         if not found.name.rpartition(".")[2].startswith("_"):
             module = importlib.import_module(found.name)
-            yield from ((f"{found.name}.{name}", value, []) for name, value in _of_module(module))
+            yield from (
+                (f"{found.name}.{name}", value, []) for name, value in _of_module(module)
+            )
 
 
 def _takes_arguments(function: Callable[..., Any]) -> bool:

@@ -475,7 +475,9 @@ def test_what_is_meant_otherwise_is_said(case: str) -> None:
 def test_complex_tables_are_refused_by_estimators(name: str, argument: str) -> None:
     function, good = CALLS[f"estimators.{name}"]()
     if argument in good:
-        with pytest.raises(ValueError, match=rf"{argument} must be real \(got complex numbers\)"):
+        with pytest.raises(
+            ValueError, match=rf"{argument} must be real \(got complex numbers\)"
+        ):
             function(**good | {argument: good[argument].astype(complex)})
 
 

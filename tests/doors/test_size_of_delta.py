@@ -248,7 +248,9 @@ def test_the_number_of_scored_records_is_not_told_under_add_remove(
     recwarn: pytest.WarningsRecorder,
 ) -> None:
     budget = dp.Budget(1.0, 0.1, "add_remove")
-    dp.score(Always(), np.zeros((N, 1)), np.zeros(N, dtype=int), budget=budget, metric="accuracy")
+    dp.score(
+        Always(), np.zeros((N, 1)), np.zeros(N, dtype=int), budget=budget, metric="accuracy"
+    )
     scaled(0.1, "add_remove")
     assert not [
         warning for warning in recwarn if str(N) in str(warning.message)

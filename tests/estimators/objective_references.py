@@ -95,7 +95,9 @@ def minimizer(at, objective, near):
     for _ in range(60):
         gradient = at(w)[1]
         size = float(np.sqrt((gradient**2).sum()))
-        if size < least:  # where steps are of the size of roundings, the last one is not the best
+        if (
+            size < least
+        ):  # where steps are of the size of roundings, the last one is not the best
             best, least = w, size
         if np.abs(gradient).max() < 1e-18:
             break

@@ -64,7 +64,8 @@ def adult() -> Any:
 def test_adult_is_ranked_as_measured(model, least_auc, adult):
     model.fit(adult.train_features, adult.train_labels)
     assert (
-        roc_auc_score(adult.test_labels, model.decision_function(adult.test_features)) > least_auc
+        roc_auc_score(adult.test_labels, model.decision_function(adult.test_features))
+        > least_auc
     )
 
 

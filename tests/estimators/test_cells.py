@@ -57,7 +57,18 @@ def test_no_quote_of_a_record_swallows_others(tmp_path, note, place):
 
 @pytest.mark.parametrize(
     "note",
-    ['"a"', '""', '"a ""b"" c"', '""""', '"a, b"', '"a\nb"', '"a\r\n\r\nb"', "it's", "a\0b", "ü"],
+    [
+        '"a"',
+        '""',
+        '"a ""b"" c"',
+        '""""',
+        '"a, b"',
+        '"a\nb"',
+        '"a\r\n\r\nb"',
+        "it's",
+        "a\0b",
+        "ü",
+    ],
 )
 @pytest.mark.parametrize("place", [0, 4, 9])
 def test_what_a_writer_of_csv_makes_is_one_record_each(tmp_path, note, place):
@@ -68,7 +79,8 @@ def test_what_a_writer_of_csv_makes_is_one_record_each(tmp_path, note, place):
         path = csv_of(tmp_path / "table.csv", notes, end)
         assert len(NOTE.read(path).X) == 10
         path.write_bytes(
-            b"\xef\xbb\xbf" + path.read_bytes().replace(b"v,", b'"v",', 1).replace(b"\n", b"\r\n")
+            b"\xef\xbb\xbf"
+            + path.read_bytes().replace(b"v,", b'"v",', 1).replace(b"\n", b"\r\n")
         )
         assert len(NOTE.read(path).X) == 10
 
@@ -113,7 +125,9 @@ def test_quotes_are_followed_from_block_to_block(monkeypatch):
 
 @given(
     st.lists(
-        st.lists(st.text('ab",;\r\n', max_size=4), min_size=2, max_size=2), min_size=1, max_size=4
+        st.lists(st.text('ab",;\r\n', max_size=4), min_size=2, max_size=2),
+        min_size=1,
+        max_size=4,
     ),
     st.integers(1, 9),
 )

@@ -37,7 +37,11 @@ def problem(seed, kind):
     rows = reference.long_rows(X, y)
     if kind == "logistic":
         objective = LinearObjective(Logistic(), Records(X, y), reg=reg, normalizer=n)
-        return objective, reference.margin_objective(*rows, reference.logistic, reg, n), generator
+        return (
+            objective,
+            reference.margin_objective(*rows, reference.logistic, reg, n),
+            generator,
+        )
     if kind == "smoothed hinge":
         objective = LinearObjective(SmoothedHinge(0.5), Records(X, y), reg=reg, normalizer=n)
         return (
@@ -189,7 +193,10 @@ def test_lower_precision_is_refused(dtype):
 
 def test_autocast_is_refused():
     objective, _, _ = problem(3, "logistic")
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match="autocast"):
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(ValueError, match="autocast"),
+    ):
         gradient_certificate(objective, torch.zeros(objective.dim, dtype=torch.float64))
 
 

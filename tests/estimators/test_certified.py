@@ -115,7 +115,9 @@ def test_a_loop_that_diverged_is_solved_from_zero() -> None:
 RUNS = 20_000
 
 
-def releases(given: LinearTask, plan: OutputPlan, sign: float, scale: float, seed: int) -> Tensor:
+def releases(
+    given: LinearTask, plan: OutputPlan, sign: float, scale: float, seed: int
+) -> Tensor:
     """Many releases, all of one solve; the noise is drawn by the code, times `scale` in place of the planned one."""
     point = plan.solve(make_records(given, *data(sign)))
     draws, ledger = torch.Generator().manual_seed(seed), dp.Accountant()
@@ -143,7 +145,9 @@ def proved_loss(one: Tensor, other: Tensor, delta: float) -> float:
                 often, rarely = (int(h.sum()) for h in hits)
                 low = stats.beta.ppf(level, often, RUNS - often + 1) if often else 0.0
                 high = (
-                    stats.beta.ppf(1 - level, rarely + 1, RUNS - rarely) if rarely < RUNS else 1.0
+                    stats.beta.ppf(1 - level, rarely + 1, RUNS - rarely)
+                    if rarely < RUNS
+                    else 1.0
                 )
                 best = max(best, math.log(max(low - delta, 1e-300) / high))
     return best

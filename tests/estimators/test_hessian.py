@@ -49,7 +49,9 @@ def task(adjacency: str = "add_remove", **settings: object) -> LinearTask:
 def hessian(given: LinearTask, rows: list[tuple[float, ...]], at: torch.Tensor) -> torch.Tensor:
     table = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)
     given = replace(given, n=max(1, len(rows)), n_max=8)
-    return build_objective(given, 0.0, make_records(given, table[:, :2], table[:, 2])).hessian(at)
+    return build_objective(given, 0.0, make_records(given, table[:, :2], table[:, 2])).hessian(
+        at
+    )
 
 
 @pytest.mark.cases(0, 1)
@@ -58,7 +60,9 @@ def test_no_record_moves_the_hessian_by_more_than_its_sensitivity_and_some_attai
     adjacency: str,
 ) -> None:
     given, moved = task(adjacency), []
-    points = [torch.tensor(p, dtype=torch.float64) for p in ((0.0, 0.0), (3.0, -1.0), (1e6, 1e6))]
+    points = [
+        torch.tensor(p, dtype=torch.float64) for p in ((0.0, 0.0), (3.0, -1.0), (1e6, 1e6))
+    ]
     for point, one, other in product(points, ROWS, ROWS):
         common = [ROWS[3], (-1.0, 0.5, 1.0)]
         after = {"add_remove": [], "zero_out": [(NAN, 0.0, 1.0)], "replace_one": [other]}[

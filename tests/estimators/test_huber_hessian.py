@@ -59,7 +59,9 @@ def sums(
 def test_no_record_moves_what_is_released_beside_by_more(adjacency: str) -> None:
     """Exact, in units of both noises: the level of the two releases together is the one that is charged."""
     made, moved, squares = plan(adjacency), [], []
-    points = [torch.tensor(p, dtype=torch.float64) for p in ((0.0, 0.0), (0.3, -0.2), (1e6, 1e6))]
+    points = [
+        torch.tensor(p, dtype=torch.float64) for p in ((0.0, 0.0), (0.3, -0.2), (1e6, 1e6))
+    ]
     for point, one, other in product(points, ROWS, ROWS):
         common = [ROWS[1], (-1.0, 0.5, 1.0)]
         after = {"add_remove": [], "zero_out": [(NAN, 0.0, 1.0)], "replace_one": [other]}[
@@ -147,7 +149,9 @@ def test_rounding_is_in_the_noise_of_both() -> None:
     # rounding of scores matters as much as they are large beside the threshold
     narrow = plan(n=10**7, n_max=10**7, reg=1e6, loss=Huber(threshold=1e-2))
     wide = plan(n=10**7, n_max=10**7, reg=1e6)
-    assert narrow.hessian_scale - few.hessian_scale > 2 * (wide.hessian_scale - few.hessian_scale)
+    assert narrow.hessian_scale - few.hessian_scale > 2 * (
+        wide.hessian_scale - few.hessian_scale
+    )
 
 
 def test_a_fit_tells_the_sum_beside_the_hessian() -> None:

@@ -261,7 +261,8 @@ def test_columns_of_a_table_are_read_as_rows():
         assert other.in_c
         assert torch.equal(one.norms, other.norms)
         assert all(
-            torch.equal(a, b) for (_, a), (_, b) in zip(one.blocks(), other.blocks(), strict=True)
+            torch.equal(a, b)
+            for (_, a), (_, b) in zip(one.blocks(), other.blocks(), strict=True)
         )
 
 
@@ -333,7 +334,9 @@ def test_a_point_that_was_moved_in_place_is_read_again():
     assert not torch.equal(objective.value_and_gradient(point)[1], first)
     point += 1.0
     fresh = LinearObjective(Squared(), Records(rows, torch.ones(8)), reg=1.0, normalizer=1.0)
-    assert torch.equal(objective.value_and_gradient(point)[1], fresh.value_and_gradient(point)[1])
+    assert torch.equal(
+        objective.value_and_gradient(point)[1], fresh.value_and_gradient(point)[1]
+    )
     assert gradient_certificate(objective, point) == gradient_certificate(fresh, point)
 
 

@@ -83,7 +83,9 @@ def test_noise_costs_no_more_than_the_bound(loss, delta):
     generator = torch.Generator().manual_seed(1)
     X = torch.randn(300, 6, generator=generator, dtype=torch.float64)
     X *= 2 / X.norm(dim=1, keepdim=True)
-    mean = LinearObjective(loss, Records(X, torch.sign(X[:, 0] + 0.3)), reg=0.0, normalizer=300.0)
+    mean = LinearObjective(
+        loss, Records(X, torch.sign(X[:, 0] + 0.3)), reg=0.0, normalizer=300.0
+    )
     w = torch.tensor([1.0, -0.5, 0.2, 0.0, 0.3, 0.0]).double()
     draw = knorm_vector if delta == 0 else gaussian_vector
     moved = [

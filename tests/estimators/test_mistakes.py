@@ -186,7 +186,9 @@ TOLD: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "dates": (
         ValueError,
         "column 'age' of the frame must be a list or array",
-        lambda: SCHEMA.read(CLEAN | {"age": np.array(["2001-01-01"] * N, dtype="datetime64[D]")}),
+        lambda: SCHEMA.read(
+            CLEAN | {"age": np.array(["2001-01-01"] * N, dtype="datetime64[D]")}
+        ),
     ),
     "ids are truth values": (
         ValueError,

@@ -35,7 +35,9 @@ def last_iterate(
     given: LinearTask, plan: NoisyGDPlan, rows: Tensor, targets: Tensor, seed: int = 0
 ) -> Tensor:
     records = make_records(given, rows, targets)
-    return plan.release(records, dp.Accountant(given.budget), torch.Generator().manual_seed(seed))
+    return plan.release(
+        records, dp.Accountant(given.budget), torch.Generator().manual_seed(seed)
+    )
 
 
 def silent(dim: int, std: float, generator: torch.Generator) -> Tensor:
@@ -50,7 +52,9 @@ def shrinking(plan: NoisyGDPlan) -> float:
 def std_of_the_last_iterate(plan: NoisyGDPlan) -> float:
     steps = range(plan.steps)
     return (
-        plan.lr * plan.noise_std * math.sqrt(math.fsum(shrinking(plan) ** (2 * k) for k in steps))
+        plan.lr
+        * plan.noise_std
+        * math.sqrt(math.fsum(shrinking(plan) ** (2 * k) for k in steps))
     )
 
 

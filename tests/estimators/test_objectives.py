@@ -75,7 +75,10 @@ def plain(name, X, y):
         objective = Adversarial(
             Logistic(), Records(X, y), attack_radius=0.4, reg=0.3, normalizer=9
         )
-        return objective, lambda w: soft(-(y * (X @ w) - 0.4 * w.norm())).sum() / 9 + 0.15 * w @ w
+        return (
+            objective,
+            lambda w: soft(-(y * (X @ w) - 0.4 * w.norm())).sum() / 9 + 0.15 * w @ w,
+        )
     if name == "adversarial inf":
         objective = Adversarial(
             Logistic(),
@@ -156,7 +159,11 @@ def ill_scaled(seed):
         * torch.tensor([1e3, 1.0, 1e-3, 1.0, 1e2])
     )
     y = torch.sign(torch.randn(60, generator=generator, dtype=torch.float64))
-    return X, y, torch.randn(5, generator=generator, dtype=torch.float64) * 10.0 ** (seed % 5 - 2)
+    return (
+        X,
+        y,
+        torch.randn(5, generator=generator, dtype=torch.float64) * 10.0 ** (seed % 5 - 2),
+    )
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -292,7 +299,9 @@ def test_null_records_contribute_exactly_nothing(name, junk):
     point = w.repeat(clean.dim // 3)
     for other in (dirty, bad_row):
         assert clean.value_and_gradient(point)[0] == other.value_and_gradient(point)[0]
-        assert torch.equal(clean.value_and_gradient(point)[1], other.value_and_gradient(point)[1])
+        assert torch.equal(
+            clean.value_and_gradient(point)[1], other.value_and_gradient(point)[1]
+        )
         assert torch.equal(clean.hessian(point), other.hessian(point))
         assert clean.gradient_error(point) == other.gradient_error(point)
     kept = [row for row in range(40) if row != 3]
@@ -321,7 +330,9 @@ def test_a_nan_label_and_an_unknown_class_make_null_records():
     value, gradient = LinearObjective(
         Squared(), Records(X, y), reg=0.1, normalizer=5
     ).value_and_gradient(w)
-    clean = LinearObjective(Squared(), Records(X, y.nan_to_num(), weights), reg=0.1, normalizer=5)
+    clean = LinearObjective(
+        Squared(), Records(X, y.nan_to_num(), weights), reg=0.1, normalizer=5
+    )
     assert clean.value_and_gradient(w)[0] == value
     assert torch.equal(clean.value_and_gradient(w)[1], gradient)
     classes = torch.arange(40) % 3

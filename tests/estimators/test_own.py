@@ -94,7 +94,9 @@ def test_the_bound_on_slopes_is_that_for_the_targets_there_are(theirs: ModuleTyp
             return score.exp().clamp(max=self.cap) - target
 
     targets = torch.tensor([50.0, 0.0])
-    wide = LinearObjective(Wide(cap=2.0), Records(torch.eye(2), targets), reg=1.0, normalizer=1.0)
+    wide = LinearObjective(
+        Wide(cap=2.0), Records(torch.eye(2), targets), reg=1.0, normalizer=1.0
+    )
     assert wide.slope_mass(1e9) >= 50 + 2
 
 

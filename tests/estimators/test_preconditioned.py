@@ -69,7 +69,9 @@ UNITS = Units(replace(UNIT, center=(0.2, -0.1), scale=(0.6, 0.6), before=BOUND))
 
 def measured(kind: dict[str, object]) -> dict[str, object]:
     """Settings of a task whose rows are measured before, for a part of the budget."""
-    given = PrivatePreparation(given=PRIVATE, rows=0.05, counts=0.08, bound_y=kind.get("bound_y"))
+    given = PrivatePreparation(
+        given=PRIVATE, rows=0.05, counts=0.08, bound_y=kind.get("bound_y")
+    )
     return {"preparation": UNIT, "prepare": given}
 
 
@@ -314,7 +316,9 @@ def test_the_noise_of_the_covariance_has_its_std_in_the_triangle_that_is_read(
 
     monkeypatch.setattr(torch.linalg, "eigh", watched)
     plan = plan_preconditioned_gd(task(dim=dim))
-    release(plan, make_records(plan.task, torch.zeros(4, dim), torch.zeros(4, dtype=torch.int64)))
+    release(
+        plan, make_records(plan.task, torch.zeros(4, dim), torch.zeros(4, dtype=torch.int64))
+    )
     [noise] = seen
     rows, columns = torch.tril_indices(dim, dim, -1)  # the triangle that is read
     for values, std in (
@@ -396,7 +400,9 @@ def test_a_first_step_is_least_squares_on_indicators(monkeypatch: pytest.MonkeyP
 
 
 def test_iterates_and_the_answer_stay_in_the_ball(monkeypatch: pytest.MonkeyPatch) -> None:
-    draw_with(monkeypatch, lambda dim, std, generator: 1e9 * gaussian_vector(dim, std, generator))
+    draw_with(
+        monkeypatch, lambda dim, std, generator: 1e9 * gaussian_vector(dim, std, generator)
+    )
     rows = list(RECORDS[:4])
     for given in (task(radius=0.05), task(), task(**SQUARED)):
         plan = plan_preconditioned_gd(given)
@@ -412,7 +418,9 @@ def test_many_records_are_fitted_as_well_as_without_privacy() -> None:
     labels = torch.arange(600) % CLASSES
     rows = centers[labels] + 0.1 * torch.randn(600, 3, generator=draws, dtype=torch.float64)
     given = task(dim=3, n=600, budget=dp.Budget(30.0, 1e-6, "add_remove"))
-    w = release(plan_preconditioned_gd(given), make_records(given, rows, labels)).view(CLASSES, 3)
+    w = release(plan_preconditioned_gd(given), make_records(given, rows, labels)).view(
+        CLASSES, 3
+    )
     assert torch.equal((rows @ w.T).argmax(1), labels)
     signs = torch.where(labels == 0, 1.0, -1.0)
     one = task(

@@ -191,7 +191,9 @@ def test_a_model_with_a_schema_reads_tables(tmp_path):
     read = Released.load(tmp_path / "m.json")
     assert read.predict(frame).tolist() == model.predict(table.X).tolist()
     assert read.predict(table.X).tolist() == model.predict(table.X).tolist()
-    assert np.allclose(read.predict_proba(frame), model.predict_proba(table.X), rtol=0, atol=1e-9)
+    assert np.allclose(
+        read.predict_proba(frame), model.predict_proba(table.X), rtol=0, atol=1e-9
+    )
     assert read.card["guarantee"]["unit_name"] == "patient"
     with pytest.raises(ValueError, match="X must have values that the schema can read"):
         read.predict({"age": ["?"], "sex": ["f"]})

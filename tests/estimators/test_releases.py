@@ -144,7 +144,9 @@ def test_a_plan_of_a_weaker_objective_is_refused(monkeypatch: pytest.MonkeyPatch
     given = task()
     records = make_records(given, torch.ones(4, 2), torch.ones(4))
     monkeypatch.setattr(
-        output, "build_objective", lambda task, reg, rows: build_objective(task, 0.99 * reg, rows)
+        output,
+        "build_objective",
+        lambda task, reg, rows: build_objective(task, 0.99 * reg, rows),
     )
     with pytest.raises(ConditionError, match="plan"):
         plan_output(given).solve(records)

@@ -45,7 +45,9 @@ VALUES = st.one_of(
 @given(st.lists(VALUES, min_size=5, max_size=5))
 def test_no_row_is_longer_than_the_bound(row):
     schema = Schema(COLUMNS, target="y", target_range=(-1, 2))
-    table = schema.read({name: [value] for name, value in zip([*COLUMNS, "y"], row, strict=True)})
+    table = schema.read(
+        {name: [value] for name, value in zip([*COLUMNS, "y"], row, strict=True)}
+    )
     assert table.X.shape == (1, len(schema.names))
     assert not np.linalg.norm(table.X) > schema.bound_x
     assert np.isnan(table.y[0]) or -1 <= table.y[0] <= 2
@@ -132,7 +134,8 @@ def test_frames_of_pandas_and_arrow_are_read_alike():
         ids="id",
     )
     tables = [
-        schema.read(frame) for frame in (columns, pandas.DataFrame(columns), arrow.table(columns))
+        schema.read(frame)
+        for frame in (columns, pandas.DataFrame(columns), arrow.table(columns))
     ]
     for table in tables[1:]:
         assert np.array_equal(table.X, tables[0].X, equal_nan=True)
@@ -224,9 +227,14 @@ def test_a_name_of_units_needs_ids_or_a_promise(words, fields):
     """A name is one that reports take, and says more than "row" only where it is said why a row is that."""
     with pytest.raises(ValueError, match=words):
         Schema(COLUMNS, target="y", labels=[0, 1], **fields)
-    for fine in ({"ids": "id"}, {"ids": "id", "rows_per_unit": None}, {"one_row_per_unit": True}):
+    for fine in (
+        {"ids": "id"},
+        {"ids": "id", "rows_per_unit": None},
+        {"one_row_per_unit": True},
+    ):
         assert (
-            Schema(COLUMNS, target="y", labels=[0, 1], unit=" patient ", **fine).unit == "patient"
+            Schema(COLUMNS, target="y", labels=[0, 1], unit=" patient ", **fine).unit
+            == "patient"
         )
 
 

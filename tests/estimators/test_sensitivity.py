@@ -28,7 +28,11 @@ ROWS = (
     (NAN, 1.0),
     (-INF, INF),
 )
-LABELS = {"sign": (1.0, -1.0, ODD, NAN), "real": (TARGET, -INF, 0.1, NAN), "class": (0, 1, 2, -9)}
+LABELS = {
+    "sign": (1.0, -1.0, ODD, NAN),
+    "real": (TARGET, -INF, 0.1, NAN),
+    "class": (0, 1, 2, -9),
+}
 PLAIN = Preparation(BOUND)
 PREPARED = Preparation(BOUND, center=(0.2, -0.1), scale=(0.5, 3.0), intercept=0.7)
 # name: (settings, share of the bound that is attained at least under replace_one and add_remove)

@@ -76,7 +76,10 @@ _FIRST = ("LogisticRegression", "SoftmaxRegression", "Ridge", "TiltedClassifier"
 @pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     "name",
-    [name if name in _FIRST else pytest.param(name, marks=pytest.mark.slow) for name in EXPECTED],
+    [
+        name if name in _FIRST else pytest.param(name, marks=pytest.mark.slow)
+        for name in EXPECTED
+    ],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_an_estimator_passes_the_checks_of_scikit_learn_but_for_those_that_privacy_forbids(

@@ -318,7 +318,11 @@ def test_objectives_without_strong_convexity_and_bad_arguments_are_refused():
     with pytest.raises(ConditionError, match="regularize"):
         solve(mean(Logistic(), X, y, 0.0), 1e-3)
     objective = mean(Logistic(), X, y, 0.1)
-    for wrong in ({"tolerance": 0.0}, {"tolerance": math.inf}, {"tolerance": 1.0, "radius": 0.0}):
+    for wrong in (
+        {"tolerance": 0.0},
+        {"tolerance": math.inf},
+        {"tolerance": 1.0, "radius": 0.0},
+    ):
         with pytest.raises(ValueError, match="must be"):
             solve(objective, **wrong)
 
@@ -356,7 +360,10 @@ def adjacent(seed, n=12, dim=2):
 
 SENSITIVE = {
     "logistic": (lambda X, y: mean(Logistic(), X, y, 0.1), 2 / (0.1 * 12)),
-    "clipped": (lambda X, y: mean(ResidualClipped(Logistic(), 0.3), X, y, 0.1), 0.6 / (0.1 * 12)),
+    "clipped": (
+        lambda X, y: mean(ResidualClipped(Logistic(), 0.3), X, y, 0.1),
+        0.6 / (0.1 * 12),
+    ),
     "smoothed hinge": (lambda X, y: mean(SmoothedHinge(0.2), X, y, 0.1), 2 / (0.1 * 12)),
     "huber": (lambda X, y: mean(Huber(0.5), X, y, 0.1), 1 / (0.1 * 12)),
     "hinge": (lambda X, y: mean(SmoothedHinge(1e-3), X, y, 0.1), 2 / (0.1 * 12)),

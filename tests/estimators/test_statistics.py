@@ -156,7 +156,9 @@ def test_each_statistic_gets_its_noise_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 def release(given: LinearTask, plan: AdaSSPPlan, rows: Tensor, seed: int = 0) -> Tensor:
     records = make_records(given, rows, torch.ones(len(rows)))
-    return plan.release(records, dp.Accountant(given.budget), torch.Generator().manual_seed(seed))
+    return plan.release(
+        records, dp.Accountant(given.budget), torch.Generator().manual_seed(seed)
+    )
 
 
 def test_without_noise_the_ridge_alone_shrinks_the_solution(
@@ -175,7 +177,9 @@ def test_without_noise_the_ridge_alone_shrinks_the_solution(
         ridge = (
             plan.constants.lam_cap - max(0.0, least - plan.constants.lmin_shift) + (reg or 0.0)
         )
-        wanted = torch.linalg.solve(gram + ridge * torch.eye(2, dtype=torch.float64), rows.sum(0))
+        wanted = torch.linalg.solve(
+            gram + ridge * torch.eye(2, dtype=torch.float64), rows.sum(0)
+        )
         torch.testing.assert_close(release(given, plan, rows), wanted)
     many = torch.ones(40_000, 2, dtype=torch.float64) * torch.tensor([[1.0, 0.0]])
     many[::2] = torch.tensor([0.0, 1.0], dtype=torch.float64)

@@ -128,7 +128,10 @@ def test_numbers_that_prepare_no_row_are_named(wrong: dict[str, object], word: s
 
 
 def gradient_of(
-    given: LinearTask, features: list[list[float]], targets: Tensor, weights: Tensor | None = None
+    given: LinearTask,
+    features: list[list[float]],
+    targets: Tensor,
+    weights: Tensor | None = None,
 ):
     rows = torch.tensor(features, dtype=torch.float64)
     objective = build_objective(given, 1.0, make_records(given, rows, targets, weights))

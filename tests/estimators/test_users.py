@@ -75,7 +75,9 @@ def last_total(
     if given.adjacency != "add_remove":
         given = dataclasses.replace(given, n=count, n_max=count)
     slopes, unit = plan._slopes_and_unit(w)
-    pairs = plan._pairs(slopes / unit, make_records(given, features, labels, shares, users=codes))
+    pairs = plan._pairs(
+        slopes / unit, make_records(given, features, labels, shares, users=codes)
+    )
     return plan._sum(pairs, codes, v, math.sqrt(2))
 
 
@@ -356,9 +358,9 @@ def test_scale_and_intercept_are_the_loop_of_the_docstring() -> None:
     plan = plan_users(task(preparation=Preparation(1.0, intercept=0.5)), steps=4)
     features, labels, ids = rows()
     found = fit_linear_with_seed(plan, features, labels, ids)[0]
-    first = fit_linear_with_seed(dataclasses.replace(plan, last_std=None), features, labels, ids)[
-        0
-    ]
+    first = fit_linear_with_seed(
+        dataclasses.replace(plan, last_std=None), features, labels, ids
+    )[0]
     noise = torch.Generator().manual_seed(5)
     for _ in range(4):
         gaussian_vector(3, plan.noise_std, noise)
@@ -411,7 +413,9 @@ def test_the_way_of_users_is_short_where_noise_is_large_and_no_spread_is_measure
 def test_scale_and_intercept_stay_within_the_radius() -> None:
     plan = plan_users(task(preparation=Preparation(1.0, intercept=0.01), radius=0.3))
     features, labels, ids = rows()
-    assert float(fit_linear(plan, features, labels, users=ids).weights.norm()) <= 0.3 * (1 + 1e-9)
+    assert float(fit_linear(plan, features, labels, users=ids).weights.norm()) <= 0.3 * (
+        1 + 1e-9
+    )
 
 
 @pytest.mark.cases(0, 1)
@@ -421,7 +425,9 @@ def test_without_noise_users_of_one_label_each_get_the_rate_of_labels(
 ) -> None:
     """All users are clipped, and vote for 0 four to one: rates are those of a mean loss all the same."""
     monkeypatch.setattr(
-        gradient_descent, "gaussian_vector", lambda dim, *_: torch.zeros(dim, dtype=torch.float64)
+        gradient_descent,
+        "gaussian_vector",
+        lambda dim, *_: torch.zeros(dim, dtype=torch.float64),
     )
     draws = torch.Generator().manual_seed(3)
     ids = torch.arange(2000) % 500
@@ -468,7 +474,9 @@ def test_the_whole_fit_is_charged_before_the_first_draw_for_users(
 
 
 def test_a_run_on_users_is_the_loop_of_its_docstring() -> None:
-    plan = dataclasses.replace(plan_users(task(), steps=8, clip=0.2), momentum=0.6, last_std=None)
+    plan = dataclasses.replace(
+        plan_users(task(), steps=8, clip=0.2), momentum=0.6, last_std=None
+    )
     features, labels, ids = rows()
     found = fit_linear_with_seed(plan, features, labels, ids)
     noise, w, v, later = (
@@ -535,7 +543,9 @@ def test_wrong_groups_are_refused_before_anything_is_charged() -> None:
     with pytest.raises(UnitError, match="number of users"):
         model.set_params(n_max=3).fit(X, y, groups=[0, 1, 2, 3, 4, 5])
     with pytest.raises(UnitError, match="n=3 users"):
-        model.set_params(n_max=None, adjacency="replace_one").fit(X, y, groups=[0, 0, 0, 0, 1, 1])
+        model.set_params(n_max=None, adjacency="replace_one").fit(
+            X, y, groups=[0, 0, 0, 0, 1, 1]
+        )
     with pytest.raises(ValueError, match="mechanism"):
         LogisticRegression(**settings, classes=(0, 1), mechanism="objective").fit(
             X, y, groups=[0, 0, 1, 1, 2, 2]

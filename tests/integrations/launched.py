@@ -268,7 +268,9 @@ def spark(folder: str) -> None:
     from pyspark.ml.torch.distributor import TorchDistributor
     from pyspark.sql import SparkSession
 
-    from tests.integrations import launched  # by its name: functions of __main__ would be pickled
+    from tests.integrations import (
+        launched,
+    )  # by its name: functions of __main__ would be pickled
 
     session = (
         SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()

@@ -204,7 +204,12 @@ def on_disk(plan: Any, folder: Path, kind: type[Net] = Silent) -> Net:
 
 
 def checkpointed(
-    plan: Any, module: Net, folder: Path, *callbacks: Any, ckpt: str | None = None, **options: Any
+    plan: Any,
+    module: Net,
+    folder: Path,
+    *callbacks: Any,
+    ckpt: str | None = None,
+    **options: Any,
 ) -> Net:
     usual = [
         PrivateTraining(private_checkpoints=options.pop("private_checkpoints", False)),

@@ -208,5 +208,6 @@ def test_the_blocks_of_the_pages_run(
         assert bool(scope["data"].gather(np.arange(40))[0].isfinite().all())
     else:
         assert (
-            len(scope["ParquetRows"](scope["tables"](), inputs=["age", "hours"], target="y")) == 8
+            len(scope["ParquetRows"](scope["tables"](), inputs=["age", "hours"], target="y"))
+            == 8
         )

@@ -83,7 +83,9 @@ def test_a_fit_is_dp_fit_to_the_last_bit() -> None:
         optimizer = theirs.configure_optimizers()
         dp.fit(theirs, optimizer, records(), LOSS, progress=False)
     assert same(ours, theirs)
-    assert ours.optimizer.accountant.get_epsilon(DELTA) == optimizer.accountant.get_epsilon(DELTA)
+    assert ours.optimizer.accountant.get_epsilon(DELTA) == optimizer.accountant.get_epsilon(
+        DELTA
+    )
 
 
 class Summed(Silent):

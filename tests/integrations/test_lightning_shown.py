@@ -455,7 +455,5 @@ def test_the_page_runs(
 
 @pytest.mark.weekly
 def test_the_package_itself_does_not_import_lightning() -> None:
-    code = (
-        "import sys, torch_dpsco, torch_dpsco.integrations; assert 'lightning' not in sys.modules"
-    )
+    code = "import sys, torch_dpsco, torch_dpsco.integrations; assert 'lightning' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -50,7 +50,11 @@ def parts(
     """Returns what both engines take: fresh objects, noise and clip."""
     model = net()
     loader = DataLoader(DATA, batch_size=batch_size, shuffle=True)
-    made = {"module": model, "optimizer": kind(model.parameters(), lr=0.1), "data_loader": loader}
+    made = {
+        "module": model,
+        "optimizer": kind(model.parameters(), lr=0.1),
+        "data_loader": loader,
+    }
     return made | {"noise_multiplier": 1.0, "max_grad_norm": 1.0} | more
 
 

@@ -248,7 +248,9 @@ def test_passes_over_a_file_go_on_with_their_records_only(path: Path) -> None:
         optimizer.step()
     optimizer.loader(ParquetRows(path, NAMES, "y", dtype=torch.float64), resume=True)
     with pytest.raises(PrivacyError, match="dataset must hold the records of the run"):
-        optimizer.loader(ParquetRows(table(seed=1), NAMES, "y", dtype=torch.float64), resume=True)
+        optimizer.loader(
+            ParquetRows(table(seed=1), NAMES, "y", dtype=torch.float64), resume=True
+        )
 
 
 def test_all_records_are_read_for_a_fingerprint(path: Path) -> None:

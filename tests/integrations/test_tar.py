@@ -314,7 +314,9 @@ def test_a_damaged_archive_is_refused_by_its_path(tmp_path: Path) -> None:
     for name, content in damaged.items():
         path = tmp_path / f"{name}.tar"
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"paths must be of tar archives.*\.tar\)") as caught:
+        with pytest.raises(
+            ValueError, match=r"paths must be of tar archives.*\.tar\)"
+        ) as caught:
             rows([tmp_path / "whole.tar", path])
         assert "secret" not in str(caught.value)
         assert caught.value.__suppress_context__
@@ -386,7 +388,9 @@ def test_fit_trains_from_archives(tmp_path: Path) -> None:
         [written(tmp_path / "a.tar", [*flat(MEMBERS), *UNUSABLE["NaN"]])], dtype=torch.float32
     )
     model, n = nn.Linear(DIM, 2), N + 1
-    plan = dp.ClippedSGD.plan(n=n, lr=0.1, clip=1.0, noise_multiplier=1.0, batch_size=4, epochs=1)
+    plan = dp.ClippedSGD.plan(
+        n=n, lr=0.1, clip=1.0, noise_multiplier=1.0, batch_size=4, epochs=1
+    )
     optimizer = dp.ClippedSGD(model.parameters(), plan)
     dp.fit(model, optimizer, data, nn.CrossEntropyLoss(), progress=False)
     assert optimizer.steps == plan.steps

@@ -327,7 +327,9 @@ def test_filling_rows_without_words_may_be_nan(tmp_path: Path) -> None:
 
 @pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("kind", ["tokens", "words to come"])
-def test_tokens_of_a_record_do_not_weigh_on_the_loss_of_others(kind: str, tmp_path: Path) -> None:
+def test_tokens_of_a_record_do_not_weigh_on_the_loss_of_others(
+    kind: str, tmp_path: Path
+) -> None:
     model = bert(BertForTokenClassification) if kind == "tokens" else gpt2(GPT2LMHeadModel)
     data = records()
     for k, record in enumerate(data):
@@ -631,7 +633,9 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert optimizer.accountant.get_epsilon(1e-3) <= 8.0
     made = [line["step"] for line in again.state.log_history if "learning_rate" in line]
     assert made == [1, 2, 3, 4, 6, 7, 8]  # the lost step is not made again
-    rates = [line["learning_rate"] for line in again.state.log_history if "learning_rate" in line]
+    rates = [
+        line["learning_rate"] for line in again.state.log_history if "learning_rate" in line
+    ]
     assert rates == pytest.approx([0.5 * (9 - step) / 8 for step in made])
 
 

@@ -53,7 +53,9 @@ def test_rows_of_extreme_size_keep_their_direction() -> None:
     result = enforce_bounds(
         f64(3e300, 4e300, 3e-200, 4e-200, 1.7e308, 0, 5e-324, 0).reshape(4, 2), bound_x=1e-250
     )
-    torch.testing.assert_close(result[:2] * 1e250, f64(0.6, 0.8).repeat(2, 1), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        result[:2] * 1e250, f64(0.6, 0.8).repeat(2, 1), rtol=1e-12, atol=0
+    )
     assert result[2:].tolist() == [[pytest.approx(1e-250), 0.0], [5e-324, 0.0]]
 
 

@@ -122,10 +122,14 @@ def test_the_lipschitz_constant_taken_for_the_jump_is_refuted(loss: TableLoss) -
 
 
 @pytest.mark.parametrize(("power", "exponent"), [(1.2, 0.5), (2.0, 0.5), (1.5, 1.0), (1.0, 0.3)])
-def test_a_wrong_exponent_is_refuted_whatever_the_constant(power: float, exponent: float) -> None:
+def test_a_wrong_exponent_is_refuted_whatever_the_constant(
+    power: float, exponent: float
+) -> None:
     for loss in (Hinge(power), PowerLoss(power)):
         with pytest.raises(NotCertifiedError, match="holder_constant"):
-            check_holder(loss, Problem(holder_exponent=exponent, holder_constant=20), bound_x=1.0)
+            check_holder(
+                loss, Problem(holder_exponent=exponent, holder_constant=20), bound_x=1.0
+            )
 
 
 def test_a_lipschitz_constant_is_judged_inside_the_radius_only() -> None:

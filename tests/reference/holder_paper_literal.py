@@ -24,7 +24,12 @@ def project(w: Vector, radius: float) -> Vector:
 
 
 def algorithm_1(
-    gradient: Gradient, dim: int, radius: float, eta: float, indices: Sequence[int], noise: Vector
+    gradient: Gradient,
+    dim: int,
+    radius: float,
+    eta: float,
+    indices: Sequence[int],
+    noise: Vector,
 ) -> tuple[Vector, Vector]:
     """Returns (w_priv, w_1..w_T); noise is the vector b of line 13, T the number of indices."""
     w, iterates = np.zeros(dim), []
@@ -35,7 +40,12 @@ def algorithm_1(
 
 
 def algorithm_2(
-    gradient: Gradient, dim: int, radius: float, eta: float, indices: Sequence[int], noise: Vector
+    gradient: Gradient,
+    dim: int,
+    radius: float,
+    eta: float,
+    indices: Sequence[int],
+    noise: Vector,
 ) -> tuple[Vector, Vector]:
     """Returns (w_priv, w_1..w_T); noise (T, dim) holds the vectors b_t of line 6."""
     w, iterates = np.zeros(dim), []

@@ -14,7 +14,13 @@ import numpy as np
 
 FIGURES = Path(__file__).with_suffix(".json")
 CASES = [
-    {"canaries": canaries, "guesses": guesses, "mu": mu, "confidence": confidence, "delta": delta}
+    {
+        "canaries": canaries,
+        "guesses": guesses,
+        "mu": mu,
+        "confidence": confidence,
+        "delta": delta,
+    }
     for (canaries, guesses), mu, confidence, delta in itertools.product(
         [(200, 20), (200, 100), (1000, 100), (1000, 500)],
         [0.5, 2.0, 6.0],

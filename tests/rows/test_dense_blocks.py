@@ -18,7 +18,9 @@ SHAPES = [(3,), (2, 1024), (), (5, 700), (1, 2048)]
 
 def blocks(n: int, dtype: torch.dtype = torch.float32) -> list[DenseBlock]:
     generator = torch.Generator().manual_seed(n)
-    return [DenseBlock(torch.randn(n, *shape, generator=generator).to(dtype)) for shape in SHAPES]
+    return [
+        DenseBlock(torch.randn(n, *shape, generator=generator).to(dtype)) for shape in SHAPES
+    ]
 
 
 def as_one(parts: list[DenseBlock]) -> DenseBlock:

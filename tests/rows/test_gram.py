@@ -61,7 +61,9 @@ def cancelling(
     return torch.stack(acts)[None], torch.stack(backprops)[None]
 
 
-@given(st.integers(0, 2**31), st.integers(1, 2), st.sampled_from([1e-30, 1e-10, 1.0, 1e10, 1e18]))
+@given(
+    st.integers(0, 2**31), st.integers(1, 2), st.sampled_from([1e-30, 1e-10, 1.0, 1e10, 1e18])
+)
 def test_norms_of_sequences_that_cancel_are_never_below_the_exact_norm(seed, depth, size):
     acts, backprops = cancelling(seed, depth=depth, size=size)
     bound = float(block(acts, backprops).norms())

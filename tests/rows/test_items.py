@@ -37,7 +37,9 @@ def test_rows_by_item_are_those_of_a_dense_block(dtype, uses):
     block, rows = made(uses, uses, dtype)
     dense = DenseBlock(rows)
     close = (
-        {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
+        {"rtol": 1e-12, "atol": 1e-12}
+        if dtype == torch.float64
+        else {"rtol": 1e-5, "atol": 1e-5}
     )
     assert block.shapes == dense.shapes
     assert len(block) == RECORDS

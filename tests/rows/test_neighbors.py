@@ -178,7 +178,9 @@ def test_rows_that_are_not_finite_are_their_own_only_neighbor():
 
 
 def test_subnormal_and_huge_distances_are_compared_without_overflow():
-    rows = torch.tensor([[0.0], [5e-324], [1e-160], [3e38], [-3e38], [1e69]], dtype=torch.float64)
+    rows = torch.tensor(
+        [[0.0], [5e-324], [1e-160], [3e38], [-3e38], [1e69]], dtype=torch.float64
+    )
     assert counts(rows, 1e-60).tolist() == [3, 3, 3, 1, 1, 1]
     assert counts(rows, 1e39).tolist() == [5, 5, 5, 5, 5, 1]
     assert counts(torch.full((3, 5), 1e-200, dtype=torch.float64), 1e60).tolist() == [3, 3, 3]

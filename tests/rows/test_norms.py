@@ -190,7 +190,10 @@ def test_a_row_with_a_non_finite_entry_has_no_finite_norm(bad, width):
 
 
 def test_an_overflowing_norm_is_infinite_and_not_wrong():
-    assert row_norms(torch.tensor([[3e38, 3e38], [1e18, 1e18]])).isinf().tolist() == [True, False]
+    assert row_norms(torch.tensor([[3e38, 3e38], [1e18, 1e18]])).isinf().tolist() == [
+        True,
+        False,
+    ]
     assert row_norms(
         torch.tensor([[1e300, 0.0], [1e150, 0.0]], dtype=torch.float64)
     ).isinf().tolist() == [True, False]
@@ -254,13 +257,18 @@ def test_norms_of_scaled_factors_are_never_below_the_exact_norm(acts, backprops,
 def test_scaled_factors_are_those_of_scaled_rows(dtype):
     generator = torch.Generator().manual_seed(3)
     acts, backprops = (torch.randn(20, k, generator=generator, dtype=dtype) for k in (50, 40))
-    index, weights = torch.tensor([7, 3, 11]), torch.tensor([0.5, 0.25, 1.0], dtype=torch.float64)
+    index, weights = (
+        torch.tensor([7, 3, 11]),
+        torch.tensor([0.5, 0.25, 1.0], dtype=torch.float64),
+    )
     scaled, whole = FactoredBlock(acts, backprops, scale=48), FactoredBlock(acts, 48 * backprops)
     torch.testing.assert_close(scaled.norms(), whole.norms(), rtol=1e-6, atol=0.0)
     for one, other in zip(scaled.dense(), whole.dense(), strict=True):
         assert torch.equal(one, other)
     for precision in (FLOAT64, Summation(2, 2, 100, 200, 0.0)):
-        sums = (block.select(index).weighted_sum(weights, precision) for block in (scaled, whole))
+        sums = (
+            block.select(index).weighted_sum(weights, precision) for block in (scaled, whole)
+        )
         for one, other in zip(*sums, strict=True):
             torch.testing.assert_close(one.double(), other.double(), rtol=1e-5, atol=1e-5)
 

@@ -159,7 +159,9 @@ def _switch(monkeypatch: pytest.MonkeyPatch, library: str, kernels: str, value: 
 @pytest.mark.parametrize(
     ("kernels", "layer"), [("conv", nn.Conv1d(1, 1, 1)), ("rnn", nn.GRU(1, 1))]
 )
-def test_switches_of_convolutions_count_where_there_are_some(monkeypatch, device, kernels, layer):
+def test_switches_of_convolutions_count_where_there_are_some(
+    monkeypatch, device, kernels, layer
+):
     library = "cudnn" if device == "cuda" else "mkldnn"
     on_device = SimpleNamespace(dtype=torch.float32, device=torch.device(device))
     for value, coarse in (("tf32", True), ("bf16", True), ("ieee", False), ("none", False)):

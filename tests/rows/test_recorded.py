@@ -173,7 +173,9 @@ def test_recorded_rows_are_those_of_single_records_and_of_opacus(
     rows = recorded(dp.attach(copy.deepcopy(model), loss_reduction=reduction), x)
     weights = torch.full((B,), 1 / B, dtype=torch.float64)
     means = [part.mean(0) for part in exact]
-    scale = 4 if dtype == torch.float32 else 1  # a row of float32 is as exact as its own backward
+    scale = (
+        4 if dtype == torch.float32 else 1
+    )  # a row of float32 is as exact as its own backward
     assert_close(rows.dense(), exact, scale * tolerance)
     assert_close(rows.weighted_sum(weights), means, scale * tolerance)
     if not any(part in name for part in NOT_IN_OPACUS):

@@ -84,7 +84,9 @@ MODELS: dict[str, tuple[Build, tuple[int, ...]]] = {
     "sequences": (mlp, (4, 3)),
     "sequences of sequences": (lambda: frozen(mlp(), "2.bias"), (2, 4, 3)),
     "layer norm": (
-        lambda: nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1)),
+        lambda: nn.Sequential(
+            nn.LayerNorm(3), nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1)
+        ),
         (3,),
     ),
     "convolution": (
@@ -110,7 +112,9 @@ def losses(model: nn.Module, x: Tensor) -> Tensor:
 def loop(model: nn.Module, x: Tensor) -> list[Tensor]:
     """Returns the gradients of single records, one backward each."""
     params = [p for p in model.parameters() if p.requires_grad]
-    rows = [torch.autograd.grad(losses(model, x[i : i + 1]).sum(), params) for i in range(len(x))]
+    rows = [
+        torch.autograd.grad(losses(model, x[i : i + 1]).sum(), params) for i in range(len(x))
+    ]
     return [torch.stack(parts) for parts in zip(*rows, strict=True)]
 
 
@@ -280,7 +284,8 @@ def test_missing_rows_are_explained():
         if attached:
             dp.attach(model)
         with pytest.raises(
-            SequenceError, match=r"parameter 0 of shape \(4, 3\): call dp\.attach\(model\) before"
+            SequenceError,
+            match=r"parameter 0 of shape \(4, 3\): call dp\.attach\(model\) before",
         ):
             GradBatch.consume(list(model.parameters()))
 

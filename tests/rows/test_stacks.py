@@ -154,7 +154,10 @@ def test_a_penalty_on_input_gradients_is_refused():
 class _Checkpointed(nn.Module):
     def __init__(self, again: bool | None) -> None:
         super().__init__()
-        self.stack, self.again = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 3)), again
+        self.stack, self.again = (
+            nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 3)),
+            again,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return (

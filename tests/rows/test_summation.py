@@ -326,7 +326,9 @@ def test_a_clip_outside_of_the_range_of_float32_is_summed_in_float64(arithmetic)
 
 def test_weights_below_the_normal_numbers_of_float32_count_as_zero():
     block = DenseBlock(torch.tensor([[3.0], [5.0], [7.0], [math.inf]]))
-    weights = torch.tensor([2.0**-127, 2.0**-126, 1.0 - 2.0**-53, 2.0**-127], dtype=torch.float64)
+    weights = torch.tensor(
+        [2.0**-127, 2.0**-126, 1.0 - 2.0**-53, 2.0**-127], dtype=torch.float64
+    )
     [total] = GradBatch([block]).weighted_sum(weights)
     assert total.tolist() == [5 * 2.0**-126 + 7 * (1.0 - 2.0**-53)]
     weights[2] = 0.0

@@ -46,7 +46,11 @@ def test_queries_and_answers_are_those_of_the_formulas(
 ) -> None:
     params = parameters(3, 2)
     groups = [{"params": [p], "lr": 0.1} for p in params]
-    rule, state, prox = Accelerated(), defaultdict(dict), None if radius is None else Ball(radius)
+    rule, state, prox = (
+        Accelerated(),
+        defaultdict(dict),
+        None if radius is None else Ball(radius),
+    )
     w = ag = np.concatenate([p.detach().numpy() for p in params])
     rng = np.random.default_rng(0)
     for t in range(1, 12):

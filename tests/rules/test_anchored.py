@@ -20,7 +20,8 @@ class Walk:
 
     def __init__(self, phases: list[dp.Phase], prox: Any = None) -> None:
         self.params = [
-            torch.nn.Parameter(torch.tensor(v, dtype=torch.float64)) for v in ([0.3, -0.2], [0.1])
+            torch.nn.Parameter(torch.tensor(v, dtype=torch.float64))
+            for v in ([0.3, -0.2], [0.1])
         ]
         self.groups = [{"params": [p], "lr": 1.0} for p in self.params]
         self.rule, self.state, self.phases, self.prox = (

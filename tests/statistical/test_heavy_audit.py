@@ -52,7 +52,9 @@ def plan(kind: Any, adjacency: str) -> Any:
     budget = dp.Budget(EPSILON, DELTA, adjacency)
     # batches of a seed are known to the audit: the claim must not rest on their being secret
     accelerated = {"steps": 3, "sampling": "shuffled"}
-    own = {"reg": 0.1, "max_steps": 3, "min_phase": 3} if kind is dp.LocalizedSGD else accelerated
+    own = (
+        {"reg": 0.1, "max_steps": 3, "min_phase": 3} if kind is dp.LocalizedSGD else accelerated
+    )
     made = kind.plan(
         problem=dp.Problem(smoothness=1.0), budget=budget, clip=0.5, n=N, dim=1, **own
     )
@@ -210,7 +212,9 @@ def test_no_pair_of_rows_found_at_random_moves_a_mean_by_more_than_the_sensitivi
     def mean(rows: np.ndarray) -> torch.Tensor:
         opt.oracle.open(params, 0)
         opt.oracle.observe(
-            GradBatch([DenseBlock(torch.tensor(rows, dtype=torch.float32).view(len(rows), 1, 6))])
+            GradBatch(
+                [DenseBlock(torch.tensor(rows, dtype=torch.float32).view(len(rows), 1, 6))]
+            )
         )
         (summed,) = getattr(
             opt.oracle, "_active", opt.oracle

@@ -120,7 +120,9 @@ def test_noise_is_new_for_every_parameter_and_every_release():
 def test_the_noise_does_not_depend_on_the_rows():
     """One seed, empty and full batch: the answers differ by the exact clipped mean."""
     oracle = Clipped(clip=CLIP, noise_multiplier=NOISE, batch_size=BATCH)
-    rows = torch.randn(BATCH, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    rows = torch.randn(
+        BATCH, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+    )
     answers = []
     for batch in (rows[:0], rows):
         oracle.open([torch.zeros(30, dtype=torch.float64)])

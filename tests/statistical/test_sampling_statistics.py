@@ -215,7 +215,9 @@ def test_every_subset_of_fixed_size_is_equally_likely():
     drawn = [tuple(indices.tolist()) for indices in batches(Fixed(3, 6), DRAWS)]
     subsets = list(combinations(range(6), 3))
     assert (
-        chi_square([drawn.count(s) for s in subsets], np.full(len(subsets), DRAWS / len(subsets)))
+        chi_square(
+            [drawn.count(s) for s in subsets], np.full(len(subsets), DRAWS / len(subsets))
+        )
         > FALSE_ALARM
     )
 

@@ -68,9 +68,9 @@ def table(errors: Any) -> tuple[Any, Any]:
     return X, np.asarray(errors, dtype=float)
 
 
-odd = st.sampled_from([0.0, -0.0, 0.25, 2.0, 3.0, 1e300, -1e300, math.inf, math.nan]) | st.floats(
-    -3, 3
-)
+odd = st.sampled_from(
+    [0.0, -0.0, 0.25, 2.0, 3.0, 1e300, -1e300, math.inf, math.nan]
+) | st.floats(-3, 3)
 levels = st.sampled_from([0.1, 0.5, 0.9, 0.99])
 
 
@@ -126,7 +126,9 @@ def test_a_record_is_a_user_with_one_row() -> None:
     alone = taken(*table(errors))
     budget = dp.Budget(1.0, 1e-6, unit="user")
     assert (taken(*table(errors), groups=np.arange(50), budget=budget) == alone).all()
-    twice = taken(*table(np.repeat(errors, 3)), groups=np.repeat(np.arange(50), 3), budget=budget)
+    twice = taken(
+        *table(np.repeat(errors, 3)), groups=np.repeat(np.arange(50), 3), budget=budget
+    )
     assert (twice == alone).all()
 
 

@@ -110,7 +110,9 @@ def test_a_share_has_no_bias_beside_its_error_and_is_covered(share: float) -> No
     assert (np.abs(off) <= 1.96 * noise).mean() > 0.935
     if 0.1 < share < 0.9:  # else it is cut at 0 or 1
         assert abs(off.mean()) < 0.02 * noise.mean() + 5 * off.std() / math.sqrt(draws)
-        assert found[0].sampling == pytest.approx(math.sqrt(share * (1 - share) / total), rel=0.2)
+        assert found[0].sampling == pytest.approx(
+            math.sqrt(share * (1 - share) / total), rel=0.2
+        )
 
 
 def test_what_noise_hides_is_in_the_middle_with_an_error_of_half_the_range() -> None:
@@ -156,7 +158,9 @@ def test_the_score_of_a_rare_class_is_not_pulled_by_empty_bins() -> None:
         for _ in range(60)
     ]
     values, errors = np.array([(one.value, one.noise_error) for one in found]).T
-    assert abs(values.mean() - truth) < 0.1 * np.median(errors) + 5 * values.std() / math.sqrt(60)
+    assert abs(values.mean() - truth) < 0.1 * np.median(errors) + 5 * values.std() / math.sqrt(
+        60
+    )
     assert values.std() < 1.6 * np.median(errors)
     assert np.median(errors) < 0.06
     assert 0.015 < found[0].sampling_error < 0.035
@@ -172,7 +176,9 @@ def test_a_score_is_shown_with_its_errors() -> None:
     assert 2 * 0.5 / math.sqrt(1400) > found.sampling_error > 0
 
 
-def test_a_score_of_its_own_ledger_has_the_smaller_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_score_of_its_own_ledger_has_the_smaller_noise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Errors that are shown are estimates; variances of the noise are not."""
     X, y = rare()
     variances: list[float] = []

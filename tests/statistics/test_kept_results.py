@@ -38,7 +38,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "a unit with an underscore": {"unit": "Patient_1"},
     "a unit in brackets": {"unit": "patient (adult)"},
     "a name that no file can hold": {"columns": {"\ud800": Number(0, 1)}},
-    "a level that no file can hold": {"columns": {"c": Category(["a", "\ud800"], baseline=True)}},
+    "a level that no file can hold": {
+        "columns": {"c": Category(["a", "\ud800"], baseline=True)}
+    },
     "labels that no model file can hold": {"labels": [Decimal(1), Decimal(2)]},
 }
 
@@ -94,7 +96,10 @@ def test_without_matplotlib_the_model_is_saved_before_pictures_are_missed(tmp_pa
     found = study(table(FIELDS), dp.Schema(**FIELDS), BUDGET, show=None)
     with pytest.raises(ImportError, match="pip install 'torch_dpsco"):
         found.save(tmp_path / "study")
-    assert {path.name for path in (tmp_path / "study").iterdir()} == {"model.json", "summary.txt"}
+    assert {path.name for path in (tmp_path / "study").iterdir()} == {
+        "model.json",
+        "summary.txt",
+    }
     saved = Released.load(tmp_path / "study" / "model.json")
     assert saved.card["headline"] == found.report().headline
 

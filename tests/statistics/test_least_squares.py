@@ -62,7 +62,9 @@ def test_the_sum_of_squares_is_charged_with_the_statistics(adjacency, share):
     assert 0.999 * 4.0 < Ledger([plan.event()]).epsilon(1e-6, adjacency) <= 4.0
     moved = plan.total_scale * plan.task.curvature
     assert 2.0**2 <= moved <= 2.0**2 * (1 + 1e-6)
-    without = model(adjacency=adjacency, intervals=None, mechanism="adassp", prepare=None).plan(2)
+    without = model(adjacency=adjacency, intervals=None, mechanism="adassp", prepare=None).plan(
+        2
+    )
     assert plan.constants.std_xty > without.constants.std_xty
 
 
@@ -124,7 +126,9 @@ def test_the_covariance_is_that_of_all_noise_in_the_solution():
     solutions = []
     for z in normal:
         off = z[0] / math.sqrt(2)
-        noisy = gram + stds[0] * torch.stack([torch.stack([z[1], off]), torch.stack([off, z[2]])])
+        noisy = gram + stds[0] * torch.stack(
+            [torch.stack([z[1], off]), torch.stack([off, z[2]])]
+        )
         solutions.append(torch.linalg.solve(noisy, gram @ theta + stds[1] * z[3:]))
     moments = torch.cat([gram @ theta, (theta @ gram @ theta + 1000.0)[None]])
     wanted = least_squares(

@@ -117,7 +117,8 @@ def test_a_record_moves_the_counts_by_at_most_one(metric: str) -> None:
 def test_the_sensitivities_are_reached(metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(monkeypatch)
     good, bad = (
-        np.array([[v, 0.0]]) for v in ((5.0, -5.0) if metric != "absolute_error" else (0.0, -5.0))
+        np.array([[v, 0.0]])
+        for v in ((5.0, -5.0) if metric != "absolute_error" else (0.0, -5.0))
     )
     target = np.array(
         [0.0 if metric == "absolute_error" else 5.0 if metric == "squared_error" else 1.0]
@@ -250,7 +251,10 @@ def test_the_number_of_bins_is_one_of_public_numbers(monkeypatch: pytest.MonkeyP
     recorder = Recorder(monkeypatch)
     cells: dict[str, list[int]] = {}
     for adjacency in ADJACENCIES:
-        more: dict[str, Any] = {"budget": dp.Budget(1.0, 1e-6, adjacency=adjacency), "bins": None}
+        more: dict[str, Any] = {
+            "budget": dp.Budget(1.0, 1e-6, adjacency=adjacency),
+            "bins": None,
+        }
         cells[adjacency] = [len(recorder.counts(*table(n), "auc", **more)) for n in (20, 3000)]
     assert cells == {"add_remove": [32, 32], "zero_out": [16, 52], "replace_one": [16, 40]}
 

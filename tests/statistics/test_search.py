@@ -309,7 +309,9 @@ def test_a_search_that_fails_releases_nothing(monkeypatch, failure):
         ),
     ],
 )
-def test_a_wrong_setting_is_refused_before_anything_is_spent(error, words, settings, monkeypatch):
+def test_a_wrong_setting_is_refused_before_anything_is_spent(
+    error, words, settings, monkeypatch
+):
     monkeypatch.setattr(
         dp.Accountant, "authorize", lambda *args, **kwargs: pytest.fail("charged")
     )

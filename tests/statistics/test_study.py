@@ -136,7 +136,9 @@ def test_both_parts_have_the_whole_budget_and_together_keep_it(budget):
     assert {part for _, part, _, _ in ledger.entries()} == {"fit", "held"}
     if budget.delta > 0:  # each spends all of it alone
         for part in ("fit", "held"):
-            events = [e for _, p, e, count in ledger.entries() if p == part for _ in range(count)]
+            events = [
+                e for _, p, e, count in ledger.entries() if p == part for _ in range(count)
+            ]
             alone = dp.accounting.ledger.Ledger(events)
             assert alone.epsilon(budget.delta, budget.adjacency) == pytest.approx(
                 budget.epsilon, rel=0.2

@@ -118,7 +118,9 @@ def test_intervals_of_chosen_fits_hold_the_truth_however_they_were_chosen(
 def test_p_values_and_intervals_are_two_sides_of_one_coin() -> None:
     for distance in (0.25, 1.0, 2.5, math.inf):
         for level in (0.5, 0.95, 0.999):
-            assert p_value(reach(level, distance), distance) == pytest.approx(1 - level, rel=1e-9)
+            assert p_value(reach(level, distance), distance) == pytest.approx(
+                1 - level, rel=1e-9
+            )
     wide = [reach(0.95, distance) for distance in (0.25, 0.5, 1.0, 2.0, 3.0, 6.0)]
     assert wide == sorted(wide, reverse=True)
     assert 7 * 1.96 < wide[0] < 8 * 1.96

@@ -227,7 +227,9 @@ def test_t16_rate_steps_and_divisor_do_not_tell_the_number_of_records(rows: str)
     Here: all three follow from a declared n: both have rate 1/8, 8 steps and divisor 8. Under replace_one, where n is
     public, a data set of another size raises UnitError.
     """
-    naive = {n: opacus_script(torch.ones(n, 1), batch_size=8, reduction="mean") for n in (64, 65)}
+    naive = {
+        n: opacus_script(torch.ones(n, 1), batch_size=8, reduction="mean") for n in (64, 65)
+    }
     numbers = {
         n: (script.loader.sample_rate, len(script.loader), script.optimizer.expected_batch_size)
         for n, script in naive.items()

@@ -188,7 +188,9 @@ def test_t08_a_regularizer_has_its_full_weight_whatever_the_batch(rows: str) -> 
 
     for size in (2, 3, 4, 7):
         data = -0.4 * size / 4
-        assert regularized(size, rows, reg=0.1) == pytest.approx(1.0 + data - 0.1 * 1.0, abs=1e-6)
+        assert regularized(size, rows, reg=0.1) == pytest.approx(
+            1.0 + data - 0.1 * 1.0, abs=1e-6
+        )
         assert regularized(size, rows, reg=0.0, prox=dp.prox.Ball(0.1)) == pytest.approx(
             -0.1, abs=1e-6
         )

@@ -104,7 +104,10 @@ def test_t06_no_loss_goes_past_the_clip(rows: str) -> None:
         return model.weight.grad.clone()
 
     assert 0.249 < (release(1000.0) - release(0.0)).item() <= 0.25
-    for ghost in (opacus_script(torch.ones(4, 1), reduction="mean", mode="ghost").model, plain()):
+    for ghost in (
+        opacus_script(torch.ones(4, 1), reduction="mean", mode="ghost").model,
+        plain(),
+    ):
         ours = make_optimizer(ghost, Undeclared(4))
         ghost(torch.full((4, 1), 1000.0)).mean().backward()
         with pytest.raises(

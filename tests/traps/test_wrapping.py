@@ -95,7 +95,8 @@ def test_t01_a_private_optimizer_cannot_be_wrapped_by_opacus(wrap: Any, design: 
     if not isinstance(design, Undeclared):
         next(iter(ours.loader(column(100.0))))
     with pytest.raises(
-        SequenceError, match=r"Opacus DPOptimizer.*must not wrap.*use optimizer.loader\(dataset\)"
+        SequenceError,
+        match=r"Opacus DPOptimizer.*must not wrap.*use optimizer.loader\(dataset\)",
     ):
         backward_and_step(model, wrapped)
     assert_nothing_happened(model, ours)
@@ -232,7 +233,9 @@ FIXED_NUMBERS = ["noise_multiplier", "batch_size", "clip", "fixed_clip"]
 
 
 @ROWS
-def test_t14_neither_the_inner_optimizer_nor_an_attribute_goes_past_the_ledger(rows: str) -> None:
+def test_t14_neither_the_inner_optimizer_nor_an_attribute_goes_past_the_ledger(
+    rows: str,
+) -> None:
     """T14: the torch optimizer inside is stepped, or the clip is changed during a run.
 
     Opacus 1.6: `original_optimizer.step()` applies the raw gradient (moved by 100, clip 1) and charges nothing;

@@ -120,7 +120,8 @@ class Book:
         # (test_an_older_copy_is_refused_also_where_it_went_on_by_itself)
         # strict=False: events without a run were added by hand
         known = not run or any(
-            name == run and end >= events for (name, _), end in zip(self.runs, ends, strict=False)
+            name == run and end >= events
+            for (name, _), end in zip(self.runs, ends, strict=False)
         )
         return known and len(self.ledger) >= events and sum(self.releases.values()) >= releases
 

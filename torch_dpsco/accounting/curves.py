@@ -307,7 +307,9 @@ def _(event: events.ZCDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
 def _(event: events.RDPCurve, adjacency: Adjacency, orders: FloatArray) -> Cost:
     # (a - 1) D_a is convex and 0 at a = 1, so that a chord bounds it from above; past the last order nothing is known
     known = np.concatenate([[1.0], event.orders])
-    heights = np.concatenate([[0.0], (np.asarray(event.orders) - 1.0) * np.asarray(event.values)])
+    heights = np.concatenate(
+        [[0.0], (np.asarray(event.orders) - 1.0) * np.asarray(event.values)]
+    )
     with np.errstate(invalid="ignore"):
         chord = np.interp(orders, known, heights, right=math.inf) / (orders - 1.0)
     return Cost(np.where(np.isnan(chord), math.inf, chord))
@@ -396,7 +398,9 @@ def _converted(
     found = [_rdp_evaluation(cost_at, delta)]
     if cost.rho is not None:
         rho = cost.rho
-        found.append(Evaluation(zcdp_epsilon(rho, delta) if rho < math.inf else math.inf, "zcdp"))
+        found.append(
+            Evaluation(zcdp_epsilon(rho, delta) if rho < math.inf else math.inf, "zcdp")
+        )
     found.append(Evaluation(cost.pure, "pure"))
     if method == "pld" or min(bound.epsilon for bound in found) > enough:
         known = laws(method)

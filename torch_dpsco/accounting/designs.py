@@ -172,7 +172,9 @@ def noise_ratio(base: BaseEvent, adjacency: Adjacency) -> float:
         )
     if base.failure:
         # PRIVACY: the events of sampled batches hold no failure (test_sampled_designs_refuse_a_failure)
-        raise ValueError(f"failure must be 0 for a query on sampled batches (got {base.failure})")
+        raise ValueError(
+            f"failure must be 0 for a query on sampled batches (got {base.failure})"
+        )
     return base.sigma / base.sensitivity(adjacency)
 
 
@@ -412,7 +414,8 @@ class Assigned(SizedDesign):
             return Repeat(self._whole(bases[0]), last - first + 1)
         draws = [max(start, k * self.batches) for k in range(first, last + 1)]
         events = [
-            self.draw_event(bases[0], Draw(0, partition, str(k % self.batches), k)) for k in draws
+            self.draw_event(bases[0], Draw(0, partition, str(k % self.batches), k))
+            for k in draws
         ]
         return events[0] if len(events) == 1 else Sequential(tuple(events))
 

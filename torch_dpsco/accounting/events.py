@@ -519,7 +519,9 @@ def clipped_gaussian(noise_multiplier: float, exact: bool = False) -> Gaussian:
 
     In clip units an adaptive clip does not split ledger keys: the guarantee depends on the ratio alone.
     """
-    return Gaussian(check.nonnegative(noise_multiplier=noise_multiplier), CLIP_UNITS, exact=exact)
+    return Gaussian(
+        check.nonnegative(noise_multiplier=noise_multiplier), CLIP_UNITS, exact=exact
+    )
 
 
 _CLASSES: dict[str, type[Any]] = {cls.__name__: cls for cls in _EVENTS}

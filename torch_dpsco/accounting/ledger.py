@@ -332,7 +332,9 @@ class Ledger:
             self._sums[adjacency, level] = Sum(adjacency, level, self._counts.get(_BASE, {}))
         total = self._sums[adjacency, level].cost(self.changed(extra, count).get(_BASE))
         parts = self._parts(extra, count)
-        for partition in sorted(parts):  # in one order: the same events always give the same bits
+        for partition in sorted(
+            parts
+        ):  # in one order: the same events always give the same bits
             if partition:
                 costs = (_cost_of_part(part, adjacency, level) for part in parts[partition])
                 total = total + reduce(Cost.maximum, costs)
@@ -464,7 +466,9 @@ class Ledger:
 
     def risk(self, adjacency: Adjacency) -> Risk:
         """Returns what a test can find out about one record from the events recorded so far."""
-        events = Ledger(Repeat(event, count) for event, count in self.events())  # as they are now
+        events = Ledger(
+            Repeat(event, count) for event, count in self.events()
+        )  # as they are now
         pure = math.nextafter(
             events.pure(adjacency), math.inf
         )  # that sum was rounded to the nearest float

@@ -474,7 +474,9 @@ class Limit:
         if self._ended:
             return False
         if not self._is_planned(event, count):
-            return self._gaussian(event) and self._of_gaussians.admits(self._ledger, event, count)
+            return self._gaussian(event) and self._of_gaussians.admits(
+                self._ledger, event, count
+            )
         # PRIVACY: a part of what fits as a whole (test_part_of_a_plan_that_fits_is_not_decided_again)
         whole = self._has_closed and not self.plan().is_plain
         return whole or self._filter.admits(self._ledger, event, count)

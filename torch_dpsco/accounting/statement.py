@@ -375,7 +375,9 @@ def table(report: PrivacyReport) -> tuple[tuple[str, str, str, str], ...]:
     rows = [("adjacency", "two worlds", "epsilon", "delta")]
     for name, epsilon in report.epsilons.items():
         role = "the guarantee" if name == report.adjacency else "for information"
-        words = Words({other: other == name for other in ADJACENCIES}, {"unit": report.unit_name})
+        words = Words(
+            {other: other == name for other in ADJACENCIES}, {"unit": report.unit_name}
+        )
         figures = (rounded_up(epsilon), rounded_up(report.delta))
         rows.append((f"{name} ({role})", words["world"], *figures))
     return tuple(rows)

@@ -597,7 +597,9 @@ class AdaptiveClipped(ClippedMean):
         if self._exact:
             votes_grid = exact_grid(std, self.count_sensitivity("zero_out"), 1)
             total = float(
-                release_on_grid(torch.tensor([total], dtype=torch.float64), votes_grid, generator)
+                release_on_grid(
+                    torch.tensor([total], dtype=torch.float64), votes_grid, generator
+                )
             )
         else:
             total += normal(std, generator)

@@ -411,13 +411,17 @@ class _Task:
             return pace
         return Pace(min(self.theorem.largest_lr(self.problem), pace.lr / (1.0 - pace.momentum)))
 
-    def _tried(self, n: int, steps: int | None, noise: float, secret: bool) -> OnePassPlan | None:
+    def _tried(
+        self, n: int, steps: int | None, noise: float, secret: bool
+    ) -> OnePassPlan | None:
         """Returns what the theorem chooses; None where promises are missing, or a clip is chosen otherwise."""
         if not noise or isinstance(self.clip, Pilot):
             return None
         tries: list[tuple[int | None, float]] = [(steps, noise)]
         if secret and self.goal is not None and steps is None:
-            tries = [(number, noise_of_pass(self.goal, number)) for number in numbers_of_steps(n)]
+            tries = [
+                (number, noise_of_pass(self.goal, number)) for number in numbers_of_steps(n)
+            ]
         return self._best(n, tries)
 
     def _best(self, n: int, tries: Sequence[tuple[int | None, float]]) -> OnePassPlan | None:
@@ -450,7 +454,10 @@ class _Task:
                 problem.second_moment,
                 self.given.adjacency,
             )
-            given = dict(zip(needs, constants, strict=True)) | {"steps": steps, "clip": self.clip}
+            given = dict(zip(needs, constants, strict=True)) | {
+                "steps": steps,
+                "clip": self.clip,
+            }
             return self.theorem.chosen(data, given, problem, self.distance)
         except MissingConstantError:
             if self.clip is None:

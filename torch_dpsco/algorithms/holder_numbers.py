@@ -320,7 +320,11 @@ def path_sensitivity(path: RunPath, steps_per_epoch: int) -> float:
 def step_sizes(lr: ArrayLike) -> FloatArray:
     """Returns step sizes as an array (T,); raises ValueError unless all are finite and > 0."""
     sizes = np.asarray(lr, dtype=np.float64)
-    if sizes.ndim != 1 or sizes.size == 0 or not (np.isfinite(sizes).all() and (sizes > 0).all()):
+    if (
+        sizes.ndim != 1
+        or sizes.size == 0
+        or not (np.isfinite(sizes).all() and (sizes > 0).all())
+    ):
         raise ValueError(
             f"lr must be a nonempty list of finite numbers > 0 (got {check.shown(sizes.tolist())})"
         )
@@ -506,7 +510,9 @@ class SensitivityLaw:
         # the sum (docs/proofs/rounding.md#model-of-arithmetic)
         return min(
             1.0,
-            scaled_up(float(self.masses[positive] @ curve) + self.lost, int(positive.sum()) + 16),
+            scaled_up(
+                float(self.masses[positive] @ curve) + self.lost, int(positive.sum()) + 16
+            ),
         )
 
 

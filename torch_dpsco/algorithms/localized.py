@@ -144,7 +144,9 @@ class LocalizedPlan(StepPlan):
         yield from expected(self.risk_bound)
 
 
-def parts_of(localized: LocalizedSchedule, pilots: tuple[PilotPlan | None, ...], n: int) -> Parts:
+def parts_of(
+    localized: LocalizedSchedule, pilots: tuple[PilotPlan | None, ...], n: int
+) -> Parts:
     """Returns the design of the phases."""
     parts: list[tuple[Full | Poisson, int]] = []
     for phase, pilot in zip(localized.phases, pilots, strict=True):

@@ -224,7 +224,9 @@ class AboveThreshold:
             # PRIVACY: the budget of the run is spent (test_halting_is_permanent)
             raise SequenceError("the run has halted: nothing more may be answered")
         if self._asked >= self.steps:
-            raise SequenceError(f"all {self.steps} planned queries are answered: plan more steps")
+            raise SequenceError(
+                f"all {self.steps} planned queries are answered: plan more steps"
+            )
         self.start(generator)
         assert self._rho is not None
         self._asked += 1
@@ -452,7 +454,12 @@ def quantile_law(
 
 
 def draw_quantile(
-    values: ArrayLike, grid: ArrayLike, quantile: float, epsilon: float, n: int, generator: Source
+    values: ArrayLike,
+    grid: ArrayLike,
+    quantile: float,
+    epsilon: float,
+    n: int,
+    generator: Source,
 ) -> float:
     """Returns a grid point near the quantile of the values, drawn by the exponential mechanism. Charges nothing.
 
@@ -477,7 +484,9 @@ def draw_quantile(
         >>> draw_quantile([1.0] * 90 + [9.0] * 10, [0.5, 2.0, 16.0], 0.8, 5.0, 100, torch.Generator().manual_seed(0))
         2.0
     """
-    return float(_points(grid)[draw(quantile_law(values, grid, quantile, epsilon, n), generator)])
+    return float(
+        _points(grid)[draw(quantile_law(values, grid, quantile, epsilon, n), generator)]
+    )
 
 
 def _points(grid: ArrayLike | Sequence[float]) -> FloatArray:
@@ -527,7 +536,9 @@ class BinomialNoise:
             0.0, 1.0, noise_probability=noise_probability
         )
         if self.trials > _LARGEST:
-            raise InfeasibleError(f"trials must be at most {_LARGEST} to be drawn (got {trials})")
+            raise InfeasibleError(
+                f"trials must be at most {_LARGEST} to be drawn (got {trials})"
+            )
         self._first, self._high, self._low = _table(self.trials, self.noise_probability)
 
     def draw(self, shape: tuple[int, ...], generator: Source) -> Tensor:

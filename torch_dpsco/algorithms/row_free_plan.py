@@ -245,9 +245,7 @@ class RowFreePlan(BatchPlan):
     def _noise_in_words(self) -> str:
         norm = self.noise_std * math.sqrt(self.dim)
         far = f"at most {self.reach:.3g}" if math.isfinite(self.reach) else "without a bound"
-        noise = (
-            f"std {self.noise_std:.3g} per parameter, norm {norm:.3g}, on an answer of norm {far}"
-        )
+        noise = f"std {self.noise_std:.3g} per parameter, norm {norm:.3g}, on an answer of norm {far}"
         if self.sensitivity is None:
             return noise
         return f"{noise}; one {self.unit} moves it by at most {self.sensitivity:.3g}"
@@ -426,7 +424,9 @@ class Kept:
                 p.copy_(value)
             if not _same(self._average(p), average):
                 edited = True
-                self._optimizer.state[p] = {} if average is None else {"average": average.clone()}
+                self._optimizer.state[p] = (
+                    {} if average is None else {"average": average.clone()}
+                )
         if edited:
             self._backwards.clear()
             raise SequenceError(

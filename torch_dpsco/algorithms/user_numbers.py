@@ -271,7 +271,9 @@ class UserFilter:
         return min(1.0, self.steps * tail)
 
 
-def pair_radius_iid(lipschitz: float, items_per_user: int, n_users: int, failure: float) -> float:
+def pair_radius_iid(
+    lipschitz: float, items_per_user: int, n_users: int, failure: float
+) -> float:
     """Returns tau within which all pairs of mean gradients lie with probability 1 - failure, at one fixed point.
 
     tau = min{2G, (G/sqrt m)(sqrt 2 + 2 sqrt(log(n(n-1)/(2 gamma))))}: E|x_j - x_k| <= sqrt(2) G/sqrt(m), bounded
@@ -545,7 +547,8 @@ def _tests(task: _Calibration, choice: _Choice) -> _Tests | None:
         return None
     scales = above_threshold_scales(choice.svt * task.epsilon, 1.0, threshold_share=choice.share)
     margins = (
-        bad_pass_margin(failure, task.steps, *scales) for failure in (task.halt_probability, beta)
+        bad_pass_margin(failure, task.steps, *scales)
+        for failure in (task.halt_probability, beta)
     )
     return _Tests(choice, *margins)
 

@@ -155,7 +155,9 @@ class UserRows:
     def _room(self, users: Tensor) -> Tensor:
         """Gives new users a place; returns the sums, with memory for all."""
         if self._sums is None:
-            self._places = torch.full((self.n_users,), -1, dtype=torch.int64, device=self._device)
+            self._places = torch.full(
+                (self.n_users,), -1, dtype=torch.int64, device=self._device
+            )
             self._counts = self._places.new_zeros(0)
             self._sums = torch.zeros(0, self.dim, dtype=self.dtype, device=self._device)
         ids = users.unique()

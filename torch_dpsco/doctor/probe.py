@@ -492,7 +492,9 @@ def _clear(state: Untouched, moved: Mapping[int, Tensor] | None = None) -> None:
 
 def _scalar(value: Any) -> Tensor:
     if not isinstance(value, Tensor) or value.numel() != 1:
-        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        got = (
+            f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        )
         raise NotScalarError(f"the loss must be a tensor with one number (got {got})")
     return value.reshape(())
 
@@ -507,7 +509,9 @@ def _of_outputs(outputs: Any) -> Tensor:
 def _moved(p: Tensor, generator: torch.Generator, from_zero: bool) -> Tensor:
     """Returns a parameter, or zeros, moved a little."""
     start = torch.zeros_like(p.data) if from_zero else p.detach()
-    scale = float(torch.linalg.vector_norm(start, dtype=torch.float64)) / max(p.numel(), 1) ** 0.5
+    scale = (
+        float(torch.linalg.vector_norm(start, dtype=torch.float64)) / max(p.numel(), 1) ** 0.5
+    )
     size = 0.065 * max(scale, p.shape[-1] ** -0.5 if p.dim() else 1.0)
     moves = torch.rand(p.shape, generator=generator).mul_(2.0).sub_(1.0)
     return start + moves.add_(moves.sign()).mul_(size).to(

@@ -72,7 +72,9 @@ def broken_promise(script: Script, evidence: Evidence) -> Iterator[Finding]:
             "changes of the gradient are", float(change.max()), "what holder_constant promises"
         )
     if None not in optimizer.bounds:
-        bounds = torch.tensor([promises.grad_bound(abs(place)) for place in line.places.tolist()])
+        bounds = torch.tensor(
+            [promises.grad_bound(abs(place)) for place in line.places.tolist()]
+        )
         parts += _too_large(
             "gradients are", float((norms / bounds).max()), "what grad_bound promises"
         )

@@ -260,9 +260,13 @@ class Diagnosis:
         """
         found = [finding for finding in self.findings if finding.severity != "warning"]
         if found:
-            more = f"\n(and {len(found) - 1} more: print the diagnosis)" if len(found) > 1 else ""
+            more = (
+                f"\n(and {len(found) - 1} more: print the diagnosis)" if len(found) > 1 else ""
+            )
             kind = PrivacyError if found[0].severity == "critical" else ValueError
-            raise kind(f"the training script has a mistake:\n{indent(str(found[0]), '  ')}{more}")
+            raise kind(
+                f"the training script has a mistake:\n{indent(str(found[0]), '  ')}{more}"
+            )
 
 
 _POISSON = (

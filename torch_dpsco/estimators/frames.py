@@ -69,7 +69,9 @@ def columns_of(frame: Any, wanted: list[str]) -> dict[str, Column]:
     there = names(frame)
     for name in wanted:
         if (times := there.count(name)) != 1:
-            raise ValueError(f"column {name!r} must be in the frame, once (got it {times} times)")
+            raise ValueError(
+                f"column {name!r} must be in the frame, once (got it {times} times)"
+            )
     columns = {name: column(name, frame[name]) for name in wanted}
     lengths = {name: len(found) for name, found in columns.items()}
     if len(set(lengths.values())) > 1:

@@ -214,7 +214,9 @@ class NoisyGDPlan(DescentPlan):
         # (docs/proofs/rounding.md#gradients-and-gaps-of-objectives)
         moved += 2 * 8 * DOUBLE * radius / self.lr
         # PRIVACY: of the noise and steps of the release (test_an_edited_plan_is_refused_or_charges_what_it_draws)
-        return GDP(noisy_gd_mu(self.steps, contraction, moved, self.noise_std), (task.adjacency,))
+        return GDP(
+            noisy_gd_mu(self.steps, contraction, moved, self.noise_std), (task.adjacency,)
+        )
 
     @property
     def largest(self) -> float:

@@ -197,7 +197,9 @@ class LogisticRegression(BinaryClassifier):
                 raise ConditionError(
                     "class_weight must be None with intervals: it changes the model they are of"
                 )
-            return {"residual_clip": None if self.residual_clip == "auto" else self.residual_clip}
+            return {
+                "residual_clip": None if self.residual_clip == "auto" else self.residual_clip
+            }
         if isinstance(self.residual_clip, str):
             # of users, mean gradients are clipped
             clip = residual_clip(facts.signal) if facts.unit == "example" else None
@@ -537,7 +539,11 @@ class Ridge(Regressor):
         return Squared()
 
     def task_options(self, facts: Facts) -> dict[str, Any]:
-        if self.intervals is not None and not self.fit_intercept and self.adjacency == ADD_REMOVE:
+        if (
+            self.intervals is not None
+            and not self.fit_intercept
+            and self.adjacency == ADD_REMOVE
+        ):
             raise ConditionError(
                 "fit_intercept must be True for intervals under add_remove: it counts the records"
             )

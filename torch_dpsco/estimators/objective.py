@@ -134,7 +134,10 @@ class ObjectivePlan(LinearPlan):
         """Yields what is to be said beside the promise."""
         yield from super().lines()
         if self.curve:
-            yield "charged", "a Renyi curve, which composes well with others and costs more alone"
+            yield (
+                "charged",
+                "a Renyi curve, which composes well with others and costs more alone",
+            )
         if self.task.curvature:
             std = self.hessian_scale
             level = self.task.curvature

@@ -275,7 +275,9 @@ def _terms(
     of_rows = _loss_of(loss, part, rows)
     targets = part.targets[rows]
     weights = part.weights[rows]
-    return weights * of_rows.value(scores, targets), weights * of_rows.derivative(scores, targets)
+    return weights * of_rows.value(scores, targets), weights * of_rows.derivative(
+        scores, targets
+    )
 
 
 def _loss_of(
@@ -288,7 +290,8 @@ def _loss_of(
 def norm_up(point: Tensor) -> float:
     """||w||, rounded up; the summand covers squares that underflow."""
     return (
-        float(torch.linalg.vector_norm(point)) * (1 + gamma(len(point) + 8)) + len(point) * 1e-160
+        float(torch.linalg.vector_norm(point)) * (1 + gamma(len(point) + 8))
+        + len(point) * 1e-160
     )
 
 
@@ -611,7 +614,9 @@ class Adversarial(SumObjective):
         self._copies = 1 if self.attack_norm == 2 else self.dim
         # of record i: ||x_i|| + rho sqrt(copies) bounds the gradient of its margin
         steep = records.norms * records.targets.abs().clamp(min=1.0)
-        reach = (steep + self.attack_radius * math.sqrt(self._copies)) * (1 + gamma(self.dim + 8))
+        reach = (steep + self.attack_radius * math.sqrt(self._copies)) * (
+            1 + gamma(self.dim + 8)
+        )
         up = 1 + gamma(records.depth + 16)
         self._widest = float(reach.max()) if records.count else 0.0
         bends = records.weights * cast(float, link.smoothness)
@@ -668,7 +673,9 @@ class Adversarial(SumObjective):
     def gradient_error(self, point: Tensor) -> float:
         """Bound on ||computed - exact gradient||."""
         size = norm_up(point)
-        margin = gamma(self.dim + 8) * (self._widest * size + self.attack_radius * self._offset())
+        margin = gamma(self.dim + 8) * (
+            self._widest * size + self.attack_radius * self._offset()
+        )
         mass = self._reach_mass
         slopes = self._reach_bend * margin
         summed = gamma(self.records.depth + EVALUATION + self.dim) * mass

@@ -81,7 +81,9 @@ class Preparation:
     def bound(self) -> float:
         """Bound on the norm of a prepared row."""
         return (
-            round_up(math.hypot(self.bound_x, self.intercept)) if self.intercept else self.bound_x
+            round_up(math.hypot(self.bound_x, self.intercept))
+            if self.intercept
+            else self.bound_x
         )
 
     def __call__(self, block: Tensor) -> Tensor:
@@ -261,7 +263,12 @@ class PrivatePreparation:
     # -- measuring ----------------------------------------------------------------------------------------------------
 
     def measure(
-        self, records: Records, unit: Preparation, most: int, adjacency: Adjacency, source: Source
+        self,
+        records: Records,
+        unit: Preparation,
+        most: int,
+        adjacency: Adjacency,
+        source: Source,
     ) -> Units:
         """Draws the noise, which the caller has charged, and returns private units.
 

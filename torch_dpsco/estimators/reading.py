@@ -208,7 +208,9 @@ def _as_array(X: Any) -> NDArray[Any]:
                     f"column {name!r} must be of numbers (got {dtype}): encode it by public rules"
                 )
         single = all(dtype == np.float32 for dtype in X.dtypes)
-        return np.asarray(X.to_numpy(dtype=np.float32 if single else np.float64, na_value=np.nan))
+        return np.asarray(
+            X.to_numpy(dtype=np.float32 if single else np.float64, na_value=np.nan)
+        )
     if X is None or isinstance(X, (str, bytes)):
         raise TypeError(
             "X must be rows (n, d) with a dtype of numbers, as an array or a data frame (got"
@@ -223,7 +225,9 @@ def _as_array(X: Any) -> NDArray[Any]:
 
 def _require_real(name: str, is_complex: bool) -> None:
     if is_complex:
-        raise ValueError(f"Complex data not supported: {name} must be real (got complex numbers)")
+        raise ValueError(
+            f"Complex data not supported: {name} must be real (got complex numbers)"
+        )
 
 
 def _from_numpy(array: NDArray[Any]) -> Tensor:
@@ -245,7 +249,9 @@ def _from_numpy(array: NDArray[Any]) -> Tensor:
 def _flat(values: Any, name: str, count: int, device: torch.device) -> Tensor | NDArray[Any]:
     """Returns a column of n values: a tensor, or an array, of objects if they came in a list."""
     if values is None:
-        raise ValueError(f"the model requires {name} to be passed, but the target {name} is None")
+        raise ValueError(
+            f"the model requires {name} to be passed, but the target {name} is None"
+        )
     if isinstance(values, Tensor):
         column: Any = values.detach().to(device)
     elif hasattr(values, "shape") and not hasattr(values, "toarray"):

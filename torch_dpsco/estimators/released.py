@@ -239,7 +239,9 @@ def scores_of(given: Preparation, weight: Array, intercept: Array, X: Any) -> Ar
         )
         for rows in torch.split(features, _BLOCK_ROWS):
             require_finite(rows)
-            blocks.append((given(rows) @ prepared.to(rows.device).T + bias.to(rows.device)).cpu())
+            blocks.append(
+                (given(rows) @ prepared.to(rows.device).T + bias.to(rows.device)).cpu()
+            )
     return np.asarray(torch.cat(blocks).numpy())
 
 

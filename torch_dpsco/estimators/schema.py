@@ -82,7 +82,9 @@ def places_of(levels: Sequence[Any], values: Column) -> NDArray[np.float64]:
 def index_of(name: str, levels: Sequence[Any]) -> dict[float | str | None, int]:
     """Returns the place of each level; raises ValueError unless they are two or more, and distinct."""
     if isinstance(levels, str) or len(levels) < 2:
-        raise ValueError(f"{name} must be a list of 2 or more values (got {check.shown(levels)})")
+        raise ValueError(
+            f"{name} must be a list of 2 or more values (got {check.shown(levels)})"
+        )
     places = {key(level): place for place, level in enumerate(levels)}
     if None in places or "" in places or len(places) < len(levels):
         raise ValueError(
@@ -540,7 +542,15 @@ _KINDS: dict[str, type[Number | Category | Ordered]] = {
     "category": Category,
     "ordered": Ordered,
 }
-_FIELDS = ("target", "labels", "target_range", "ids", "rows_per_unit", "unit", "one_row_per_unit")
+_FIELDS = (
+    "target",
+    "labels",
+    "target_range",
+    "ids",
+    "rows_per_unit",
+    "unit",
+    "one_row_per_unit",
+)
 _ALL = "all"  # rows of a unit: TOML has no null
 
 

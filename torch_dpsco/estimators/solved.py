@@ -248,7 +248,9 @@ class SolvedOptimizer(AnswerOptimizer):
                 " your own"
             )
         task = self._plan.task
-        answer = self._plan.release(self._solved, self.accountant, self._noise)[: task.parameters]
+        answer = self._plan.release(self._solved, self.accountant, self._noise)[
+            : task.parameters
+        ]
         answer = answer.reshape(task.num_scores, task.width)
         self._solved = None
         self._params[0].copy_(answer[:, : task.dim])

@@ -137,7 +137,9 @@ class LinearTask:
     def _require_shape(self) -> None:
         """Raises ValueError for numbers per feature of another length, ConditionError for several scores."""
         given = (
-            [self.preparation] if self.prepare is None else [self.preparation, self.prepare.given]
+            [self.preparation]
+            if self.prepare is None
+            else [self.preparation, self.prepare.given]
         )
         for one in given:
             for name, length in (("center", one.center), ("scale", one.scale)):
@@ -509,7 +511,9 @@ class LinearPlan(Plan):
 
 _PART = 2**16  # rows
 _DISTANCE = 15.0  # |w| times the norm of rows: scores of about 15 / sqrt(d)
-KINK = 1e-3  # public smoothing, of a loss with a kink and of the norm of an adversarial objective
+KINK = (
+    1e-3  # public smoothing, of a loss with a kink and of the norm of an adversarial objective
+)
 
 
 def make_records(

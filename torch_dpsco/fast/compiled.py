@@ -428,7 +428,9 @@ class CompiledRows:
 
     def _one(self, params: _Rows, inputs: Any, targets: Any) -> Tensor:
         """Returns the loss of one record, as that of a batch of one."""
-        names = [f"model.{name}" for name, p in self._model.named_parameters() if p.requires_grad]
+        names = [
+            f"model.{name}" for name, p in self._model.named_parameters() if p.requires_grad
+        ]
         batch = tree_map(lambda t: t.unsqueeze(0), (inputs, targets))
         loss: Tensor = torch.func.functional_call(
             self._loss, dict(zip(names, params, strict=True)), batch

@@ -51,7 +51,9 @@ _ACTIVATIONS: dict[type[nn.Module], _Activation] = {
     nn.Sigmoid: _Activation(
         lambda _, x: torch.sigmoid(x), lambda _, g, y: _ops.sigmoid_backward(g, y), True
     ),
-    nn.SiLU: _Activation(lambda _, x: F.silu(x), lambda _, g, x: _ops.silu_backward(g, x), False),
+    nn.SiLU: _Activation(
+        lambda _, x: F.silu(x), lambda _, g, x: _ops.silu_backward(g, x), False
+    ),
     nn.GELU: _Activation(
         lambda m, x: F.gelu(x, approximate=m.approximate),
         lambda m, g, x: _ops.gelu_backward(g, x, approximate=m.approximate),

@@ -45,7 +45,12 @@ from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.doctor.script import OfBatch
 from torch_dpsco.errors import PrivacyError, SequenceError, warn
-from torch_dpsco.make_private import attach_sound, note_probed, require_replaceable, require_sound
+from torch_dpsco.make_private import (
+    attach_sound,
+    note_probed,
+    require_replaceable,
+    require_sound,
+)
 from torch_dpsco.noise import SecretState
 from torch_dpsco.rows.attach import detach, is_attached
 from torch_dpsco.sampling import PrivateLoader
@@ -490,7 +495,9 @@ def _shown(epsilon: float) -> float:
     """Returns an epsilon that no bar shows to be less: float32 of three digits, none past the third decimal."""
     # PRIVACY: shown figures are quoted (test_the_bar_never_shows_less_than_was_spent)
     short = float(
-        rounded_up(math.ceil(epsilon * 1000.0) / 1000.0 if math.isfinite(epsilon) else epsilon, 3)
+        rounded_up(
+            math.ceil(epsilon * 1000.0) / 1000.0 if math.isfinite(epsilon) else epsilon, 3
+        )
     )
     return in_single({"privacy/epsilon": short})["privacy/epsilon"]
 

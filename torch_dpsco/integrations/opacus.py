@@ -382,7 +382,9 @@ class PrivacyEngine:
         _require_file(path)
         state: dict[str, Any] = torch.load(path, weights_only=True)
         if optimizer is not None and "optimizer_state_dict" not in state:
-            raise ValueError("optimizer must be None for a checkpoint that was saved without one")
+            raise ValueError(
+                "optimizer must be None for a checkpoint that was saved without one"
+            )
         self._charged().load_state_dict(state["privacy_accountant_state_dict"])
         if optimizer is not None:
             optimizer.load_state_dict(state["optimizer_state_dict"])

@@ -105,7 +105,11 @@ def _tables(source: Any, names: Sequence[str]) -> Iterator[Any]:
             ) from None
     source = _dataset(source)
     _require_numbers(source.schema, names)
-    options: dict[str, Any] = {"batch_size": _ROWS, "batch_readahead": 2, "fragment_readahead": 1}
+    options: dict[str, Any] = {
+        "batch_size": _ROWS,
+        "batch_readahead": 2,
+        "fragment_readahead": 1,
+    }
     if isinstance(
         getattr(source, "format", None), pads.ParquetFileFormat
     ):  # else whole files are buffered

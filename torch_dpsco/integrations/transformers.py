@@ -243,7 +243,9 @@ class PrivateTrainer(Trainer):
             )
             for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
                 group["lr"] = lr
-            while isinstance(scheduler, LambdaLR) and scheduler.last_epoch < self.optimizer.steps:
+            while (
+                isinstance(scheduler, LambdaLR) and scheduler.last_epoch < self.optimizer.steps
+            ):
                 scheduler.step()  # for a step that was lost
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
@@ -352,7 +354,9 @@ class PrivateTrainer(Trainer):
 
     def _released(self) -> AbstractContextManager[None]:
         return (
-            self.optimizer.released() if isinstance(self.optimizer, ClippedSGD) else nullcontext()
+            self.optimizer.released()
+            if isinstance(self.optimizer, ClippedSGD)
+            else nullcontext()
         )
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -435,7 +439,9 @@ def _planned(
                 f"plan must be given, or {', '.join(numbers)} (got no {', '.join(missing)})"
             )
         length = (
-            {"steps": args.max_steps} if args.max_steps > 0 else {"epochs": args.num_train_epochs}
+            {"steps": args.max_steps}
+            if args.max_steps > 0
+            else {"epochs": args.num_train_epochs}
         )
         return ClippedSGD.plan(sampling="poisson", lr=args.learning_rate, **numbers, **length)
     given = [name for name, value in numbers.items() if value is not None]
@@ -450,7 +456,9 @@ def _planned(
             f"learning_rate must be {plan.lr:g}, that of the plan (got {args.learning_rate:g})"
         )
     asked = (
-        args.max_steps if args.max_steps > 0 else args.num_train_epochs * plan.n / plan.batch_size
+        args.max_steps
+        if args.max_steps > 0
+        else args.num_train_epochs * plan.n / plan.batch_size
     )
     if abs(asked - plan.steps) >= (1 if args.max_steps <= 0 else 0.5):
         raise ValueError(

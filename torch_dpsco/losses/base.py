@@ -203,7 +203,9 @@ class _Slope(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        raise RuntimeError("losses are differentiable once: a second derivative is not supported")
+        raise RuntimeError(
+            "losses are differentiable once: a second derivative is not supported"
+        )
 
 
 class TableLoss(Loss):

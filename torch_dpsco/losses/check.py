@@ -133,7 +133,9 @@ class _Search:
         self._refute("smoothness", self.problem.smoothness, self._ratio(pairs, 1.0), pairs)
         here = self._value(pairs.first, pairs.target)
         there = self._value(pairs.second, pairs.target)
-        predicted = (self._slope(pairs.first, pairs.target) * (pairs.second - pairs.first)).sum(1)
+        predicted = (self._slope(pairs.first, pairs.target) * (pairs.second - pairs.first)).sum(
+            1
+        )
         rounding = 1e-9 * (1 + here.abs() + there.abs() + predicted.abs())
         self._refute(
             "derivative (a subgradient of a convex loss)",
@@ -149,7 +151,9 @@ class _Search:
             norm = self._norm(score, pairs.target)
             reach = _length(score) / self.bound_x
             inside = reach <= self.problem.radius
-            self._refute("lipschitz", self.problem.lipschitz, torch.where(inside, norm, 0), point)
+            self._refute(
+                "lipschitz", self.problem.lipschitz, torch.where(inside, norm, 0), point
+            )
             bound = torch.tensor(
                 [self._promised_bound(r) for r in reach.tolist()], dtype=torch.float64
             )
@@ -215,7 +219,9 @@ class _Search:
         )
         distance = _length(pairs.second - pairs.first)
         # Nearer pairs measure the rounding of s - s' and of y - s instead of the loss.
-        size = torch.maximum(_length(pairs.first), _length(pairs.second)) + pairs.target.abs() + 1
+        size = (
+            torch.maximum(_length(pairs.first), _length(pairs.second)) + pairs.target.abs() + 1
+        )
         ratio = self.bound_x * change / (distance / self.bound_x) ** exponent
         return torch.where(distance > 1e-6 * size, ratio, 0)
 

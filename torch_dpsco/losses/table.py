@@ -751,7 +751,9 @@ def _into_ball(block: Tensor, bound: float) -> Tensor:
     length = torch.linalg.vector_norm(unit, dim=1, keepdim=True)
     # PRIVACY: the guard covers the norm and the final cast (test_enforced_norms_never_exceed_the_bound)
     clipped = unit * (bound / length * (1 - guard))
-    return torch.where(length * scale > bound, clipped, rows).to(block.dtype).reshape(block.shape)
+    return (
+        torch.where(length * scale > bound, clipped, rows).to(block.dtype).reshape(block.shape)
+    )
 
 
 def _into_interval(targets: Tensor, bound: float) -> Tensor:
@@ -762,7 +764,9 @@ def _into_interval(targets: Tensor, bound: float) -> Tensor:
     info = torch.finfo(targets.dtype)
     limit = float(torch.tensor(bound, dtype=torch.float64).to(targets.dtype))
     if limit > bound:  # the nearest number of the dtype lies outside the interval
-        limit = float(torch.tensor(bound * (1 - info.eps), dtype=torch.float64).to(targets.dtype))
+        limit = float(
+            torch.tensor(bound * (1 - info.eps), dtype=torch.float64).to(targets.dtype)
+        )
     limit = min(limit, info.max)
     return torch.where(targets.isnan(), 0, targets).clamp(-limit, limit)
 

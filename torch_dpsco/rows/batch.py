@@ -509,7 +509,9 @@ def batch_sizes(inputs: Any, dim: int) -> frozenset[int] | None:
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return None
-    lengths = [frozenset([len(inputs)])] if isinstance(inputs, list) else []  # a record per entry
+    lengths = (
+        [frozenset([len(inputs)])] if isinstance(inputs, list) else []
+    )  # a record per entry
     return frozenset().union(*known, *lengths)
 
 

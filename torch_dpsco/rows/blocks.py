@@ -57,7 +57,10 @@ NORM_ERROR = {torch.float32: 2.0**-14, torch.float64: 2.0**-40}
 UNDERFLOW = {torch.float32: 2.0**-63, torch.float64: 2.0**-511}
 _TILE_ELEMENTS = 2**17  # numbers in a float64 tile
 _PARTS_ELEMENTS = 2**19  # numbers in the sums of float32 tiles that are added at once
-_GROUP, _MANY_TILES = 4, 16  # sums of tiles that are added in float32 first, where there are many
+_GROUP, _MANY_TILES = (
+    4,
+    16,
+)  # sums of tiles that are added in float32 first, where there are many
 # up to that many numbers float64 is not slower, in one block or altogether
 _FEW, _SMALL = (2**16, 2**17)
 _LARGE = 64  # rows of a tile
@@ -708,7 +711,9 @@ class SequenceBlock(Block):
                 f" {backprops.shape})"
             )
         if acts.shape[1] > MAX_TIMES or torch.float64 in (acts.dtype, backprops.dtype):
-            raise ValueError(f"sequences must be of at most {MAX_TIMES} pairs of at most float32")
+            raise ValueError(
+                f"sequences must be of at most {MAX_TIMES} pairs of at most float32"
+            )
         self.acts = acts
         self.backprops = backprops
         self.shapes = [shape]

@@ -233,7 +233,10 @@ def _slope_of(
 ) -> tuple[_Slope, Tensor] | None:
     """Returns the derivative of a loss, and the targets as it takes them; None for other losses and targets."""
     if isinstance(loss_fn, Loss):
-        if type(loss_fn).__call__ is not Loss.__call__ or type(loss_fn)._align is not Loss._align:
+        if (
+            type(loss_fn).__call__ is not Loss.__call__
+            or type(loss_fn)._align is not Loss._align
+        ):
             return None
         fits = mean and loss_fn.num_scores == outputs
         column = targets.shape in ((len(targets),), (len(targets), 1))

@@ -219,7 +219,9 @@ class _Calls:
                 self._places.append(k)
         made = [self._inputs[k] for k in self._places]
         # a wrong index on an accelerator ends the process
-        self._on_cpu = any(not t.is_floating_point() and t.device.type not in _SAFE for t in made)
+        self._on_cpu = any(
+            not t.is_floating_point() and t.device.type not in _SAFE for t in made
+        )
         self.problem = ""
         if self._on_cpu and sum(p.numel() for p in model.parameters()) > _MOST_COPIED:
             self.problem = (

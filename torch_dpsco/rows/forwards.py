@@ -418,7 +418,9 @@ def _copied(leaf: Any) -> Any:
 
 def _require_alone(model: nn.Module) -> None:
     """Raises an error in a forward of an attached model that FSDP has taken, or that DistributedDataParallel makes."""
-    if is_sharded(model):  # FSDP 1 takes the parameters away, so that no layer would look at them
+    if is_sharded(
+        model
+    ):  # FSDP 1 takes the parameters away, so that no layer would look at them
         require_whole(model)
     if is_replicated(model):
         raise SequenceError(

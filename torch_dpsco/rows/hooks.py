@@ -67,7 +67,9 @@ def _bag_rows(
     if layer.mode == "mean":
         backprops = backprops / counts.clamp(min=1)[:, None]
     return {
-        layer.weight: _summed(layer.weight, records, ids.flatten(), backprops[records], n_records)
+        layer.weight: _summed(
+            layer.weight, records, ids.flatten(), backprops[records], n_records
+        )
     }
 
 
@@ -91,7 +93,8 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
 
     # Opacus' own table is left alone, and what is registered there later is seen
     GRAD_SAMPLERS: ClassVar[Any] = ChainMap(
-        {nn.Embedding: _embedding_rows, nn.EmbeddingBag: _bag_rows}, GradSampleHooks.GRAD_SAMPLERS
+        {nn.Embedding: _embedding_rows, nn.EmbeddingBag: _bag_rows},
+        GradSampleHooks.GRAD_SAMPLERS,
     )
 
     refuse: Callable[[str], NoReturn]  # drops the rows that wait, and raises; set by `attach`

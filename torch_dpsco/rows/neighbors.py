@@ -68,7 +68,9 @@ def squares(rows: Tensor, first: Tensor, second: Tensor) -> Tensor:
     for start in range(0, len(first), _PAIRS):
         span = slice(start, start + _PAIRS)
         for columns in _columns(rows):
-            differences = read(rows, first[span], columns).sub_(read(rows, second[span], columns))
+            differences = read(rows, first[span], columns).sub_(
+                read(rows, second[span], columns)
+            )
             out[span] += _fold(differences.square_())
     return out
 

@@ -455,7 +455,9 @@ class PartsSampler(_KeyedSampler):
 
     def _members(self, cut: _Indices) -> Iterator[_Indices]:
         """Yields the positions of each part."""
-        order = KeyedStream(cut.tobytes(), "order").permutation(self.size) if self._keyed else cut
+        order = (
+            KeyedStream(cut.tobytes(), "order").permutation(self.size) if self._keyed else cut
+        )
         ends = np.cumsum([0, *(design.n for design, _ in self.design.parts)]).tolist()
         yield from (order[start:stop] for start, stop in pairwise(ends))
 

@@ -268,7 +268,9 @@ class ShuffledSampler(DesignSampler):
         yield from self.draws()
 
 
-def _parts(permutation: _Indices, batch_size: int, steps: int) -> Iterator[tuple[Draw, _Indices]]:
+def _parts(
+    permutation: _Indices, batch_size: int, steps: int
+) -> Iterator[tuple[Draw, _Indices]]:
     # PRIVACY: the ledger takes the largest of the parts of one name, so that the name must fix how positions were cut
     # (test_partitions_of_different_cuts_have_different_names)
     name = f"positions/{sha256(permutation.tobytes()).hexdigest()[:32]}/{batch_size}"

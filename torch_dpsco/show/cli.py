@@ -91,7 +91,10 @@ def _add_plan(commands: Any) -> None:
         "algorithm", metavar="ALGORITHM", help="class of the optimizer, such as HolderSGD"
     )
     plan.add_argument(
-        "options", nargs=argparse.REMAINDER, metavar="...", help="see dpsco plan ALGORITHM --help"
+        "options",
+        nargs=argparse.REMAINDER,
+        metavar="...",
+        help="see dpsco plan ALGORITHM --help",
     )
 
 
@@ -161,7 +164,9 @@ def _add_ledger(commands: Any) -> None:
         "ledger", help="See dpsco ledger check --help.", allow_abbrev=False
     )
     check = _command(
-        ledger.add_subparsers(required=True, metavar="COMMAND"), _check, "ledger check run.ledger"
+        ledger.add_subparsers(required=True, metavar="COMMAND"),
+        _check,
+        "ledger check run.ledger",
     )
     for command in (report, check):
         command.add_argument("ledger", metavar="LEDGER", help="the file")
@@ -243,7 +248,9 @@ def _plan(args: argparse.Namespace) -> Result:
     return text if as_json else str(plan), 0
 
 
-def _options_of_plan(kind: Any, own: set[str], losses: dict[str, Any]) -> argparse.ArgumentParser:
+def _options_of_plan(
+    kind: Any, own: set[str], losses: dict[str, Any]
+) -> argparse.ArgumentParser:
     """Returns the options of a plan: the arguments of a class, and what promises are made of."""
     parser = _Parser(
         prog=f"dpsco plan {kind.__name__}",
@@ -450,7 +457,9 @@ def _audit(args: argparse.Namespace) -> Result:
 
     call = _call(audit, args.target, {name: vars(args)[name] for name in _AUDIT if name in args})
     mechanism = call.arguments["mechanism"]
-    call.arguments["mechanism"] = lambda given: _tried("the mechanism", partial(mechanism, given))
+    call.arguments["mechanism"] = lambda given: _tried(
+        "the mechanism", partial(mechanism, given)
+    )
     found = replace(audit(*call.args, **call.kwargs), claimed=args.claim)
     return str(found), int(args.claim is not None and found.contradicts())
 

@@ -166,7 +166,9 @@ def _vouched(public: Any) -> dict[str, float]:
                 f"{name} must be a plain number, as float(...) of a score on public data (got"
                 " Tensor)"
             )
-    return {f"public/{name}": check.finite(**{str(name): value}) for name, value in given.items()}
+    return {
+        f"public/{name}": check.finite(**{str(name): value}) for name, value in given.items()
+    }
 
 
 # -- trackers ----------------------------------------------------------------------------------------------------------
@@ -211,7 +213,9 @@ def wandb(run: Any, *, every: int = 50, delta: float | None = None) -> Logger:
     """
     _require("log", "what wandb.init(...) returns", run=run)
     return Logger(
-        lambda numbers, step: run.log({"privacy/step": step, **numbers}), every=every, delta=delta
+        lambda numbers, step: run.log({"privacy/step": step, **numbers}),
+        every=every,
+        delta=delta,
     )
 
 

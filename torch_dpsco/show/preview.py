@@ -103,7 +103,9 @@ class Preview:
     def hopeless(self) -> tuple[float, ...]:
         """The epsilons at which noise is longer than every possible signal."""
         return tuple(
-            epsilon for epsilon, noise in zip(self.epsilons, self.noise, strict=True) if noise > 1
+            epsilon
+            for epsilon, noise in zip(self.epsilons, self.noise, strict=True)
+            if noise > 1
         )
 
     def __str__(self) -> str:
@@ -262,14 +264,8 @@ def simulated(model: Any, plans: Sequence[LinearPlan], sample: Sample, runs: int
         errors = halves.standard_errors(task, answer, rng)
         for score, row in bands.items():
             learned = (reached[score] - seen[score]) / 2
-            row.append(
-                _band(
-                    np.array([one[score] for one in found]),
-                    errors[score],
-                    learned,
-                    score in _BETTER_UP,
-                )
-            )
+            values = np.array([one[score] for one in found])
+            row.append(_band(values, errors[score], learned, score in _BETTER_UP))
     return replace(
         of_plans(type(model).__name__, plans),
         sampled=halves.count,
@@ -349,7 +345,9 @@ class _Halves:
         drawn, users = self.rows_of(rng.choice(self.own, plan.task.n))
         weights = None if sample.weights is None else sample.weights[drawn]
         ids = None if sample.ids is None else torch.from_numpy(users)
-        return fit_linear(plan, sample.features[drawn], sample.targets[drawn], weights, users=ids)
+        return fit_linear(
+            plan, sample.features[drawn], sample.targets[drawn], weights, users=ids
+        )
 
     def standard_errors(
         self, task: LinearTask, answer: _Array, rng: np.random.Generator
@@ -361,7 +359,9 @@ class _Halves:
         for _ in range(_BOOTSTRAPS):
             drawn, _ = self.rows_of(rng.choice(self.held, len(self.held)))
             found.append(_scores(task, answer[place[drawn]], self.truth[drawn]))
-        return {name: float(np.nanstd([one[name] for one in found], ddof=1)) for name in found[0]}
+        return {
+            name: float(np.nanstd([one[name] for one in found], ddof=1)) for name in found[0]
+        }
 
 
 def _band(values: _Array, error: float, learned: float, up: bool) -> Band:
@@ -409,7 +409,9 @@ def _scores(task: LinearTask, answer: _Array, truth: _Array) -> dict[str, float]
     positive = int((signs > 0).sum())
     area = math.nan
     if 0 < positive < len(signs):
-        wins = scipy.stats.mannwhitneyu(answer[signs > 0], answer[signs < 0], method="asymptotic")
+        wins = scipy.stats.mannwhitneyu(
+            answer[signs > 0], answer[signs < 0], method="asymptotic"
+        )
         area = float(wins.statistic) / (positive * (len(signs) - positive))
     if isinstance(loss, (Hinge, SmoothedHinge)):
         return {"accuracy": float(np.mean((answer > 0) == (signs > 0))), "AUC": area}
@@ -462,7 +464,9 @@ def _not_private(plan: LinearPlan, sample: Sample, halves: _Halves) -> LinearFit
     if sample.weights is not None:
         weights = weights * sample.weights[rows]
     classes = loss.num_scores if loss.num_scores > 1 else None
-    records = Records(sample.features[rows], targets, weights, num_classes=classes, prepare=given)
+    records = Records(
+        sample.features[rows], targets, weights, num_classes=classes, prepare=given
+    )
     bare = replace(
         task,
         loss=loss,

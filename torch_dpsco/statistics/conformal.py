@@ -227,7 +227,8 @@ def conformal(
 def conformal_event(budget: Budget) -> Event:
     """Returns what a calibration charges, under the adjacencies where a unit moves no score by more."""
     return Pure(
-        budget.epsilon, ADJACENCIES if budget.adjacency == REPLACE_ONE else (ADD_REMOVE, ZERO_OUT)
+        budget.epsilon,
+        ADJACENCIES if budget.adjacency == REPLACE_ONE else (ADD_REMOVE, ZERO_OUT),
     )
 
 

@@ -127,7 +127,9 @@ class PrivateTransformer(_Names, TransformerMixin, BaseEstimator):
         sens[REPLACE_ONE] = with_grid(math.sqrt(dim * max(one, two)) * _ROUNDED)
         target = Budget(self.epsilon, self.delta, adjacency=check_adjacency(self.adjacency))
         event = Gaussian(
-            gaussian_sigma(target.epsilon, target.delta, sens[target.adjacency]), sens, exact=True
+            gaussian_sigma(target.epsilon, target.delta, sens[target.adjacency]),
+            sens,
+            exact=True,
         )
         exact_grid(
             event.sigma, moved, self._size(dim), largest=_MOST_RECORDS

@@ -240,7 +240,9 @@ class PrivateSearch(BaseEstimator):
 
     def _winner(self) -> LinearModel:
         if not hasattr(self, "best_estimator_"):
-            raise NotFittedError("This PrivateSearch instance is not fitted yet: call fit before")
+            raise NotFittedError(
+                "This PrivateSearch instance is not fitted yet: call fit before"
+            )
         return self.best_estimator_
 
     def _settings(self) -> tuple[Budget, float]:
@@ -363,7 +365,9 @@ class PrivateSearch(BaseEstimator):
     def _bins(self, trial: Budget) -> int | None:
         """Returns the bins of an area, by the public number of records that are held out."""
         assert self.n is not None
-        return default_bins(trial, round(self.holdout * self.n)) if self.metric == "auc" else None
+        return (
+            default_bins(trial, round(self.holdout * self.n)) if self.metric == "auc" else None
+        )
 
     def _event(self, trial: Budget, dim: int, gamma: float) -> RDPCurve:
         """Returns the charge of a search with this budget of each fit and each score."""
@@ -383,7 +387,11 @@ class PrivateSearch(BaseEstimator):
         return RDPCurve(tuple(orders.tolist()), tuple(found.tolist()), (trial.adjacency,))
 
     def _best(
-        self, plan: SearchPlan, rows: NDArray[Any], targets: NDArray[Any], held: NDArray[np.bool_]
+        self,
+        plan: SearchPlan,
+        rows: NDArray[Any],
+        targets: NDArray[Any],
+        held: NDArray[np.bool_],
     ) -> tuple[PrivateScore, LinearModel]:
         """Returns the best score and its model, of K trials; ties go to the first, which is a random one of them."""
         source = Keystream()
@@ -395,7 +403,10 @@ class PrivateSearch(BaseEstimator):
             model.fit(rows[~held], targets[~held])
             # PRIVACY: with an accountant, a score has the noise that was charged
             # (test_the_noise_of_a_trial_is_that_of_its_charge)
-            charged: dict[str, Any] = {"budget": plan.trial, "accountant": Accountant(plan.trial)}
+            charged: dict[str, Any] = {
+                "budget": plan.trial,
+                "accountant": Accountant(plan.trial),
+            }
             found = score(
                 model,
                 rows[held],

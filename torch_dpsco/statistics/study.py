@@ -47,17 +47,21 @@ from torch_dpsco.estimators.released import Released
 from torch_dpsco.estimators.schema import ROW, Category, Schema, Table
 from torch_dpsco.show import card, plots
 from torch_dpsco.show.preview import Preview
-from torch_dpsco.statistics import Summary
+from torch_dpsco.statistics import Summary, scores
 from torch_dpsco.statistics.conformal import MOST, ConformalSets, conformal, conformal_event
 from torch_dpsco.statistics.held_out import split
-from torch_dpsco.statistics.scores import PrivateScore, default_bins, quietest, score, score_event
 from torch_dpsco.statistics.search import PrivateSearch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LEAST, _SHOWN = 50, 12  # units in each part; coefficients in a picture
-_UNSET = {"epsilon": 1.0, "delta": 1e-6, "adjacency": ADD_REMOVE, "n": None}  # what a search sets
+_UNSET = {
+    "epsilon": 1.0,
+    "delta": 1e-6,
+    "adjacency": ADD_REMOVE,
+    "n": None,
+}  # what a search sets
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,7 @@ class StudyPlan:
     @property
     def _scored(self) -> Budget:
         """The budget of the score: with the least noise."""
-        return quietest(self._shared)
+        return scores.quietest(self._shared)
 
     def preview(self, frame: Any = None, **options: Any) -> Preview:
         """Returns what the fit will lose, see `LinearModel.preview`.
@@ -172,7 +176,11 @@ class StudyPlan:
 
     @typed
     def run(
-        self, frame: Any, *, ledger_path: str | os.PathLike[str] | None = None, check: bool = True
+        self,
+        frame: Any,
+        *,
+        ledger_path: str | os.PathLike[str] | None = None,
+        check: bool = True,
     ) -> Study:
         """Carries it out.
 
@@ -212,7 +220,7 @@ class StudyPlan:
     def _charges(self) -> dict[str, tuple[Event, ...]]:
         """Returns what is charged on each part."""
         sets = () if self.level is None else (conformal_event(self._shared),)
-        return {"fit": (self.fit_event(),), "held": (score_event(self._scored), *sets)}
+        return {"fit": (self.fit_event(),), "held": (scores.score_event(self._scored), *sets)}
 
     def _carried_out(
         self,
@@ -230,9 +238,9 @@ class StudyPlan:
         with parts(), ledger.phase("fit", partition=name, kind=cut[0], key_public=cut[1]):
             model = fitted()
         with parts(), ledger.phase("held", partition=name, kind=cut[0], key_public=cut[1]):
-            bins = default_bins(self._scored, self.held)
+            bins = scores.default_bins(self._scored, self.held)
             scored = charged | {"budget": self._scored}
-            found = score(
+            found = scores.score(
                 model,
                 metric=self.metric,
                 bound=_most(self.schema, self.metric),
@@ -296,7 +304,7 @@ class Study:
 
     plan: StudyPlan
     model: LinearModel
-    score: PrivateScore
+    score: scores.PrivateScore
     sets: ConformalSets | None
     privacy: PrivacyReport
 
@@ -306,7 +314,7 @@ class Study:
             "ranges, levels and labels of the schema are public, and were not read off the table"
         )
         schema = self.plan.schema
-        model = "model, with what its intervals need" if self.plan.pays_for_intervals else "model"
+        model = "model with what intervals need" if self.plan.pays_for_intervals else "model"
         released = (model, f"score ({self.score})", "threshold of its predictions")[
             : 3 - (self.sets is None)
         ]
@@ -369,7 +377,9 @@ class Study:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        return plots.figure(self._title, *self._own_panels(), *card.panels(self.report().figures))
+        return plots.figure(
+            self._title, *self._own_panels(), *card.panels(self.report().figures)
+        )
 
     @property
     def _title(self) -> str:
@@ -576,7 +586,10 @@ def _searched(
 
 
 def _settled(
-    kind: type[LinearModel], schema: Schema, given: Mapping[str, Any], settings: Mapping[str, Any]
+    kind: type[LinearModel],
+    schema: Schema,
+    given: Mapping[str, Any],
+    settings: Mapping[str, Any],
 ) -> LinearModel:
     """Returns a model of these settings; raises where they do not go together."""
     public = schema.settings()

@@ -699,7 +699,9 @@ def one_pass_steps(horizon: float, smoothness: float, momentum: bool) -> int:
         momentum: whether steps may be T/(5 L), or 1/(2 L) at most.
     """
     reach = horizon * smoothness
-    steps = math.pow(SETTLED * reach, 2.0 / 5.0) if momentum else math.pow(2.0 * reach, 2.0 / 3.0)
+    steps = (
+        math.pow(SETTLED * reach, 2.0 / 5.0) if momentum else math.pow(2.0 * reach, 2.0 / 3.0)
+    )
     return min(MOST, max(_FEW, math.ceil(steps)))
 
 

@@ -433,7 +433,9 @@ class Ranks(World):
         # (test_under_add_remove_no_rank_tells_how_many_records_it_has)
         if not own or not counted:
             return records
-        return sum(row[2] for row in self._group.exchange("loader", ready=True, values=[records]))
+        return sum(
+            row[2] for row in self._group.exchange("loader", ready=True, values=[records])
+        )
 
     def _require_own_ids(self, ids: RecordIds, key: bytes, users: int | None = None) -> None:
         """Raises UnitError, on all ranks, if two records have one id, wherever they are.

@@ -129,7 +129,9 @@ def _accepted(count: int, bits: int, read: Read) -> IntArray:
     words = np.frombuffer(read(8 * count), dtype=np.uint64)
     uniform = np.frombuffer(read(4 * count), dtype=np.uint32)
     cell = tables.cell.take((words & np.uint64(0xFFFF)).view(np.int64))
-    inside = (words >> np.uint64(64 - b)).view(np.int64) if b else np.zeros(count, dtype=np.int64)
+    inside = (
+        (words >> np.uint64(64 - b)).view(np.int64) if b else np.zeros(count, dtype=np.int64)
+    )
     x = (cell.astype(np.int64) << b) | inside
     kept = uniform < tables.surely.take(cell)
     unsure = np.flatnonzero(~kept & (cell != _AGAIN))

@@ -620,7 +620,9 @@ def make_slots(
     # PRIVACY: neighbors draw batches of different sizes, or it shows who was drawn
     # (test_a_record_more_moves_the_sum_of_a_kinked_net_by_one_clip)
     if not (
-        run.sizes_are_private if padding is None else check.choice((True, False), padding=padding)
+        run.sizes_are_private
+        if padding is None
+        else check.choice((True, False), padding=padding)
     ):
         return None
     # PRIVACY: where each process has records of its own all may be on one, whose draws must fit as well

@@ -450,7 +450,11 @@ class ClippedMean(MeanOracle):
         in_c = native.is_available() and on_cpu and self._processes == 1
         matrices = any(len(shape) > 1 and shape[0] > 1 for shape in self._shapes)
         return plan_summation(
-            self.batch_size, self._dim, vectors=not in_c, matrices=matrices or not in_c, in_c=in_c
+            self.batch_size,
+            self._dim,
+            vectors=not in_c,
+            matrices=matrices or not in_c,
+            in_c=in_c,
         )
 
     def _require_within_clip(self) -> None:

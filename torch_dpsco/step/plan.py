@@ -188,7 +188,9 @@ class Plan(ABC):
     def __str__(self) -> str:
         rows = [("promise", self._promise()), ("epsilon", self._epsilons()), *self.lines()]
         rows.sort(key=lambda row: _LAST.index(row[0]) if row[0] in _LAST else -1)
-        out = [f"{type(self).__name__}: privacy for one {self.unit} ({in_words(self.adjacency)})"]
+        out = [
+            f"{type(self).__name__}: privacy for one {self.unit} ({in_words(self.adjacency)})"
+        ]
         for label, text in rows:
             out += textwrap.wrap(
                 text,

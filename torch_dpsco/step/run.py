@@ -365,7 +365,9 @@ def planned_event(
         for member, steps in oracle.phases:
             begin = max(start, first)
             end = min(stop, first + steps)
-            parts += [planned_event(member, design, begin, end, partition)] if begin < end else []
+            parts += (
+                [planned_event(member, design, begin, end, partition)] if begin < end else []
+            )
             first += steps
         return Sequential(tuple(parts))
     charge = oracle.charge(design, Draw(0, partition, "0"))

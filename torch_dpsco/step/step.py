@@ -167,7 +167,9 @@ class PrivateOptimizer(RunOptimizer):
             self._charge(draw)
             oracle = run.oracle
             release = (
-                oracle.release(self._noise) if ranks.alone else ranks.release(oracle, self._noise)
+                oracle.release(self._noise)
+                if ranks.alone
+                else ranks.release(oracle, self._noise)
             )
             halted = release.halted
             if halted and not progress.halted:
@@ -353,7 +355,9 @@ class PrivateOptimizer(RunOptimizer):
             checks.warn_of_void_theorem("lr was changed after construction", 4)
         rule.update(groups, self.state, k, phase)
         if phase.radius < math.inf or not isinstance(run.prox, Identity):
-            steps = [rule.step_size(float(g["lr"]), k, phase) for g in groups for _ in trained(g)]
+            steps = [
+                rule.step_size(float(g["lr"]), k, phase) for g in groups for _ in trained(g)
+            ]
             rule.constrain(run.prox, params, steps, self.state, phase)
         rule.settle(groups, self.state, k)
 

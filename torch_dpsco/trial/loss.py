@@ -74,7 +74,9 @@ class Traced(Tensor):
     _place: int
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Notes the operation; before the backward the check is made. Afterwards results are plain tensors."""
         kwargs = kwargs or {}
         trace = _open_trace((args, kwargs))
@@ -274,7 +276,9 @@ class _Trace:
             if node in self.through:
                 waiting += self.through[node]
                 continue
-            ours = type(node).__name__ == "BackwardHookFunctionBackward" and not self._step.hooked
+            ours = (
+                type(node).__name__ == "BackwardHookFunctionBackward" and not self._step.hooked
+            )
             if isinstance(node, torch.autograd.function.BackwardCFunction) and not ours:
                 return True
             waiting += [following for following, _ in node.next_functions]

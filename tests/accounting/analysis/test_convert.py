@@ -144,7 +144,10 @@ def test_zero_divergence_is_free_at_every_delta():
     ("call", "message"),
     [
         (lambda: rdp_epsilon([1.0, 2.0], [0.1, 0.1], 1e-5), "orders must be finite and > 1"),
-        (lambda: rdp_epsilon([2.0, math.inf], [0.1, 0.1], 1e-5), "orders must be finite and > 1"),
+        (
+            lambda: rdp_epsilon([2.0, math.inf], [0.1, 0.1], 1e-5),
+            "orders must be finite and > 1",
+        ),
         (lambda: rdp_epsilon([2.0], [-0.1], 1e-5), "values must be >= 0"),
         (lambda: rdp_epsilon([2.0], [math.nan], 1e-5), "values must be >= 0"),
         (lambda: rdp_epsilon([2.0], [0.1, 0.2], 1e-5), "of one length"),

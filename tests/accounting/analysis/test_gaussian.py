@@ -83,7 +83,9 @@ def test_the_array_kernel_agrees_with_the_scalar_one():
 
 
 @given(mus, mus, epsilons, epsilons)
-def test_delta_increases_with_mu_and_decreases_with_epsilon(mu, other_mu, epsilon, other_epsilon):
+def test_delta_increases_with_mu_and_decreases_with_epsilon(
+    mu, other_mu, epsilon, other_epsilon
+):
     mu, other_mu = sorted((mu, other_mu))
     epsilon, other_epsilon = sorted((epsilon, other_epsilon))
     slack = 1e-11 + 1e-12 * abs(gaussian_log_delta(epsilon, mu))

@@ -228,7 +228,11 @@ def test_the_density_integrates_to_one_and_has_the_stated_moments(dim):
         [knorm_logpdf([0.0] * dim, sensitivity, epsilon)]
     ) - radius / knorm_scale(epsilon, sensitivity)
     shell = (
-        2 * math.pi ** (dim / 2) / math.gamma(dim / 2) * radius ** (dim - 1) * np.exp(log_density)
+        2
+        * math.pi ** (dim / 2)
+        / math.gamma(dim / 2)
+        * radius ** (dim - 1)
+        * np.exp(log_density)
     )
     step = radius[1] - radius[0]
     correction = shell[0] / 2 if dim == 1 else 0.0  # the end point at 0

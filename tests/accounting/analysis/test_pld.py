@@ -188,7 +188,11 @@ def test_epsilon_and_delta_are_inverse():
 
 @pytest.mark.slow
 def test_the_worse_direction_is_reported():
-    for rate, noise, steps, at in ((0.3, 0.8, 5, 1.0), (0.9, 1.0, 3, 0.5), (0.01, 1.0, 500, 0.0)):
+    for rate, noise, steps, at in (
+        (0.3, 0.8, 5, 1.0),
+        (0.9, 1.0, 3, 0.5),
+        (0.01, 1.0, 500, 0.0),
+    ):
         ledger = ((PoissonLoss(rate, noise), steps),)
         exchanged = ((PoissonLoss(rate, noise, reverse=True), steps),)
         query = pld._AtEpsilon(at)

@@ -58,7 +58,9 @@ LAWS = [
 
 def hockey_stick(law: GridLaw, epsilon: float) -> float:
     """E(1 - e^(epsilon - L))_+ of a grid law."""
-    return law.infinite + math.fsum(law.mass * np.maximum(-np.expm1(epsilon - law.losses()), 0.0))
+    return law.infinite + math.fsum(
+        law.mass * np.maximum(-np.expm1(epsilon - law.losses()), 0.0)
+    )
 
 
 def weights(pair: LossPair) -> list[mp.mpf]:

@@ -94,7 +94,10 @@ def by_trapezoid(pair: str, rate: float, noise: float, order: float, size: int =
             )
 
         def integrand(x):
-            p, q0 = mixture(x), mixture(-x) if pair == "replace" else mp.exp(-x * x / (2 * z * z))
+            p, q0 = (
+                mixture(x),
+                mixture(-x) if pair == "replace" else mp.exp(-x * x / (2 * z * z)),
+            )
             p, q0 = (q0, p) if pair == "add" else (p, q0)
             return q0 * ((p / q0) ** a - 1 - a * (p / q0 - 1))
 

@@ -185,7 +185,11 @@ def test_tiny_windows_and_a_shift_as_large_as_the_support():
             "shift must leave a window within 1000 trials",
         ),
         ((10**14, 0.5, 1, 2.0, 1e-8), InfeasibleError, "window of at most 4194304 points"),
-        ((10**7, 0.5, 3 * 10**6, 2.0, 1e-8), InfeasibleError, "window of at most 4194304 points"),
+        (
+            (10**7, 0.5, 3 * 10**6, 2.0, 1e-8),
+            InfeasibleError,
+            "window of at most 4194304 points",
+        ),
     ],
 )
 def test_arguments_out_of_range_are_named(arguments, error, message):

@@ -46,7 +46,9 @@ def test_no_shift_costs_more_than_kappa_says(case, order, data):
 @given(cases())
 def test_rho_covers_every_order(case):
     trials, p, shift = case
-    rho = zcdp_shuffle(trials, p, dim=1, max_shift=shift, shift_norm=shift, delta_window=1e-6).rho
+    rho = zcdp_shuffle(
+        trials, p, dim=1, max_shift=shift, shift_norm=shift, delta_window=1e-6
+    ).rho
     pair = shuffle._Window(trials, p, shift, 1e-6).pair(shift)
     for order in [1 + 10 ** (k / 7 - 4) for k in range(70)]:
         assert pair.divergence(order) <= rho * order * (1 + 1e-12)
@@ -88,7 +90,9 @@ def test_chord_factors_bound_what_lies_between():
         for k in range(1, 100):
             order = low + (high - low) * k / 100
             chord = (1 - k / 100) * low * (low - 1) + k / 100 * high * (high - 1)
-            assert chord <= shuffle._between_orders(low, high) * order * (order - 1) * (1 + 1e-12)
+            assert chord <= shuffle._between_orders(low, high) * order * (order - 1) * (
+                1 + 1e-12
+            )
 
 
 @pytest.mark.slow
@@ -148,7 +152,9 @@ def test_the_closed_form_for_scalars_fails_at_its_corner():
     st.integers(1, 3),
     st.floats(0.2, 3.0),
 )
-def test_the_cost_covers_the_exact_hockey_stick_in_both_directions(trials, p, grid, dim, epsilon):
+def test_the_cost_covers_the_exact_hockey_stick_in_both_directions(
+    trials, p, grid, dim, epsilon
+):
     cost = zcdp_shuffle(
         trials, p, dim=dim, max_shift=grid, shift_norm=grid * math.sqrt(dim), delta_window=1e-6
     )
@@ -180,7 +186,11 @@ def test_a_shift_that_cuts_the_window_is_named_as_what_fails():
         ({"delta_window": 1.0}, ValueError, "delta_window must be"),
         ({"max_shift": 300_000}, InfeasibleError, "max_shift must be <"),
         ({"max_shift": 157_001}, ConditionError, "shift must leave a window"),
-        ({"delta_window": 0.5}, ConditionError, "delta_window be below that, for 10 coordinates"),
+        (
+            {"delta_window": 0.5},
+            ConditionError,
+            "delta_window be below that, for 10 coordinates",
+        ),
     ],
 )
 def test_bad_arguments_of_costs_are_named(change, error, message):

@@ -54,7 +54,9 @@ def test_epsilon_is_not_below_its_exact_value(threshold, query, sensitivity, pos
     assert exact <= Fraction(found) <= exact * (1 + Fraction(1, 10**14))
 
 
-@given(st.floats(1e-6, 100.0), st.floats(1e-6, 100.0), st.integers(1, 100), st.floats(0.01, 0.99))
+@given(
+    st.floats(1e-6, 100.0), st.floats(1e-6, 100.0), st.integers(1, 100), st.floats(0.01, 0.99)
+)
 def test_scales_made_for_an_epsilon_never_exceed_it(epsilon, sensitivity, positives, share):
     found = above_threshold_scales(epsilon, sensitivity, positives, share)
     spent = above_threshold_epsilon(*found, sensitivity, positives)
@@ -213,7 +215,9 @@ def test_bad_pass_probability_is_not_below_its_integral(margin, steps, b1, b2):
         breaks = [mp.mpf(0), -m, q * mp.log(steps) - m]
         exact = mp_integral(b1, b2, breaks, lambda r: -mp.expm1(steps * mp_log_cdf((m + r) / q)))
         assert (
-            exact <= bad_pass_probability(margin, steps, b1, b2) <= exact * (1 + mp.mpf("1.1e-9"))
+            exact
+            <= bad_pass_probability(margin, steps, b1, b2)
+            <= exact * (1 + mp.mpf("1.1e-9"))
         )
 
 
@@ -256,7 +260,9 @@ def test_bad_passes_grow_with_the_steps_and_stay_below_the_union_bound(margin, s
 @pytest.mark.slow
 @given(st.floats(-14.0, -0.01).map(lambda x: 10**x), st.integers(1, 10**6), scales, scales)
 @settings(max_examples=100)
-def test_the_margin_of_a_failure_is_the_least_that_its_union_bound_admits(failure, steps, b1, b2):
+def test_the_margin_of_a_failure_is_the_least_that_its_union_bound_admits(
+    failure, steps, b1, b2
+):
     """At 40 digits: the tail at the margin fits, and just below it does not (or the margin is 0)."""
     margin = bad_pass_margin(failure, steps, b1, b2)
     assert bad_pass_probability(margin, steps, b1, b2) <= failure * (1 + 2e-9)

@@ -56,7 +56,9 @@ def test_no_order_of_the_exact_curve_beats_epsilon_by_rounding(rho, delta):
         for _ in range(140):
             middle = (left + right) / 2
             left, right = (
-                (middle, right) if rho * middle**2 + mp.log1p(middle) < target else (left, middle)
+                (middle, right)
+                if rho * middle**2 + mp.log1p(middle) < target
+                else (left, middle)
             )
         assert zcdp_epsilon(rho, delta) >= epsilon_at(right, rho, delta) * (1 - mp.mpf("1e-30"))
 
@@ -135,7 +137,9 @@ def test_the_textbook_bounds_are_never_tighter_than_the_optimal_order(rho, epsil
 
 
 @given(
-    st.lists(st.one_of(st.just(0.0), st.floats(5e-324, 1e300), st.floats(1e-6, 1.0)), max_size=12)
+    st.lists(
+        st.one_of(st.just(0.0), st.floats(5e-324, 1e300), st.floats(1e-6, 1.0)), max_size=12
+    )
 )
 @example([0.1] * 10)
 @example([1e16, 1.0, 1.0])

@@ -340,7 +340,10 @@ def rdp_binomial_shift(
         >>> round(bound.rdp, 6), round(bound.lost_mass, 12)
         (0.240165, 8.601e-09)
     """
-    trials, shift = _validate.positive_count(trials=trials), _validate.positive_count(shift=shift)
+    trials, shift = (
+        _validate.positive_count(trials=trials),
+        _validate.positive_count(shift=shift),
+    )
     p = _validate.open_interval(0.0, 1.0, noise_probability=noise_probability)
     order = _validate.order(order=order)
     window = _Window(
@@ -434,7 +437,9 @@ def sequence_probability(
     peak = first - query * math.log(
         max(1.0, passes * threshold / (2 * query))
     )  # of the density times all_pass
-    return min(1.0, _mean_over_laplace(threshold, query, [0.0, first, low, peak, last], sequence))
+    return min(
+        1.0, _mean_over_laplace(threshold, query, [0.0, first, low, peak, last], sequence)
+    )
 
 
 def rdp_wor_gaussian_wbk(sample_rate: float, noise_ratio: float, order: Orders) -> Orders:
@@ -827,7 +832,9 @@ def knorm_second_moment(dim: int, sensitivity: float, epsilon: float) -> float:
     return dim * (dim + 1) * knorm_scale(epsilon, sensitivity) ** 2
 
 
-def knorm_radius_quantile(dim: int, sensitivity: float, epsilon: float, quantile: float) -> float:
+def knorm_radius_quantile(
+    dim: int, sensitivity: float, epsilon: float, quantile: float
+) -> float:
     """Returns the quantile of the norm of the noise, a Gamma variable of shape dim and scale sensitivity / epsilon.
 
     Args:
@@ -968,7 +975,9 @@ class RDPFilter:
         self.spent += value
 
 
-def rdp_wor_gaussian_closed_form(sample_rate: float, noise_ratio: float, order: Orders) -> Orders:
+def rdp_wor_gaussian_closed_form(
+    sample_rate: float, noise_ratio: float, order: Orders
+) -> Orders:
     """Returns 3.5 gamma^2 a / z^2, the paper's bound on the curve of `rdp_wor_gaussian`, where it is proved.
 
     Args:

@@ -703,7 +703,10 @@ def averaged_steps_paper(data: OnePass, mu: float, beta: float, distance: float)
 def proximal_clip_paper(data: OnePass, T: int) -> float:
     """Returns the threshold of Theorem 48 with constant 1: r_k (eps n/(sqrt(d) T))^(1/k), eps^2 = 2 rho."""
     log_signal = (
-        math.log(2.0 * data.rho) / 2.0 + math.log(data.n) - math.log(data.dim) / 2.0 - math.log(T)
+        math.log(2.0 * data.rho) / 2.0
+        + math.log(data.n)
+        - math.log(data.dim) / 2.0
+        - math.log(T)
     )
     return safe_exp(math.log(data.moment) + log_signal / data.moment_order)
 

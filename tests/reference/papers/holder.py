@@ -127,7 +127,9 @@ def uniform_rdp(order: float, sigma: float, path: RunPath, sample_rate: float) -
     with np.errstate(over="ignore"):
         cost = order * (order - 1) / 2 * (moved / sigma) ** 2
     logs = _log_binomial(np.arange(steps + 1.0), steps, rate) + cost
-    return scaled_up(float(np.logaddexp.reduce(logs)) / (order - 1), steps + 16) if steps else 0.0
+    return (
+        scaled_up(float(np.logaddexp.reduce(logs)) / (order - 1), steps + 16) if steps else 0.0
+    )
 
 
 def output_sigma_count(
@@ -957,7 +959,9 @@ def paper_grad_bound(problem: Problem, radius: float | None = None) -> float:
         >>> round(paper_grad_bound(Problem(holder_exponent=0, holder_constant=2, grad_at_zero=1)), 9)
         3.0
     """
-    reach = problem.radius if radius is None else check.nonnegative(allow_inf=True, radius=radius)
+    reach = (
+        problem.radius if radius is None else check.nonnegative(allow_inf=True, radius=radius)
+    )
     exponent, constant, at_zero = problem.require(
         "holder_exponent", "holder_constant", "grad_at_zero", by="the paper's gradient bound"
     )

@@ -92,7 +92,13 @@ class Tuned(NamedTuple):
 
 
 def _full_passes(
-    task: PhaseTask, n: int, clip: float, steps: int, error: float, uncapped: int, copies: int = 1
+    task: PhaseTask,
+    n: int,
+    clip: float,
+    steps: int,
+    error: float,
+    uncapped: int,
+    copies: int = 1,
 ) -> Tuned:
     noise_std = mean_noise_std(clip, n, check.positive(rho=task.rho), steps, task.adjacency)
     return Tuned(n, n, clip, steps, noise_std, error, uncapped, copies)
@@ -137,7 +143,9 @@ def _regularized(
     )
 
 
-def localized_schedule(task: PhaseTask, *, moment_2k: float, min_phase: int = 1) -> PaperSchedule:
+def localized_schedule(
+    task: PhaseTask, *, moment_2k: float, min_phase: int = 1
+) -> PaperSchedule:
     """Returns the schedule with balls around the centers, of radius min(D, Lb/lambda_i).
 
     Where steps are capped its bound GROWS with n, since C is tuned for all steps: prefer the ball-free one. It warns.

@@ -235,7 +235,10 @@ def objpert_sigma(
         >>> round(objpert_sigma(1.0, 1e-6, reg=1.0, lipschitz=1.0, smoothness=0.25), 6)
         5.525226
     """
-    left, lipschitz = spare_epsilon(epsilon, reg, smoothness), check.positive(lipschitz=lipschitz)
+    left, lipschitz = (
+        spare_epsilon(epsilon, reg, smoothness),
+        check.positive(lipschitz=lipschitz),
+    )
     start = lipschitz / gaussian_mu(left, check.open_interval(0.0, 1.0, delta=delta))
     return least_noise(
         lambda sigma: objpert_delta(epsilon, sigma, reg, lipschitz, smoothness),

@@ -809,7 +809,9 @@ def adassp_plan_of_the_paper(task: LinearTask) -> AdaSSPPlan:
     return AdaSSPPlan(task=task, constants=AdaSSPConstants(*(value * more for value in up_to)))
 
 
-def suboptimal_sensitivity(sensitivity: float, strong_convexity: float, accuracy: float) -> float:
+def suboptimal_sensitivity(
+    sensitivity: float, strong_convexity: float, accuracy: float
+) -> float:
     """Returns Delta + 2 sqrt(2 alpha / mu), for points whose objective is within alpha of the minimum FOR CERTAIN.
 
     The paper uses it for solvers that reach alpha in expectation, which is not private (see the errata): use
@@ -867,7 +869,9 @@ class KatyushaParameters(NamedTuple):
     gamma: float
 
 
-def katyusha_parameters(n: int, smoothness: float, strong_convexity: float) -> KatyushaParameters:
+def katyusha_parameters(
+    n: int, smoothness: float, strong_convexity: float
+) -> KatyushaParameters:
     """Returns m = 2 n, tau1 = min(sqrt(m mu / (3 beta)), 1/2), tau2 = 1/2 and gamma = 1 / (3 tau1 beta).
 
     Args:

@@ -370,7 +370,9 @@ def guess(pair: AllocationLoss, epsilon: float) -> tuple[float, float, float]:
     floor = _FLOOR
     while True:
         question = pair.sum(epsilon, floor)
-        value = question.guess[1] - math.log(pair.steps) + (epsilon if pair.way == "add" else 0.0)
+        value = (
+            question.guess[1] - math.log(pair.steps) + (epsilon if pair.way == "add" else 0.0)
+        )
         if value > floor + 5 or floor <= _DEEPEST:
             return value, question.slope, floor
         floor = max(min(value, floor) - 20, _DEEPEST)

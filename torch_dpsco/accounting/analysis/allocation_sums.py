@@ -40,9 +40,7 @@ from torch_dpsco.accounting.analysis.pld_laws import (
 )
 from torch_dpsco.accounting.analysis.rdp import FloatArray
 
-_DETAIL = (
-    512  # intervals are single steps up to this distance from the center, then 1 / 512 of it wide
-)
+_DETAIL = 512  # intervals are single steps up to this distance from the center, then 1 / 512 of it wide
 _WIDE = 3.0  # noise below which the terms l(x) - t l(-x) are spread around 0
 _FEW, _MANY = 1 << 12, 1 << 20  # steps of a window
 _WIDEST = 1 << 18  # steps of a term
@@ -248,9 +246,9 @@ class Sum:
             # (Y - high)_+ <= l(x) + (-high)_+ where Y > high, which is where x is beyond the place, up to rounding
             far = float(ndtr((1 - place) / noise + self.term.rounding * noise))
             if high <= 0:
-                return (far - high * float(ndtr(-place / noise + self.term.rounding * noise))) * (
-                    1 + 1e-9
-                )
+                return (
+                    far - high * float(ndtr(-place / noise + self.term.rounding * noise))
+                ) * (1 + 1e-9)
             # at most that for t = 0, a Gaussian hockey stick
             near = math.exp(gaussian_log_delta(max(math.log(high), 0.0), 1 / noise)) + max(
                 1 - high, 0.0

@@ -98,7 +98,9 @@ _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(16)
 _PANELS = 48
 _DEPTH = 50.0  # nats below the peak where the window ends: what lies outside is below 1e-18 of the integral
 _KERNEL = 1e-12  # relative error of log(delta)
-_ENLARGED = 1e-9  # more than the quadrature error (test_quadratures_are_never_below_the_integral)
+_ENLARGED = (
+    1e-9  # more than the quadrature error (test_quadratures_are_never_below_the_integral)
+)
 _DOUBLINGS = 40
 
 
@@ -162,7 +164,8 @@ def log_concave_integral(
         edges = np.union1d(edges, near[(near > left) & (near < right)])
     half = np.diff(edges)[:, None] / 2
     terms = (
-        log_f((edges[:-1, None] + half * (1 + _POINTS)).ravel()) + np.log(half * _WEIGHTS).ravel()
+        log_f((edges[:-1, None] + half * (1 + _POINTS)).ravel())
+        + np.log(half * _WEIGHTS).ravel()
     )
     top = float(np.max(terms))
     if top == -math.inf:
@@ -201,7 +204,9 @@ def _window(
     return end(low), end(high)
 
 
-def shifted_profile(epsilon: float, shift: float, dim: int, mu: float, low: float = 0.0) -> float:
+def shifted_profile(
+    epsilon: float, shift: float, dim: int, mu: float, low: float = 0.0
+) -> float:
     """Returns the integral over t > low of p(t) delta(epsilon - s t, mu), enlarged.
 
     p is the density of the length of a standard normal vector of R^dim, or, for dim = 0, of a normal variable.
@@ -484,7 +489,11 @@ def noise_reg(noise_std: float, dim: int, distance: float) -> float:
 
 
 def objpert_pure_rate(
-    epsilon: float, reg: float, lipschitz: float, smoothness: float, adjacency: str = "add_remove"
+    epsilon: float,
+    reg: float,
+    lipschitz: float,
+    smoothness: float,
+    adjacency: str = "add_remove",
 ) -> float:
     """Returns g = (epsilon - c) / L, the rate of the density e^(-g |b|) of b, rounded down.
 
@@ -644,7 +653,9 @@ def _tangent(level: float, determinant: float) -> float:
         lower = log_normal_cdf(-level / 2 - z)
         # e^u - e^(l - c), as e^u (1 - e^(l - c - u)): both are tiny far out
         return (
-            upper + math.log(-math.expm1(lower - determinant - upper)) - math.log(total_variation)
+            upper
+            + math.log(-math.expm1(lower - determinant - upper))
+            - math.log(total_variation)
         )
 
     if gap(0.0) <= 0:  # c is below the rounding of the profile

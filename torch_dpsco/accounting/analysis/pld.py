@@ -342,7 +342,9 @@ class _Scene(NamedTuple):
     plan: _Plan
     view: Window
 
-    def answer(self, query: _Query, curve: DeltaCurve, counts: Sequence[int]) -> PLDResult | None:
+    def answer(
+        self, query: _Query, curve: DeltaCurve, counts: Sequence[int]
+    ) -> PLDResult | None:
         """Returns the answer that a curve gives for these counts."""
         return query.answer(curve, summed(counts, [law.shift for law, _ in self.laws]))
 
@@ -444,7 +446,9 @@ def _regrid(cost: float, width: float, span: float, points: int) -> float:
         return 2.0 ** math.ceil(math.log2(width / points))
     if cost > 1:
         room = points / max(width, span)
-        return 2.0 ** -max(0, min(math.ceil(math.log2(cost) / 2), math.floor(math.log2(room)), 6))
+        return 2.0 ** -max(
+            0, min(math.ceil(math.log2(cost) / 2), math.floor(math.log2(room)), 6)
+        )
     if width > _ENOUGH:
         return 2.0 ** max(
             0, math.floor(min(-math.log2(max(cost, 1e-30)) / 2 - 1, math.log2(width / _ENOUGH)))
@@ -701,7 +705,9 @@ class Powers:
         step = self.grid * view.tilt - 2j * np.pi / size * self._frequencies
         self._above = 1 / np.expm1(step)
         self._far = 1 / np.expm1(step + self.grid)
-        self._origins = [part.law.first + one.atom for part, one in zip(parts, ones, strict=True)]
+        self._origins = [
+            part.law.first + one.atom for part, one in zip(parts, ones, strict=True)
+        ]
         self._note_releases(laws, parts, view.rise)
         if self.few:
             self._aim = self.curve([count for _, count in laws], log_delta).first

@@ -254,7 +254,9 @@ def _randomized_response(epsilon: float, order: FloatArray) -> FloatArray:
         far = np.exp(-(2 * order - 1) * epsilon)
         gap = -math.exp(-epsilon) * np.expm1(-2 * excess * epsilon) / (1 + far)
         large = epsilon - np.log1p(gap) / np.where(excess > 0, excess, 1.0)
-        return np.minimum(_cost(np.where(excess * epsilon < 1.0, small, large), epsilon), epsilon)
+        return np.minimum(
+            _cost(np.where(excess * epsilon < 1.0, small, large), epsilon), epsilon
+        )
 
 
 def _from_slope(slope: FloatArray, excess: FloatArray) -> FloatArray:

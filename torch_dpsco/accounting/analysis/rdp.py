@@ -296,7 +296,9 @@ def default_orders() -> FloatArray:
     """
     near_one = 1 + np.logspace(-3, 0, 25)
     large = np.round(np.geomspace(66, 2**14, 60))
-    return np.unique(np.concatenate([near_one, np.arange(2, 11, 0.25), np.arange(11, 65), large]))
+    return np.unique(
+        np.concatenate([near_one, np.arange(2, 11, 0.25), np.arange(11, 65), large])
+    )
 
 
 def rdp_poisson_gaussian(sample_rate: float, noise_multiplier: float, order: Orders) -> Orders:

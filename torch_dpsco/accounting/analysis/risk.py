@@ -29,9 +29,7 @@ _RELATIVE, _ABSOLUTE = (
     1e-12,
     1e-15,
 )  # what a delta that is not an upper bound by itself may be short of
-_FINE = (
-    1e-4  # of epsilon, in a search: the maximum is flat, so that its value is found to about 1e-8
-)
+_FINE = 1e-4  # of epsilon, in a search: the maximum is flat, so that its value is found to about 1e-8
 _NEAR = 0.05  # epsilon, as a share of an advantage, that stands for 0: costs noise of less than 1e-3 of its scale
 _MOST = 700.0  # e^epsilon fits
 

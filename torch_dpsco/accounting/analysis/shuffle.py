@@ -197,7 +197,9 @@ class _Window:
             )
         # PRIVACY: what is off the window is rounded up
         # (test_the_lost_mass_of_many_trials_is_the_exact_one_rounded_up)
-        self.lost = (lower_tail(low - 1, trials, p) + upper_tail(high + 1, trials, p)) * _ROUNDING
+        self.lost = (
+            lower_tail(low - 1, trials, p) + upper_tail(high + 1, trials, p)
+        ) * _ROUNDING
         if low > high or self.lost >= 1:
             raise ConditionError(
                 f"shift must leave a window within {trials} trials (got {reach})"
@@ -335,7 +337,9 @@ def upper_tail(k: int, trials: int, p: float) -> float:
 
 def _upper_tail(k: int, n: int, p: Fraction) -> float:
     if n > _MOST_TRIALS:
-        raise InfeasibleError(f"trials of a binomial law must be <= {_MOST_TRIALS:.0e} (got {n})")
+        raise InfeasibleError(
+            f"trials of a binomial law must be <= {_MOST_TRIALS:.0e} (got {n})"
+        )
     if k <= 0 or k > n or p in (0, 1):
         return float(k <= 0 or (k <= n and p == 1))
     if k <= n * p:

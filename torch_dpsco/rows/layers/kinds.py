@@ -246,7 +246,8 @@ class ItemBlock(Block):
         chosen = counts[index]
         records = torch.arange(len(index), device=index.device).repeat_interleave(chosen)
         within = (
-            torch.arange(len(records), device=index.device) - (chosen.cumsum(0) - chosen)[records]
+            torch.arange(len(records), device=index.device)
+            - (chosen.cumsum(0) - chosen)[records]
         )
         place = starts[index][records] + within
         return ItemBlock(
@@ -504,7 +505,9 @@ def register(layer: type[nn.Module], kind: Kind) -> None:
         None beyond the trial: that the rows of a record are a function of it alone, for all values, is promised.
     """
     if layer in RECORDED:
-        raise ValueError(f"layer must be a class that is not recorded yet (got {layer.__name__})")
+        raise ValueError(
+            f"layer must be a class that is not recorded yet (got {layer.__name__})"
+        )
     RECORDED[layer] = kind
 
 

@@ -115,7 +115,10 @@ class Formed(Kept):
     def plus(self, others: Sequence[Kept]) -> Kept:
         """Returns the sums."""
         return Formed(
-            *(None if not parts else torch.stack(parts).sum(0) for parts in self._columns(others))
+            *(
+                None if not parts else torch.stack(parts).sum(0)
+                for parts in self._columns(others)
+            )
         )
 
     def then(self, others: Sequence[Kept]) -> Kept:
@@ -165,7 +168,11 @@ def pairs(
         return Factors(acts, backprops, shape, weight=weight, bias=bias, scale=scale)
     # float64 has no wider precision in which the norms of factors could be certified
     double = torch.float64 in (acts.dtype, backprops.dtype)
-    if weight and not double and leaves_factors(acts.shape[1], backprops.shape[2], acts.shape[2]):
+    if (
+        weight
+        and not double
+        and leaves_factors(acts.shape[1], backprops.shape[2], acts.shape[2])
+    ):
         return Factors(acts, backprops, shape, weight=True, bias=bias, scale=scale)
     return _formed(acts, backprops, shape, weight=weight, bias=bias, scale=scale)
 
@@ -471,7 +478,9 @@ class RecordedForward:
         if not records(layer):
             return plain_forward(layer)(input)
         # a compiled model breaks its graph here: the number of a pass must not become a constant of it
-        record = torch.compiler.disable(_recorded) if torch.compiler.is_compiling() else _recorded
+        record = (
+            torch.compiler.disable(_recorded) if torch.compiler.is_compiling() else _recorded
+        )
         recorded: Tensor = record(layer, input)
         return recorded
 
