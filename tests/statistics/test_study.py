@@ -329,7 +329,7 @@ def test_intervals_have_the_names_of_the_schema():
     assert "No patient has a second row: one_row_per_unit=True" in found.summary()
     text = " ".join(str(found.report()).split())
     assert "Ranges, levels and labels of the schema are public" in text
-    assert f"The model, with what its intervals need; the score ({found.score});" in text
+    assert f"The model with what intervals need; the score ({found.score});" in text
     assert f"study: {2 + (found.sets is not None)} releases" in text
     assert f"measured on {found.plan.held} others" in text
     assert "finalize()" not in text

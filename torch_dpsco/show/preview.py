@@ -442,16 +442,8 @@ def _best(task: LinearTask, truth: _Array) -> Any:
 def _not_private(plan: LinearPlan, sample: Sample, halves: _Halves) -> LinearFit:
     """Fits by the loss of a plan: no noise, gradients not clipped, kinks not smoothed, a negligible regularizer."""
     task, prepare, (rows, users) = plan.task, plan.task.prepare, halves.rows_of(halves.own)
-    targets = sample.targets[rows]
     loss = task.loss
-    center = 0.0
-    spread = 1.0
-    if prepare is not None and prepare.quantile is not None and prepare.bound_y is not None:
-        targets = targets.double().clamp(-prepare.bound_y, prepare.bound_y)
-        center = float(np.quantile(targets.cpu().numpy(), prepare.quantile))
-        if prepare.spreads:
-            spread = max(float((targets - center).abs().median()), 1e-3 * prepare.bound_y)
-        targets = (targets - center) / spread
+    targets, center, spread = _in_units(task, sample.targets[rows])
     if isinstance(loss, Hinge):
         loss = SmoothedHinge(width=_KINK)
     if isinstance(loss, (Pinball, SmoothedPinball)):
@@ -483,6 +475,19 @@ def _not_private(plan: LinearPlan, sample: Sample, halves: _Halves) -> LinearFit
     start = torch.zeros(objective.dim, dtype=torch.float64, device=objective.device)
     found = solver(objective, start, _CLOSE / given.bound)
     return LinearFit(found.reshape(task.num_scores, -1), Units(given, center, spread))
+
+
+def _in_units(task: LinearTask, targets: Tensor) -> tuple[Tensor, float, float]:
+    """Returns targets in the units that a plan measures privately, and these: their center and spread."""
+    prepare = task.prepare
+    if prepare is None or prepare.quantile is None or prepare.bound_y is None:
+        return targets, 0.0, 1.0
+    targets = targets.double().clamp(-prepare.bound_y, prepare.bound_y)
+    center = float(np.quantile(targets.cpu().numpy(), prepare.quantile))
+    spread = 1.0
+    if prepare.spreads:
+        spread = max(float((targets - center).abs().median()), 1e-3 * prepare.bound_y)
+    return (targets - center) / spread, center, spread
 
 
 def _answer(model: Any, plan: LinearPlan, fitted: LinearFit, features: Tensor) -> _Array:
