@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-PATH = Path(__file__).parents[1] / "examples" / "flights.py"
+PATH = Path(__file__).parents[2] / "examples" / "flights.py"
 
 
 def _load(path: Path) -> ModuleType:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import torch_dpsco as dp
 from torch_dpsco.accounting.calibrate import design_epsilon
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
 NAMES = ("accuracy", "anchors", "ours", "tables", "table_parts", "table_rows", "table_users")
 NUMBERS = st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=1, max_size=8)

@@ -223,7 +223,7 @@ def test_the_fixture_passes_a_sound_script_and_fails_a_false_claim(
 
 @pytest.mark.slow
 def test_the_tutorial_does_what_it_says(pytester: pytest.Pytester) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "tutorials" / "audit.md").read_text(
+    page = (Path(__file__).parents[2] / "docs" / "tutorials" / "audit.md").read_text(
         encoding="utf-8"
     )
     cells = re.findall(
@@ -248,7 +248,7 @@ def test_the_tutorial_does_what_it_says(pytester: pytest.Pytester) -> None:
 
 def test_the_plugin_imports_nothing_but_pytest() -> None:
     code = "import sys, torch_dpsco_pytest; print(sorted({'torch', 'numpy', 'scipy', 'torch_dpsco'} & {*sys.modules}))"
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     said = subprocess.run(
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
     ).stdout
@@ -258,7 +258,7 @@ def test_the_plugin_imports_nothing_but_pytest() -> None:
 def test_the_plugin_is_installed_under_its_own_name() -> None:
     # pytest refuses a plugin that comes under two names, by `-p` and as installed
     config = configparser.ConfigParser()
-    config.read(Path(__file__).parents[1] / "setup.cfg", encoding="utf-8")
+    config.read(Path(__file__).parents[2] / "setup.cfg", encoding="utf-8")
     assert config["options"]["py_modules"] == "torch_dpsco_pytest"
     assert (
         config["options.entry_points"]["pytest11"].strip()

@@ -24,7 +24,7 @@ from torch_dpsco.errors import AdjacencyError, NotCertifiedError, UtilityWarning
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 QUANTILES, METHODS = ("0.1", "0.5", "0.9"), ("gradient", "output", "output, smoothed")
 DELTA = 1e-6
 SLOW, WEEKLY = pytest.mark.slow, pytest.mark.weekly

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import accuracy_score, roc_auc_score
 
-PATH = Path(__file__).parents[1] / "examples" / "adult.py"
+PATH = Path(__file__).parents[2] / "examples" / "adult.py"
 
 
 def _load(path: Path) -> ModuleType:

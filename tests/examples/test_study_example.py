@@ -12,7 +12,7 @@ import pytest
 
 from torch_dpsco.estimators.released import Released
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.weekly

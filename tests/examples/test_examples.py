@@ -25,7 +25,7 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.events import PoissonGaussian
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 START = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")

@@ -19,7 +19,7 @@ from torch_dpsco.show import cli
 from torch_dpsco.show.cli import main
 from torch_dpsco.step.plan import Plan
 
-PAGE = (Path(__file__).parents[1] / "docs" / "command_line.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text(encoding="utf-8")
 COMMANDS = [
     line
     for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
@@ -373,11 +373,11 @@ def test_help_is_printed(command, capsys):
 def test_the_package_runs_as_a_module():
     words = [sys.executable, "-m", "torch_dpsco", "--help"]
     done = subprocess.run(
-        words, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True
+        words, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
     )
     assert "usage: dpsco" in done.stdout
 
 
 def test_the_console_script_is_declared():
-    setup = (Path(__file__).parents[1] / "setup.cfg").read_text(encoding="utf-8")
+    setup = (Path(__file__).parents[2] / "setup.cfg").read_text(encoding="utf-8")
     assert f"console_scripts =\n    dpsco = {main.__module__}:{main.__name__}\n" in setup

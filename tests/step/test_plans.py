@@ -357,7 +357,7 @@ def test_draws_of_users_are_filled_up_under_every_adjacency(name: str) -> None:
 @pytest.mark.slow
 def test_a_plan_says_what_exact_noise_costs_where_there_is_such() -> None:
     """The figures are those of the table for many parameters, whoever measures it."""
-    page = (Path(__file__).parents[1] / "docs" / "performance.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")
     more = re.findall(r"^\| [\d,]+0,000 \|(?:[^|]+ ns \|){4} ([\d.]+) \[", page, re.MULTILINE)
     assert len(more) == 3
     for text, chosen in (

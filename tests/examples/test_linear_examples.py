@@ -35,7 +35,7 @@ from torch_dpsco.errors import BudgetExceeded, SequenceError
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 DOC = (ROOT / "docs" / "from_opacus.md").read_text(encoding="utf-8")
 NAMES = ("linear_regression", "svm", "from_opacus")

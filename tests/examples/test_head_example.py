@@ -13,7 +13,7 @@ import torch
 
 from torch_dpsco.estimators import SoftmaxRegression
 
-PATH = Path(__file__).parents[1] / "examples" / "private_head.py"
+PATH = Path(__file__).parents[2] / "examples" / "private_head.py"
 
 
 @pytest.fixture(scope="module")

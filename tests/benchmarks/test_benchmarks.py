@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDER, DOC = ROOT / "benchmarks", ROOT / "docs" / "performance.md"
 SCRIPTS = {path.stem for path in FOLDER.glob("*.py")}
 ACCURACY = {
@@ -36,7 +36,7 @@ ACCURACY = {
     "steps",
     "user_level_risk",
 }
-# tests/test_output_examples.py, tests/test_tables.py, and tests/integrations run all of them
+# tests/examples/test_output_examples.py, tests/benchmarks/test_tables.py, and tests/integrations run all of them
 ELSEWHERE = {"linear_models", "tables", "out_of_core_sgd", "out_of_core_fit"}
 PARTS = {
     "cases",

@@ -18,7 +18,7 @@ import torch
 from torch_dpsco import estimators
 from torch_dpsco.estimators.choose import choose_mechanism
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:the private threshold:torch_dpsco.errors.UtilityWarning"),
 ]
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 NAMES = ("heavy_tailed_regression", "lasso", "shuffle_model")
 DELTAS = {"heavy_tailed_regression": 1e-6, "lasso": 1e-6, "shuffle_model": 1e-5}

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from tests.processes import N, launch, layer, message, numbers, records
-from tests.user_shards import (
+from tests.distributed.user_shards import (
     CLIP,
     OWNER,
     USERS,
@@ -28,6 +27,7 @@ from tests.user_shards import (
     summed_layer,
     train,
 )
+from tests.processes import N, launch, layer, message, numbers, records
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE
 from torch_dpsco.algorithms.user_oracles import UserRows
 from torch_dpsco.errors import PrivacyError, SequenceError

@@ -14,7 +14,7 @@ from scipy import optimize
 
 import torch_dpsco as dp
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
 N, DIM, USERS = 24, 2, 6  # of the papers' loops
 

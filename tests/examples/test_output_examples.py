@@ -26,7 +26,7 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NAMES = ("output_perturbation", "tilted", "adversarial")
 FITS = {
     "output_perturbation": ("fit_private",),

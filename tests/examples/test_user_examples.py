@@ -27,7 +27,7 @@ from torch_dpsco.errors import InfeasibleError
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LOSSES, METHODS = ("logistic", "squared"), ("clipped", "filtered", "localized")
 USERS, ITEMS, DELTA = 1500, 10, 1e-6
 

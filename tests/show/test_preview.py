@@ -20,7 +20,7 @@ from torch_dpsco import estimators as models
 from torch_dpsco.estimators.choose import fit_linear
 from torch_dpsco.show import preview as module
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 Table = tuple[np.ndarray, np.ndarray]
 REAL = {"HuberRegressor", "QuantileRegressor", "Ridge"}
 

@@ -13,7 +13,7 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, clipped_gaussian
 from torch_dpsco.accounting.ledger import Ledger
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 N, BATCH, DELTA = 32_561, 512, 1e-5  # the Adult example
 PROBLEM = dp.losses.Logistic().problem(bound_x=3.61)
 

@@ -23,7 +23,7 @@ from torch_dpsco.show.loggers import Logger, public_numbers
 N, BATCH, DIM, STEPS, DELTA = 60, 12, 3, 10, 1e-3
 LOSS = dp.losses.Logistic()
 PROBLEM = LOSS.problem(bound_x=2.0)
-PAGE = (Path(__file__).parents[1] / "docs" / "logging.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "logging.md").read_text(encoding="utf-8")
 NAMES = {f"privacy/{name}" for name in re.findall(r"^\| `privacy/(\w+)` \|", PAGE, re.MULTILINE)}
 
 Line = tuple[int, dict[str, float]]

@@ -10,7 +10,7 @@ import pytest
 
 import torch_dpsco
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", torch_dpsco.__all__)

@@ -16,9 +16,18 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import torch_dpsco as dp
+from tests.distributed.user_shards import (
+    CLIP,
+    OWNER,
+    USERS,
+    built,
+    shard_of,
+    share,
+    summed_layer,
+    train,
+)
 from tests.problems import slots_of
 from tests.processes import DIM, launch, layer, numbers, records
-from tests.user_shards import CLIP, OWNER, USERS, built, shard_of, share, summed_layer, train
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.algorithms.user_oracles import UserClipped
 from torch_dpsco.errors import UnitError
@@ -65,7 +74,7 @@ def everything(rank: int) -> dict[str, Any]:
 
 def shown() -> dict[str, Any]:
     """What the block of docs/distributed.md about users leaves."""
-    page = (Path(__file__).parents[1] / "docs" / "distributed.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text(encoding="utf-8")
     block = page.split("### Shards of users")[1].split("```python\n")[1].split("```")[0]
     x = torch.randn(16, DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
     scope: dict[str, Any] = {
