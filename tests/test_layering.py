@@ -30,7 +30,7 @@ size = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(size)  # type: ignore[union-attr]
 # Files import from their own row or from rows above it (but for those that gather public names).
 ORDER = (
-    "errors acts _loaded _validate _doors _margin compat native",
+    "errors acts _loaded _validate compat native",
     "accounting.analysis",
     "algorithms.correlated_numbers"
     " algorithms.heavy_tailed_numbers algorithms.holder_numbers algorithms.localized_numbers"
@@ -50,7 +50,7 @@ ORDER = (
     "show.cli __main__ integrations fast",
 )
 
-LEAVES = {f"{PACKAGE}.{name}" for name in ("_margin", "_validate", "errors")}
+LEAVES = {f"{PACKAGE}.{name}" for name in ("_validate", "errors")}
 ANALYSIS = f"{PACKAGE}.accounting.analysis"
 ACCOUNTING = f"{PACKAGE}.accounting"
 OPACUS_CONTACT = [

@@ -13,7 +13,7 @@ from torch import nn
 
 import torch_dpsco as dp
 from tests.estimators.models import SETTINGS, make
-from torch_dpsco import _doors as _words
+from torch_dpsco import _validate as _words
 from torch_dpsco.estimators import LogisticRegression, Ridge
 
 PROBLEM = dp.losses.Logistic().problem(bound_x=1.0)

@@ -1,8 +1,8 @@
-"""Argument checks with one message format: name, allowed range, value.
+"""Argument checks with one message format: name, what it must be, value.
 
-Each function takes exactly one keyword argument, whose name is that of the field, and returns the checked value as a
-plain Python number, so that numpy scalars and zero-dimensional tensors never reach a ledger or a state dict. Whatever
-is wrong with an argument, its type included, is a ValueError.
+Each function for ranges takes exactly one keyword argument, whose name is that of the field, and returns the checked
+value as a plain Python number, so that numpy scalars and zero-dimensional tensors never reach a ledger or a state dict.
+Whatever is wrong with an argument, its type included, is a ValueError.
 
     >>> positive(clip=2)
     2.0
@@ -10,16 +10,33 @@ is wrong with an argument, its type included, is a ValueError.
     Traceback (most recent call last):
     ...
     ValueError: clip must be > 0 (got -1.0)
+
+Types are checked on entry: arguments of public callables are compared with their annotations before anything runs.
+`typed` is for functions and for classes that are no dataclasses, `type_members` for the subclasses of a base,
+`check_fields` for dataclasses. Ranges are checked where the values are used; so are arguments annotated `Any`. Whatever
+Python says about missing and unknown arguments, it says itself; but keywords of other libraries are answered with ours.
+
+Keywords of other libraries, and what they are called here: for errors of a first call.
+
+From scikit-learn, Opacus, TensorFlow Privacy, diffprivlib and OpenDP. An unknown keyword that is one of them is
+answered with our word and how its value is to be converted; all others are left to Python.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import operator
 import os
-from collections.abc import Callable, Iterable
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Set as AbstractSet
 from numbers import Number
-from typing import Any, NoReturn, TypeVar
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+
+import numpy as np
 
 LARGEST_COUNT = 2**62  # what a ledger can count to
 _SHOWN = 60  # characters of a value in a message
@@ -188,3 +205,348 @@ def below_one(**field: Any) -> float:
     if value >= 1:
         raise ValueError(f"{next(iter(field))} must be in [0, 1) (got {value})")
     return value + 0.0  # no negative zero, which prints as -0
+
+
+_Target = TypeVar("_Target", bound=Callable[..., Any])
+
+
+class _Kind(NamedTuple):
+    """What an annotation accepts: a predicate, and its name in messages."""
+
+    admits: Callable[[Any], bool]
+    words: str
+
+
+def typed(target: _Target, largest: float = math.inf) -> _Target:
+    """Returns a function that first checks the types of its arguments; a class is given such an `__init__`.
+
+    Args:
+        target: with annotations.
+        largest: size of the largest finite number that is admitted.
+
+    Raises (when called):
+        ValueError: an argument is not of the type of its annotation; names it, its value and what it must be.
+
+    Example:
+        >>> @typed
+        ... def power(base: float, *, exponent: int | None = None) -> float: ...
+        >>> power(2.0, exponent="3")
+        Traceback (most recent call last):
+        ...
+        ValueError: exponent must be an integer (got '3')
+    """
+    if isinstance(target, type):
+        type_members(target, "__init__")
+        return target
+    parameters = inspect.signature(target).parameters
+    names = list(parameters)
+    closed = not any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
+
+    @functools.wraps(target)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if closed and not parameters.keys() >= kwargs.keys():
+            require_ours(target.__qualname__.removesuffix(".__init__"), kwargs, names)
+        kinds = _kinds(target)
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            _check(kinds.get(name), name, value, largest)
+        return target(*args, **kwargs)
+
+    return cast(_Target, checked)
+
+
+def type_members(owner: type, *names: str, largest: float = math.inf) -> None:
+    """Makes `typed` those of the named methods that a class defines itself; for `__init_subclass__` of a base."""
+    for name in names:
+        member = vars(owner).get(name)
+        if isinstance(member, classmethod):
+            setattr(owner, name, classmethod(typed(member.__func__, largest)))
+        elif member is not None:
+            setattr(owner, name, typed(member, largest))
+
+
+def check_fields(value: Any, largest: float = math.inf) -> None:
+    """Checks the types of all fields of a dataclass; raises as `typed` does."""
+    for name, kind in _kinds(cast(Any, type(value))).items():
+        if name in value.__dataclass_fields__ and hasattr(value, name):
+            _check(kind, name, getattr(value, name), largest)
+
+
+def _check(kind: _Kind | None, name: str, value: Any, largest: float = math.inf) -> None:
+    if kind is not None and not kind.admits(value):
+        way_out = (
+            _OF_LOADER if kind.words is _DATASET and hasattr(value, "batch_sampler") else ""
+        )
+        whole = (
+            ", without null characters"
+            if isinstance(value, (str, os.PathLike)) and not is_path(value)
+            else ""
+        )
+        raise ValueError(f"{name} must be {kind.words}{whole} (got {shown(value)}){way_out}")
+    if isinstance(value, (int, float)) and largest < abs(value) < math.inf:
+        raise ValueError(
+            f"{name} must be of size {largest:g} at most, for products to fit (got {shown(value)})"
+        )
+
+
+@functools.cache
+def _kinds(target: Any) -> dict[str, _Kind]:
+    found = {
+        name: _kind(hint)
+        for name, hint in typing.get_type_hints(target).items()
+        if name != "return"
+    }
+    return {name: kind for name, kind in found.items() if kind is not None}
+
+
+def _kind(hint: Any) -> _Kind | None:
+    """Returns what an annotation admits; None if that is anything."""
+    origin = typing.get_origin(hint) or hint
+    arguments = typing.get_args(hint)
+    if hint is Any:
+        return None
+    if isinstance(hint, TypeVar):
+        return None if hint.__bound__ is None else _kind(hint.__bound__)
+    if origin in (typing.Union, UnionType):
+        return _union([_kind(part) for part in arguments])
+    if origin is typing.Literal:
+        return _Kind(
+            lambda value: isinstance(value, str) and value in arguments,
+            f"one of {', '.join(arguments)}",
+        )
+    if origin in _PLAIN:
+        return _PLAIN[origin]
+    if origin in (tuple, list, Sequence, Iterable):
+        return _items(origin, arguments)
+    if origin in (Mapping, MutableMapping, dict):
+        return _Kind(lambda value: isinstance(value, origin), "a mapping")
+    if origin is type:
+        return _Kind(
+            lambda value: isinstance(value, type), "a class of torch_dpsco.estimators, as Ridge"
+        )
+    if (
+        not isinstance(origin, type)
+        or origin is object
+        or getattr(origin, "_is_protocol", False)
+    ):
+        return None
+    if origin.__name__ == "Dataset":  # any map will do
+        return _Kind(
+            lambda value: hasattr(value, "__getitem__") and not isinstance(value, _NO_DATASETS),
+            _DATASET,
+        )
+    return _Kind(
+        lambda value: isinstance(value, origin),
+        f"{article(origin.__name__)}{_HOW.get(origin.__name__, '')}",
+    )
+
+
+def _union(kinds: list[_Kind | None]) -> _Kind | None:
+    known = [kind for kind in kinds if kind is not None]
+    if len(known) < len(kinds):
+        return None
+    words = list(dict.fromkeys(kind.words for kind in known if kind is not _NONE))
+    text = (
+        " or ".join(words) if len(words) <= _MANY else f"{', '.join(words[:-1])} or {words[-1]}"
+    )
+    if "a Repeat" in words:
+        text = "a value of torch_dpsco.accounting.events"
+    return _Kind(lambda value: any(kind.admits(value) for kind in known), text)
+
+
+def _items(origin: Any, arguments: tuple[Any, ...]) -> _Kind:
+    """Returns the kind of lists; items are looked at where that uses up nothing."""
+    fixed = origin is tuple and arguments[-1:] != (...,)
+    inner = [_kind(part) for part in arguments if part is not ...]
+
+    def admits(value: Any) -> bool:
+        if isinstance(value, (str, bytes, Mapping, type)) or not _iterable(value):
+            return False
+        if origin is not Iterable and (
+            isinstance(value, AbstractSet) or not hasattr(value, "__getitem__")
+        ):
+            return False
+        if not hasattr(value, "__len__") or not inner:
+            return True
+        if fixed and len(value) != len(inner):
+            return False
+        items = value.tolist() if hasattr(value, "tolist") and inner[0] in _NUMBERS else value
+        each = inner if fixed else inner[:1] * len(value)
+        return all(
+            kind is None or kind.admits(item) for kind, item in zip(each, items, strict=True)
+        )
+
+    words = ["anything" if kind is None else kind.words for kind in inner]
+    if fixed:
+        return _Kind(admits, f"a tuple of ({', '.join(words)})")
+    plain = not words or inner[0] is None
+    return _Kind(admits, "a list" if plain else f"a list, each item {words[0]}")
+
+
+def _iterable(value: Any) -> bool:
+    try:
+        iter(value)
+    except TypeError:
+        return False
+    return hasattr(value, "__iter__")
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, (bool, np.bool_, str, bytes)):
+        return False
+    try:
+        float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return False
+    return True
+
+
+def _is_integer(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
+
+
+_MANY = 3
+_DATASET = "a map-style data set, as torch.utils.data.TensorDataset(X, y)"
+_OF_LOADER = (
+    ": give the loader's data set; batches are drawn anew, so that a sampler would be lost:"
+    " Subset(dataset, indices) is a part of the data, and weights of classes belong into the loss"
+)
+_NO_DATASETS = (str, bytes, type, Mapping, np.generic)
+_NONE = _Kind(lambda value: value is None, "None")
+_NUMBERS = (_Kind(_is_number, "a number"), _Kind(_is_integer, "an integer"))
+_PLAIN: dict[Any, _Kind] = {
+    NoneType: _NONE,
+    float: _NUMBERS[0],
+    int: _NUMBERS[1],
+    bool: _Kind(lambda value: isinstance(value, (bool, np.bool_)), "True or False"),
+    str: _Kind(lambda value: isinstance(value, str) and is_path(value), "text"),
+    os.PathLike: _Kind(
+        lambda value: isinstance(value, os.PathLike) and is_path(value), "a path"
+    ),
+    Callable: _Kind(callable, "a function"),
+}
+_HOW = {  # how to make what an argument must be
+    "Accountant": ", as Accountant(Budget(1.0, 1e-5))",
+    "Budget": ", as Budget(1.0, 1e-5)",
+    "Design": " of torch_dpsco, as Poisson(batch_size, n)",
+    "Generator": " of torch, as torch.Generator()",
+    "Logger": ", as loggers.tensorboard(writer)",
+    "MeanOracle": " of torch_dpsco.oracles",
+    "Module": " of torch.nn, the model itself",
+    "PrivateOptimizer": ", as HolderSGD(model.parameters(), plan)",
+    "Problem": ", as losses.Logistic().problem(bound_x=...)",
+    "Prox": " of torch_dpsco.prox, as prox.Ball(1.0)",
+    "Schedule": ", as Schedule((Phase(steps=10),))",
+    "TableLoss": " of torch_dpsco.losses, as losses.Logistic()",
+    "UpdateRule": " of torch_dpsco.rules, as rules.SGD()",
+}
+
+_Class = TypeVar("_Class", bound=type)
+
+_PLAN = "the plan has it: the optimizer's class .plan(...)"
+# Theirs: (ours, what is to be known), of which the first that a callable takes is named; "" for no keyword at all.
+_WORDS: dict[str, tuple[tuple[str, str], ...]] = {
+    "C": (("reg", "reg = 1 / C, of the sum of the losses"),),
+    "alpha": (
+        ("reg", "of the sum of the losses plus reg/2 |w|^2, where squared losses are r^2/2"),
+    ),
+    "weight_decay": (("reg", "of a plan or optimizer"),),
+    "penalty": (("reg", "the penalty is reg/2 |w|^2"),),
+    "max_iter": (("", "solvers stop when the answer is certified"),),
+    "tol": (("", "solvers stop when the answer is certified"),),
+    "random_state": (("", "noise comes from the operating system, and cannot be repeated"),),
+    "data_norm": (("bound_x", "public"),),
+    "bounds_X": (
+        (
+            "bound_x",
+            "a public bound on the norm of rows; see also feature_center and feature_scale",
+        ),
+    ),
+    "bounds_y": (("bound_y", "targets are clipped to [-bound_y, bound_y]"),),
+    "l2_norm_clip": (
+        ("clip", "the same number"),
+        ("problem", "losses.<Loss>().problem(bound_x=...) has the clip"),
+    ),
+    "eps": (("epsilon", ""), ("budget", "Budget(epsilon, delta)")),
+    "target_delta": (("delta", ""), ("budget", "Budget(epsilon, delta)")),
+    "sample_rate": (
+        ("batch_size", "sample_rate times n"),
+        ("", "the batch size of the data loader has it"),
+    ),
+    "expected_batch_size": (
+        ("batch_size", ""),
+        ("", "the batch size of the data loader has it"),
+    ),
+    "noise_multiplier": (("budget", "the noise follows from it"), ("", _PLAN)),
+    "num_microbatches": (("", "each record is clipped by itself"),),
+    "poisson_sampling": (("sampling", "'poisson', 'full' or 'allocated'"),),
+    "clipping": (
+        ("clip", "a number: all parameters are clipped together"),
+        ("", "all parameters together"),
+    ),
+    "epsilon": (("budget", "Budget(epsilon, delta)"),),
+    "delta": (("budget", "Budget(epsilon, delta)"),),
+    "intervals": (
+        ("", "confidence intervals are proved for LogisticRegression, HuberRegressor and Ridge"),
+    ),
+    "groups": (("users", "the id of the user of each record"),),
+    "n": (("n_users", "the public number of users"), ("", _PLAN)),
+}
+for _theirs in ("max_grad_norm", "clipping_norm", "clip_norm", "norm_clip", "max_norm"):
+    _WORDS[_theirs] = _WORDS["l2_norm_clip"]
+for _theirs in ("target_epsilon", "privacy_budget"):
+    _WORDS[_theirs] = _WORDS["eps"]
+for _theirs in ("l2_reg", "lam"):
+    _WORDS[_theirs] = _WORDS["alpha"]
+for _ours in ("epochs", "batch_size", "lr", "clip", "budget", "problem", "n"):
+    _WORDS.setdefault(_ours, (("", _PLAN),))
+
+
+def require_ours(name: str, given: Iterable[str], taken: Collection[str]) -> None:
+    """Raises TypeError for keywords of others, all of them together, with our words.
+
+    Args:
+        name: of what is called.
+        given: keywords.
+        taken: those that it takes.
+
+    Example:
+        >>> require_ours("LogisticRegression", ["C"], ["n", "reg"])
+        Traceback (most recent call last):
+        ...
+        TypeError: LogisticRegression has no C: take reg (reg = 1 / C, of the sum of the losses)
+    """
+    answers = [
+        answer for word in given if word not in taken and (answer := _answer(word, taken))
+    ]
+    if answers:
+        raise TypeError(f"{name} has no {'; no '.join(answers)}")
+
+
+def _answer(word: str, taken: Collection[str]) -> str:
+    for ours, how in _WORDS.get(word, ()):
+        if ours in taken:
+            return f"{word}: take {ours}{f' ({how})' if how else ''}"
+        if not ours and how is not _PLAN:
+            return f"{word}: leave it out ({how})"
+        if not ours and "optimizer" in taken:
+            return f"{word}: {how}"
+    return ""
+
+
+def in_our_words(cls: _Class) -> _Class:
+    """Makes the `__init__` of a dataclass answer keywords of others."""
+    own = cast(Any, cls).__init__
+
+    @functools.wraps(own)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        require_ours(cls.__name__, kwargs, cls.__dataclass_fields__)  # type: ignore[attr-defined]
+        own(self, *args, **kwargs)
+
+    cast(Any, cls).__init__ = init
+    return cls

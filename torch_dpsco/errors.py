@@ -5,7 +5,7 @@ Two families, so that a caller can tell "this would break the guarantee" from "t
 * `PrivacyError`: the call would void the privacy guarantee. Nothing has been released; never a warning.
 * `CalibrationError`: no mechanism with the numbers asked for exists, or a promise needed to build it is missing.
 
-Arguments that are out of range or of a wrong type are plain `ValueError`s (see `_validate` and `_doors`); Python's own
+Arguments that are out of range or of a wrong type are plain `ValueError`s (see `_validate`); Python's own
 `TypeError` says that an argument is missing or unknown, and scikit-learn's that data are sparse or no numbers. Nothing
 is charged and no parameter is moved by a call that raises one of these. Messages name the field, the value and the way
 out. No message depends on private data unless its docstring says that it is outside the guarantee.

@@ -30,11 +30,11 @@ from torch.utils.data import (
 )
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import typed
+from torch_dpsco._validate import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.algorithms.holder import HolderSGD
-from torch_dpsco.algorithms.row_free import RowFreeOptimizer
+from torch_dpsco.algorithms.row_free import BoundedLoader, RowFreeOptimizer
 from torch_dpsco.compat import tree_leaves
 from torch_dpsco.doctor import Diagnosis, doctor
 from torch_dpsco.errors import DpscoError, SequenceError, UnknownSamplerError, warn
@@ -43,7 +43,7 @@ from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.rows.attach import attach, detach, first_step_of, is_attached
 from torch_dpsco.rules import TorchRule
-from torch_dpsco.sampling import BoundedLoader, PrivateLoader
+from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.step.checks import require_same_parameters
 from torch_dpsco.step.run import CommonOptimizer
 from torch_dpsco.step.step import PrivateOptimizer

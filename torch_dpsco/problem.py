@@ -24,8 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import check_fields
-from torch_dpsco._validate import between, choice, nonnegative, order, positive
+from torch_dpsco._validate import between, check_fields, choice, nonnegative, order, positive
 from torch_dpsco.errors import MissingConstantError
 
 _SLACK = 1.0 + 2.0**-49

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torch_dpsco._doors import check_fields
-from torch_dpsco._validate import choice, nonnegative, positive
+from torch_dpsco._validate import check_fields, choice, nonnegative, positive
 
 
 class Prox(ABC):

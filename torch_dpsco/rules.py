@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco import compat
-from torch_dpsco._doors import type_members
+from torch_dpsco._validate import type_members
 from torch_dpsco.problem import Phase, Schedule
 from torch_dpsco.prox import Ball, Identity, Prox, project_on_two_balls_
 

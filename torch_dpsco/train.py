@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 import torch_dpsco
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import typed
+from torch_dpsco._validate import typed
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.ledger_file import sync_folder
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer

@@ -33,6 +33,7 @@ from tests.reference.papers.output import (
     suboptimal_sensitivity,
 )
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
+from torch_dpsco.algorithms.output_sgd_numbers import noise_norms
 from torch_dpsco.errors import ConditionError, MissingConstantError
 from torch_dpsco.estimators.output_numbers import (
     adversarial_gradient_diameter,
@@ -40,7 +41,6 @@ from torch_dpsco.estimators.output_numbers import (
     certified_sensitivity,
     erm_sensitivity,
     minimizer_radius,
-    noise_norms,
 )
 from torch_dpsco.estimators.solvers import (
     amp_tolerance,

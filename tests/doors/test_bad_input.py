@@ -100,7 +100,6 @@ EXEMPT = {
     *(
         f"sampling.{name}"
         for name in (
-            "BoundedLoader",
             "Chunk",
             "DrawLog",
             "Isolation",

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import typed
+from torch_dpsco._validate import typed
 from torch_dpsco.accounting.book import (
     MECHANISM,
     History,

@@ -50,7 +50,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import check_fields, in_our_words
+from torch_dpsco._validate import check_fields, in_our_words
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.analysis.rdp import FloatArray, curve_of
 from torch_dpsco.accounting.analysis.risk import line_of_advantage, line_of_rates

@@ -12,7 +12,7 @@ from decimal import ROUND_CEILING, Context
 import scipy
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import typed
+from torch_dpsco._validate import typed
 from torch_dpsco.accounting.analysis.allocation import allocation_noise
 from torch_dpsco.accounting.designs import Assigned, Design
 from torch_dpsco.accounting.events import Adjacency, check_adjacency, clipped_gaussian

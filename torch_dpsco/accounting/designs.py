@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias, TypeGuard, cast
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import check_fields
+from torch_dpsco._validate import check_fields
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     CLIP_UNITS,

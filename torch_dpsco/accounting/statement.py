@@ -19,7 +19,7 @@ from datetime import datetime
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch_dpsco._doors import typed
+from torch_dpsco._validate import typed
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.designs import (
     Assigned,

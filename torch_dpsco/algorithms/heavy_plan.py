@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import check_fields, typed
+from torch_dpsco._validate import check_fields, typed
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import (
     Assigned,

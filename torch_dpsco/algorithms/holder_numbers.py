@@ -71,8 +71,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import gammaln, log_ndtr
 
 from torch_dpsco import _validate as check
-from torch_dpsco._margin import up
-from torch_dpsco.accounting.analysis.rounding import Arithmetic, scaled_up
+from torch_dpsco.accounting.analysis.rounding import Arithmetic, scaled_up, up
 from torch_dpsco.errors import ConditionError
 
 

@@ -89,7 +89,6 @@ from torch_dpsco.algorithms.holder_numbers import (
     uniform_sigma,
 )
 from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError
-from torch_dpsco.estimators.output_numbers import noise_norms
 
 FloatArray = NDArray[np.float64]
 
@@ -777,3 +776,23 @@ class BoltOnTask(AnswerTask):
             distance_bound(self.promises, self.distance) ** 2 / (2 * step * self.steps)
             + step * self._cost()
         )
+
+
+def noise_norms(dim: int, epsilon: float, delta: float) -> tuple[float, float]:
+    """Returns (s, v), bounds on E|z| and on E|z|^2 for a release with sensitivity 1.
+
+    Args:
+        dim: d >= 1.
+        epsilon: > 0.
+        delta: in [0, 1); 0 means K-norm noise.
+
+    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
+
+    Example:
+        >>> noise_norms(dim=10, epsilon=2.0, delta=0)
+        (5.0, 27.5)
+    """
+    if delta == 0:
+        return dim / epsilon, dim * (dim + 1) / epsilon**2
+    sigma = gaussian_sigma(epsilon, delta, 1.0)
+    return math.sqrt(dim) * sigma, dim * sigma**2

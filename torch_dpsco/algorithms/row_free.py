@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, TensorDataset
 from torch_dpsco import _validate as check
 from torch_dpsco import compat
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.designs import Shuffled, is_exact
+from torch_dpsco.accounting.designs import Design, Shuffled, is_exact
 from torch_dpsco.accounting.events import KNorm
 from torch_dpsco.algorithms.row_free_plan import (
     Backwards,
@@ -34,14 +34,13 @@ from torch_dpsco.algorithms.row_free_plan import (
     require_linear,
 )
 from torch_dpsco.errors import PrivacyError, SequenceError
+from torch_dpsco.losses.table import enforce_bounds
 from torch_dpsco.rows.batch import note_owner
 from torch_dpsco.rules import absorb, averaged
 from torch_dpsco.sampling import (
-    BoundedLoader,
     Chunk,
     DrawLog,
     PrivateLoader,
-    bounded,
     make_sampler,
 )
 from torch_dpsco.sampling.datasets import source_of
@@ -379,3 +378,57 @@ class RowFreeOptimizer(AnswerOptimizer):
     def metrics(self) -> dict[str, float]:
         """Public numbers: steps made, and std of the noise on each coordinate of the answer."""
         return {"step": self._steps, "noise_std": self._plan.noise_std}
+
+
+class BoundedLoader:
+    """Delivers the batches of a loader in double precision, every record mapped into its bounds.
+
+    Args:
+        loader: of (features, target) pairs.
+        bound_x: largest norm of a record's features; None enforces none.
+        bound_y: largest absolute value of a target; None enforces none. Only with bound_x.
+
+    Guarantee: a map of each record by itself, see `losses.enforce_bounds`.
+    """
+
+    def __init__(
+        self, loader: PrivateLoader, bound_x: float | None, bound_y: float | None
+    ) -> None:
+        self._loader = loader
+        self._bound_x = bound_x
+        self._bound_y = bound_y
+
+    @property
+    def dataset(self) -> Any:
+        """The data set."""
+        return self._loader.dataset
+
+    @property
+    def design(self) -> Design:
+        """How batches are drawn."""
+        return self._loader.design
+
+    def __len__(self) -> int:
+        """Draws per iteration."""
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            yield bounded(batch, self._bound_x, self._bound_y)
+
+
+def bounded(batch: Any, bound_x: float | None, bound_y: float | None) -> list[Any]:
+    """Returns (features, targets) in double precision, every record mapped into its bounds (see `BoundedLoader`)."""
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise ValueError(
+            f"dataset must give (features, target) pairs (got {type(batch).__name__})"
+        )
+    features, targets = batch
+    if isinstance(features, Tensor) and features.is_floating_point():
+        features = features.double()
+    if bound_x is None:
+        return [features, targets]
+    # PRIVACY: nothing is clipped later (test_records_are_mapped_into_their_bounds)
+    if bound_y is None:
+        return [enforce_bounds(features, bound_x=bound_x), targets]
+    return list(enforce_bounds(features, targets.double(), bound_x=bound_x, bound_y=bound_y))

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import check_fields
+from torch_dpsco._validate import check_fields
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Design, Full
 from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency

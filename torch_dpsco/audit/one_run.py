@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import typed
+from torch_dpsco._validate import typed
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.audit.repeated import LowerBound, rounded_down

@@ -35,7 +35,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import typed
+from torch_dpsco._validate import typed
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT, Adjacency
 from torch_dpsco.errors import AdjacencyError, SequenceError

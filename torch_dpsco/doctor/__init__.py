@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import typed
+from torch_dpsco._validate import typed
 from torch_dpsco.doctor.checks import CHECKS
 from torch_dpsco.doctor.probe import examine
 from torch_dpsco.doctor.promises import ROW_FREE_CHECKS

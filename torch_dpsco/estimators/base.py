@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import check_fields, require_ours, typed
+from torch_dpsco._validate import check_fields, require_ours, typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.budgets import Budget, warn_of_delta

@@ -37,13 +37,13 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco._margin import up
 from torch_dpsco.accounting.analysis.gaussian import noisy_gd_mu
 from torch_dpsco.accounting.analysis.objective import objpert_reg
 from torch_dpsco.accounting.analysis.rounding import (
     DOUBLE,
     gamma,
     safe,
+    up,
 )
 from torch_dpsco.accounting.events import GDP, REPLACE_ONE
 from torch_dpsco.errors import ConditionError

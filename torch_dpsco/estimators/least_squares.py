@@ -80,7 +80,6 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco._margin import up
 from torch_dpsco.accounting.analysis.gaussian import (
     gaussian_mu,
     sensitivity_factor,
@@ -92,6 +91,7 @@ from torch_dpsco.accounting.analysis.rounding import (
     exact_grid,
     safe,
     scaled_up,
+    up,
     with_grid,
 )
 from torch_dpsco.accounting.designs import is_exact

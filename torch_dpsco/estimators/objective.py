@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco._margin import up
 from torch_dpsco.accounting.analysis.objective import (
     AMP_MU_OUT,
     AMP_PURE_SHARE,
@@ -38,7 +37,7 @@ from torch_dpsco.accounting.analysis.objective import (
     softmax_log_det,
     spare_epsilon,
 )
-from torch_dpsco.accounting.analysis.rounding import DOUBLE
+from torch_dpsco.accounting.analysis.rounding import DOUBLE, up
 from torch_dpsco.accounting.curves import objective_curve
 from torch_dpsco.accounting.events import REPLACE_ONE, ApproxDP, Pure, RDPCurve
 from torch_dpsco.errors import ConditionError, InfeasibleError

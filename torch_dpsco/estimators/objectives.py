@@ -32,8 +32,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from torch_dpsco._doors import typed
-from torch_dpsco._validate import choice, finite, nonnegative, positive
+from torch_dpsco._validate import choice, finite, nonnegative, positive, typed
 from torch_dpsco.accounting.analysis.rounding import gamma
 from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.estimators.records import Objective, PairwiseSum, Records

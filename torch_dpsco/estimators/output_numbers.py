@@ -48,7 +48,6 @@ from __future__ import annotations
 import math
 
 from torch_dpsco.accounting.analysis.gaussian import (
-    gaussian_sigma,
     sensitivity_factor,
 )
 from torch_dpsco.accounting.analysis.rounding import safe, scaled_up
@@ -199,26 +198,6 @@ def adversarial_gradient_diameter(
     """
     # PRIVACY: holds for two gradients at one w (test_no_pair_of_robust_gradients_is_further_apart)
     return safe(link_lipschitz * max(2 * bound_x, bound_x + attack_radius))
-
-
-def noise_norms(dim: int, epsilon: float, delta: float) -> tuple[float, float]:
-    """Returns (s, v), bounds on E|z| and on E|z|^2 for a release with sensitivity 1.
-
-    Args:
-        dim: d >= 1.
-        epsilon: > 0.
-        delta: in [0, 1); 0 means K-norm noise.
-
-    Source: docs/proofs/output.md#risk-of-a-noisy-minimizer
-
-    Example:
-        >>> noise_norms(dim=10, epsilon=2.0, delta=0)
-        (5.0, 27.5)
-    """
-    if delta == 0:
-        return dim / epsilon, dim * (dim + 1) / epsilon**2
-    sigma = gaussian_sigma(epsilon, delta, 1.0)
-    return math.sqrt(dim) * sigma, dim * sigma**2
 
 
 def tilted_max_weight(tilt: float, loss_range: float, n: int) -> float:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import check_fields
+from torch_dpsco._validate import check_fields
 from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
 from torch_dpsco.accounting.analysis.rounding import DOUBLE
 from torch_dpsco.accounting.events import GDP, Adjacency

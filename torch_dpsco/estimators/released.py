@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import check_fields, typed
+from torch_dpsco._validate import check_fields, typed
 from torch_dpsco.accounting.statement import Statement
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.reading import (

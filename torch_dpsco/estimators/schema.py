@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import check_fields, typed
+from torch_dpsco._validate import check_fields, typed
 from torch_dpsco.accounting.report import names_of
 from torch_dpsco.acts import act
 from torch_dpsco.errors import UnitError

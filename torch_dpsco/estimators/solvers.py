@@ -57,8 +57,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torch_dpsco._doors import typed
-from torch_dpsco._validate import positive
+from torch_dpsco._validate import positive, typed
 from torch_dpsco.accounting.analysis.rounding import DOUBLE, gamma, scaled_up
 from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.estimators.objectives import LinearObjective, norm_up

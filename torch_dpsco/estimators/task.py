@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import check_fields
-from torch_dpsco._margin import down
+from torch_dpsco._validate import check_fields
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
+from torch_dpsco.accounting.analysis.rounding import down
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import BaseEvent
 from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT, Adjacency, RDPCurve, Sequential

@@ -52,7 +52,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import typed
+from torch_dpsco._validate import typed
 from torch_dpsco.accounting.designs import Assigned, Design, Full, Parts, Poisson, Undeclared
 from torch_dpsco.compat import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch_dpsco.errors import PrivacyError, SequenceError, warn

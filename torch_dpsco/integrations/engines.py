@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import typed
+from torch_dpsco._validate import typed
 from torch_dpsco.integrations._columns import Block, Columns, pandas_is_number
 
 _Function = Callable[[Iterator[Block]], Any]

@@ -28,7 +28,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import typed
+from torch_dpsco._validate import typed
 from torch_dpsco.accounting.accountant import Accountant, know_opacus
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Poisson

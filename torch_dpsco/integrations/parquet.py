@@ -34,7 +34,7 @@ import pyarrow.dataset as pads
 import torch
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import typed
+from torch_dpsco._validate import typed
 from torch_dpsco.integrations._columns import Block, Columns, is_number
 from torch_dpsco.integrations._files import require_sound
 from torch_dpsco.sampling.datasets import RowFile, row_dtype

@@ -34,7 +34,7 @@ import numpy.typing as npt
 import torch
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import typed
+from torch_dpsco._validate import typed
 from torch_dpsco.errors import UnitError
 from torch_dpsco.integrations._files import identities, identity
 from torch_dpsco.sampling.datasets import RowFile, row_dtype

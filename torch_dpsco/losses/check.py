@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_dpsco._doors import typed
-from torch_dpsco._validate import positive_count
+from torch_dpsco._validate import positive_count, typed
 from torch_dpsco.errors import MissingConstantError, NotCertifiedError
 from torch_dpsco.losses.base import Loss, record_bounds
 from torch_dpsco.problem import Problem

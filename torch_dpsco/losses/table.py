@@ -30,8 +30,14 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from torch_dpsco._doors import typed
-from torch_dpsco._validate import between, nonnegative, open_interval, positive, positive_count
+from torch_dpsco._validate import (
+    between,
+    nonnegative,
+    open_interval,
+    positive,
+    positive_count,
+    typed,
+)
 from torch_dpsco.accounting.analysis.rounding import safe, scaled_up, upper
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.losses.base import ScalarLoss, TableLoss, power_up, record_bounds

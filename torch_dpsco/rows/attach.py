@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import typed
 from torch_dpsco._loaded import of_opacus
+from torch_dpsco._validate import typed
 from torch_dpsco.compat import BatchNorm, DropoutNd
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.native import HALF

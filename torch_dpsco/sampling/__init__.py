@@ -2,13 +2,11 @@
 
 from torch_dpsco.sampling.datasets import Spilled
 from torch_dpsco.sampling.loader import (
-    BoundedLoader,
     Isolation,
     PrivateLoader,
     Slots,
     UserLoader,
     adapt,
-    bounded,
     user_ids,
 )
 from torch_dpsco.sampling.one_pass import (
@@ -39,7 +37,6 @@ from torch_dpsco.sampling.samplers import (
 
 __all__ = [
     "AssignedSampler",
-    "BoundedLoader",
     "Chunk",
     "DesignSampler",
     "DisjointSampler",

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset, TensorDataset, get_worker_info
 
-from torch_dpsco._doors import typed
+from torch_dpsco._validate import typed
 from torch_dpsco.errors import PrivacyError, UnitError
 
 _AT_A_TIME = 2048  # rows: the system maps up to 64 KiB around each, 128 MiB

@@ -38,11 +38,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import typed
+from torch_dpsco._validate import typed
 from torch_dpsco.accounting.designs import Assigned, AssignedParts, Design, Full, Parts, Poisson
 from torch_dpsco.compat import tree_leaves, tree_map
 from torch_dpsco.errors import UnitError
-from torch_dpsco.losses.table import enforce_bounds
 from torch_dpsco.noise import Stream, sampling_generator
 from torch_dpsco.sampling.datasets import Gathered, one_by_one
 from torch_dpsco.sampling.samplers import Chunk, DesignSampler, records_of
@@ -319,60 +318,6 @@ def _gathered(
             continue
         index = torch.from_numpy(part)
         yield [t.index_select(0, index.to(t.device)) for t in tensors]
-
-
-class BoundedLoader:
-    """Delivers the batches of a loader in double precision, every record mapped into its bounds.
-
-    Args:
-        loader: of (features, target) pairs.
-        bound_x: largest norm of a record's features; None enforces none.
-        bound_y: largest absolute value of a target; None enforces none. Only with bound_x.
-
-    Guarantee: a map of each record by itself, see `losses.enforce_bounds`.
-    """
-
-    def __init__(
-        self, loader: PrivateLoader, bound_x: float | None, bound_y: float | None
-    ) -> None:
-        self._loader = loader
-        self._bound_x = bound_x
-        self._bound_y = bound_y
-
-    @property
-    def dataset(self) -> Any:
-        """The data set."""
-        return self._loader.dataset
-
-    @property
-    def design(self) -> Design:
-        """How batches are drawn."""
-        return self._loader.design
-
-    def __len__(self) -> int:
-        """Draws per iteration."""
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
-            yield bounded(batch, self._bound_x, self._bound_y)
-
-
-def bounded(batch: Any, bound_x: float | None, bound_y: float | None) -> list[Any]:
-    """Returns (features, targets) in double precision, every record mapped into its bounds (see `BoundedLoader`)."""
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise ValueError(
-            f"dataset must give (features, target) pairs (got {type(batch).__name__})"
-        )
-    features, targets = batch
-    if isinstance(features, Tensor) and features.is_floating_point():
-        features = features.double()
-    if bound_x is None:
-        return [features, targets]
-    # PRIVACY: nothing is clipped later (test_records_are_mapped_into_their_bounds)
-    if bound_y is None:
-        return [enforce_bounds(features, bound_x=bound_x), targets]
-    return list(enforce_bounds(features, targets.double(), bound_x=bound_x, bound_y=bound_y))
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

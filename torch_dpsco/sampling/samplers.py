@@ -48,7 +48,7 @@ from torch import Tensor
 from torch.utils.data import Sampler, TensorDataset
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import type_members, typed
+from torch_dpsco._validate import type_members, typed
 from torch_dpsco.accounting.designs import (
     Assigned,
     AssignedParts,

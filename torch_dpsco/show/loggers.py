@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import typed
+from torch_dpsco._validate import typed
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.step.distributed import is_first
 from torch_dpsco.step.run import CommonOptimizer

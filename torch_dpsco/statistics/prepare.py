@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import check_fields, require_ours
+from torch_dpsco._validate import check_fields, require_ours
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.accounting.analysis.rounding import exact_grid, with_grid

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import typed
+from torch_dpsco._validate import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.accounting.analysis.rounding import exact_grid, with_grid

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import check_fields
+from torch_dpsco._validate import check_fields
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.rdp import selection_curve
 from torch_dpsco.accounting.budgets import Budget, warn_of_delta

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco import compat, native
-from torch_dpsco._doors import type_members
+from torch_dpsco._validate import type_members
 from torch_dpsco.accounting.analysis.rounding import Grid, exact_grid, with_grid
 from torch_dpsco.accounting.designs import BaseEvent, Design, Draw
 from torch_dpsco.accounting.events import (

@@ -23,8 +23,7 @@ import torch
 
 from torch_dpsco import _validate as check
 from torch_dpsco import losses
-from torch_dpsco._doors import check_fields, typed
-from torch_dpsco._validate import shown
+from torch_dpsco._validate import check_fields, shown, typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.rounding import asks_exact
 from torch_dpsco.accounting.budgets import NO_BUDGET_DELTA, Budget, warn_of_delta

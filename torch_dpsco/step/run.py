@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from torch_dpsco import _validate as check
-from torch_dpsco._doors import type_members
+from torch_dpsco._validate import type_members
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.book import OPEN, OVER
 from torch_dpsco.accounting.budgets import warn_of_delta

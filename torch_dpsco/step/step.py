@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torch_dpsco._doors import typed
+from torch_dpsco._validate import typed
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.problem import Phase

@@ -15,7 +15,7 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +41,18 @@ from torch_dpsco.trial import (
     seed_torch,
 )
 
-if TYPE_CHECKING:
-    from torch_dpsco.rows.first_step import FirstStep
+
+class WatchedStep(Protocol):
+    """The first step of an attached model, as far as its loss is concerned (`rows.first_step.FirstStep`)."""
+
+    forwards: int
+    hooked: bool
+    reduction: str
+    verdicts: dict[str, str]
+
+    def settle(self, part: str, verdict: str) -> None:
+        """Notes what is known about "model" or "loss"."""
+
 
 # numbers that leave torch, and what is done to gradients: neither is repeated
 _OUT_OF_SIGHT = {
@@ -152,7 +162,9 @@ class _Trace:
         dims: where their records are.
     """
 
-    def __init__(self, step: FirstStep, outputs: Sequence[Tensor], dims: Sequence[int]) -> None:
+    def __init__(
+        self, step: WatchedStep, outputs: Sequence[Tensor], dims: Sequence[int]
+    ) -> None:
         self._step = step
         self._number = step.forwards
         self._outputs = [
@@ -297,7 +309,7 @@ class _Trace:
             )
 
 
-def trace_outputs(step: FirstStep, output: Any, dims: Sequence[int | None]) -> Any:
+def trace_outputs(step: WatchedStep, output: Any, dims: Sequence[int | None]) -> Any:
     """Returns the output of a training forward with those of its tensors traced that have a row for each record.
 
     Args:

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco._margin import up
 from torch_dpsco._validate import positive
 from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta
-from torch_dpsco.accounting.analysis.rounding import DOUBLE, safe, scaled_up
+from torch_dpsco.accounting.analysis.rounding import DOUBLE, safe, scaled_up, up
 from torch_dpsco.algorithms.heavy_tailed_numbers import safe_exp
+from torch_dpsco.algorithms.output_sgd_numbers import noise_norms
 from torch_dpsco.errors import ConditionError, InfeasibleError
 from torch_dpsco.estimators.least_squares import (
     AdaSSPConstants,
@@ -40,7 +40,7 @@ from torch_dpsco.estimators.least_squares import (
     _bounds,
     _rounding,
 )
-from torch_dpsco.estimators.output_numbers import erm_sensitivity, noise_norms
+from torch_dpsco.estimators.output_numbers import erm_sensitivity
 from torch_dpsco.estimators.solvers import sum_terms
 from torch_dpsco.estimators.task import LinearTask
 

@@ -52,7 +52,6 @@ import scipy
 from scipy.special import gammaln, log_ndtr
 
 from torch_dpsco import _validate as check
-from torch_dpsco._margin import down, up
 from torch_dpsco.accounting.analysis.allocation_sums import Hinge, Sum, Term
 from torch_dpsco.accounting.analysis.gaussian import (
     gaussian_epsilon,
@@ -68,6 +67,7 @@ from torch_dpsco.accounting.analysis.pld_laws import (
     connected,
 )
 from torch_dpsco.accounting.analysis.rdp import FloatArray, Orders, by_order, gaussian_divergence
+from torch_dpsco.accounting.analysis.rounding import down, up
 
 _SEARCH = 1e-4  # of the noise or of epsilon
 _TRIALS = 48  # a quarter of them secants, then halves

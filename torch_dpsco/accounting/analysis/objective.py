@@ -81,7 +81,6 @@ from numpy.typing import NDArray
 from scipy.special import log_ndtr
 
 from torch_dpsco import _validate as check
-from torch_dpsco._margin import down
 from torch_dpsco.accounting.analysis.gaussian import (
     gaussian_delta,
     gaussian_log_delta,
@@ -89,7 +88,7 @@ from torch_dpsco.accounting.analysis.gaussian import (
     log_delta_curve,
     sensitivity_factor,
 )
-from torch_dpsco.accounting.analysis.rounding import safe, scaled_up
+from torch_dpsco.accounting.analysis.rounding import down, safe, scaled_up
 from torch_dpsco.errors import InfeasibleError
 
 FloatArray = NDArray[np.float64]

@@ -62,7 +62,6 @@ from typing import NamedTuple, overload
 import numpy as np
 
 from torch_dpsco import _validate as check
-from torch_dpsco._margin import up
 from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta
 from torch_dpsco.accounting.analysis.rdp import (
     FloatArray,
@@ -73,7 +72,7 @@ from torch_dpsco.accounting.analysis.rdp import (
     rounded_up,
     two_sided,
 )
-from torch_dpsco.accounting.analysis.rounding import upper
+from torch_dpsco.accounting.analysis.rounding import up, upper
 from torch_dpsco.errors import InfeasibleError
 
 _LEAST = 1e-300  # a smaller cost is rounded up to it: below, products underflow and numbers lose digits

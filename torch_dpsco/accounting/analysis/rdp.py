@@ -101,7 +101,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import log_ndtr
 
 from torch_dpsco import _validate as check
-from torch_dpsco._margin import up
+from torch_dpsco.accounting.analysis.rounding import up
 
 # Below this noise, times size^1.5, the panels between the components become too many, and rounding of x / z too large.
 _MIN_NOISE = 1e-4

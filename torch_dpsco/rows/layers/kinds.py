@@ -40,7 +40,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_dpsco._doors import typed
+from torch_dpsco._validate import typed
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.native import slack
 from torch_dpsco.rows.blocks import FLOAT64, NORM_ERROR, Block, Summation, row_norms, work_dtype
