@@ -374,6 +374,8 @@ def _begin(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     if attachment.passes.paused or not model.training:
         return None
     if list(model.modules()) != attachment.layers:
+        for name, module in model.named_modules():
+            require_whole(module, name)
         raise SequenceError(
             "modules of an attached model must be those that it had at dp.attach (a shallow copy of"
             " a layer runs the layer that it was copied from): attach the model after such changes,"
