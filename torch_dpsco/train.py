@@ -35,6 +35,7 @@ from torch_dpsco.errors import (
     UtilityWarning,
     warn,
 )
+from torch_dpsco.estimators.solved import SolvedOptimizer
 from torch_dpsco.losses.base import PerRecord, as_module
 from torch_dpsco.make_private import attach_sound, loss_of, note_probed, require_sound
 from torch_dpsco.rows.attach import attach, detach, first_step_of, is_attached
@@ -58,7 +59,7 @@ _SHOW_EVERY, _SHARE = (
 @typed
 def fit(
     model: _Model,
-    optimizer: PrivateOptimizer | RowFreeOptimizer,
+    optimizer: PrivateOptimizer | RowFreeOptimizer | SolvedOptimizer,
     dataset: Dataset[Any],
     loss_fn: _LossFn,
     *,
@@ -138,6 +139,11 @@ def fit(
         fixed = {"steps": steps, "loss_reduction": loss_reduction, "checkpoint": checkpoint}
         _require_left_out(optimizer, drawn | fixed | {"compile": compile or None})
         return _fit_row_free(model, optimizer, dataset, loss_fn, num_workers, progress, tell)
+    if isinstance(optimizer, SolvedOptimizer):
+        raise ValueError(
+            f"optimizer must make steps (got {type(optimizer).__name__}): call"
+            " optimizer.solve(dataset) and finalize()"
+        )
     require_same_parameters(model, optimizer)
     saved = open_checkpoint(checkpoint, every, model, optimizer)
     if saved.is_over(dataset):
