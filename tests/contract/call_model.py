@@ -265,7 +265,7 @@ class Calls(RuleBasedStateMachine):
                 data_loader=source.loader, max_physical_batch_size=2, optimizer=s.opt
             )
             s.stream = Stream(source, manager.__enter__(), parts=True)
-        elif kind == "physical batches":
+        elif kind == "physical batches" and hasattr(source.loader, "in_parts"):
             s.stream = Stream(source, source.loader.in_parts(2))
         else:
             s.stream = Stream(source, source.loader)

@@ -330,7 +330,7 @@ def test_pictures_are_written_as_their_suffix_says(suffix, start, folder, capsys
         ("predict nowhere new.csv", "MODEL.json must be a file"),
         (
             "fit schema.toml --schema schema.toml --epsilon 1 --out o",
-            "TABLE must be a table, or the path of",
+            "TABLE must be a table with named columns, or the path of",
         ),
         (
             "predict schema.toml new.csv",
@@ -345,7 +345,7 @@ def test_pictures_are_written_as_their_suffix_says(suffix, start, folder, capsys
 def test_a_bad_usage_is_one_sentence(words, says, folder, capsys):
     code, out, err = run(capsys, words)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert re.search(says, err)
+    assert re.search(says, err), err
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_almost_without_noise_errors_are_those_of_the_textbook() -> None:
         ({"mechanism": "noisy_gd"}, "mechanism must be 'objective'"),
         ({"delta": 0.0}, "delta must be > 0"),
         ({"radius": 3.0}, "radius must be inf"),
-        ({"secure": "exact"}, "objective perturbation"),
+        ({"secure": "exact"}, "secure must be None"),
     ],
 )
 def test_settings_that_tell_no_intervals_are_refused_before_a_charge(

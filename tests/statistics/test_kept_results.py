@@ -109,7 +109,7 @@ def test_a_part_of_a_study_that_would_fail_does_so_before_the_ledger_is_made(
 ):
     """Whatever `try` makes of the stand-in: score, sets, report, model file, summary, picture."""
     for name in (
-        "module.score",
+        "scores.score",
         "module.conformal",
         "Study.report",
         "Released.json",
@@ -119,7 +119,13 @@ def test_a_part_of_a_study_that_would_fail_does_so_before_the_ledger_is_made(
         with monkeypatch.context() as patch:
             owner, _, attribute = name.partition(".")
             patch.setattr(
-                {"module": module, "Study": Study, "Released": Released, "plots": plots}[owner],
+                {
+                    "module": module,
+                    "scores": module.scores,
+                    "Study": Study,
+                    "Released": Released,
+                    "plots": plots,
+                }[owner],
                 attribute,
                 fail,
             )

@@ -165,8 +165,8 @@ def test_a_fit_that_fails_leaves_a_charge_and_no_study(monkeypatch, tmp_path):
             raise RuntimeError("broken")
         return scoring(model, *args, **kwargs)
 
-    scoring = module.score
-    monkeypatch.setattr(module, "score", broken)
+    scoring = module.scores.score
+    monkeypatch.setattr(module.scores, "score", broken)
     with pytest.raises(RuntimeError, match="broken"):
         made(ledger_path=path)
     assert len(dp.accounting.ledger_file.LedgerCopy(path).book.ledger) == 1

@@ -175,15 +175,18 @@ class LinearTask:
 
     def _require_intervals(self) -> None:
         """Raises ConditionError where what is released tells no confidence intervals."""
-        plain = self.residual_clip is None and self.prepare is None and self.radius == math.inf
-        plain = plain and not self.tilt and not self.attack_radius
-        if self.loss.intervals is None or not plain or self.pure:
-            raise ConditionError(
-                "intervals must be of Logistic, Huber or Squared, as it is, with delta > 0:"
-                " residual_clip=None, prepare=None, radius=inf, no tilt and no attack (got"
-                f" {self.loss!r}, residual_clip={self.residual_clip}, radius={self.radius:g},"
-                f" tilt={self.tilt:g}, attack_radius={self.attack_radius:g}, pure={self.pure})"
-            )
+        needed = (
+            ("loss", "Logistic, Huber or Squared", self.loss, self.loss.intervals is not None),
+            ("delta", "> 0", 0.0, not self.pure),
+            ("residual_clip", "None", self.residual_clip, self.residual_clip is None),
+            ("prepare", "None", self.prepare, self.prepare is None),
+            ("radius", "inf", self.radius, self.radius == math.inf),
+            ("tilt", "0", self.tilt, not self.tilt),
+            ("attack_radius", "0", self.attack_radius, not self.attack_radius),
+        )
+        for name, what, given, holds in needed:
+            if not holds:
+                raise ConditionError(f"{name} must be {what} for intervals (got {given!r})")
 
     def _require_preparable(self, prepare: PrivatePreparation) -> None:
         if self.tilt or self.attack_radius or self.pure:
