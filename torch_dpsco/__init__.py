@@ -39,7 +39,7 @@ from torch_dpsco.doctor import doctor
 from torch_dpsco.estimators.schema import Schema
 from torch_dpsco.estimators.solved import NoisyGD, ObjectivePerturbation, OutputPerturbation
 from torch_dpsco.fast import CompiledRows
-from torch_dpsco.losses.base import per_record
+from torch_dpsco.losses.per_record import per_record
 from torch_dpsco.make_private import make_private
 from torch_dpsco.problem import Phase, Problem, Schedule
 from torch_dpsco.rows.attach import attach, detach

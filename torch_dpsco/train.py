@@ -36,7 +36,8 @@ from torch_dpsco.errors import (
     warn,
 )
 from torch_dpsco.estimators.solved import SolvedOptimizer
-from torch_dpsco.losses.base import PerRecord, as_module
+from torch_dpsco.losses.base import as_module
+from torch_dpsco.losses.per_record import PerRecord
 from torch_dpsco.make_private import attach_sound, loss_of, note_probed, require_sound
 from torch_dpsco.rows.attach import attach, detach, first_step_of, is_attached
 from torch_dpsco.rows.closed_form import ClosedForm, closed_form
