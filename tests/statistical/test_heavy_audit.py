@@ -178,7 +178,7 @@ def test_the_noise_path_of_a_step_is_as_private_as_its_event_and_halved_noise_is
     layer = dp.attach(nn.Linear(1, 1, bias=False))
     opt = make(layer.parameters(), "replace_one", torch.Generator().manual_seed(9))
     opt.oracle.open(list(layer.parameters()), step)
-    charged = dp.Accountant()
+    charged = dp.Accountant(adjacency="replace_one")  # of the pair
     charged.record(opt.oracle.event())
     claimed = charged.get_epsilon(PATH_DELTA)
     bounds = []
