@@ -568,7 +568,7 @@ SLOPE_BUDGET = dp.Budget(8.0, 1e-5, adjacency="replace_one")
 
 def dp_noise(n: int) -> tuple[float, float]:
     """Returns E|z| and E|z|^2 of the noise for sensitivity 1, as the published schedules have them."""
-    from torch_dpsco.estimators.output_numbers import noise_norms
+    from torch_dpsco.algorithms.output_sgd_numbers import noise_norms
 
     return noise_norms(SLOPE_DIM, SLOPE_BUDGET.epsilon, SLOPE_BUDGET.delta)
 

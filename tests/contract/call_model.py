@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -342,6 +343,15 @@ class Calls(RuleBasedStateMachine):
             self.refused(
                 lambda: f.loss.backward(retain_graph=True), RuntimeError
             )  # torch's own where parameters moved
+            net.reset()
+            return
+        if (
+            s.finalized
+        ):  # a batch that was drawn since has dropped it, or it is harmless: both are right
+            before = self.world()
+            with suppress(SequenceError):
+                f.loss.backward(retain_graph=True)
+            self.unchanged(before)
             net.reset()
             return
         self.harmless(lambda: f.loss.backward(retain_graph=True))

@@ -109,10 +109,7 @@ EXEMPT = {
             "UserLoader",
         )
     ),
-    *(
-        f"sampling.{name}"
-        for name in ("adapt", "bounded", "fingerprint", "make_sampler", "partition_name")
-    ),
+    *(f"sampling.{name}" for name in ("adapt", "fingerprint", "make_sampler", "partition_name")),
     *(
         f"sampling.{name}"
         for name in ("poisson_positions", "records_of", "require_divisible", "user_ids")

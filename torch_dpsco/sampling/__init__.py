@@ -57,7 +57,6 @@ __all__ = [
     "Spilled",
     "UserLoader",
     "adapt",
-    "bounded",
     "fingerprint",
     "make_sampler",
     "partition_name",
