@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -312,6 +311,8 @@ class Calls(RuleBasedStateMachine):
         again = s.held if s.given_up else None
         try:
             source.chunk = self.harmless(lambda: stream.next(again))
+            if s.finalized:  # no step will come: a forward that waits is dropped
+                s.net.age += 1
         except StopIteration:
             s.stream = None
         else:
@@ -343,15 +344,6 @@ class Calls(RuleBasedStateMachine):
             self.refused(
                 lambda: f.loss.backward(retain_graph=True), RuntimeError
             )  # torch's own where parameters moved
-            net.reset()
-            return
-        if (
-            s.finalized
-        ):  # a batch that was drawn since has dropped it, or it is harmless: both are right
-            before = self.world()
-            with suppress(SequenceError):
-                f.loss.backward(retain_graph=True)
-            self.unchanged(before)
             net.reset()
             return
         self.harmless(lambda: f.loss.backward(retain_graph=True))
