@@ -83,10 +83,10 @@ def released(
 
 
 def slots_of(
-    optimizer: Any, sampler: Any, *, padding: bool | None = True, records: int | None = None
+    optimizer: Any, sampler: Any, *, isolation: str | None = "slots", records: int | None = None
 ) -> Any:
     """Returns where an optimizer's loader puts the rows of a sampler's draws; None where they are not filled up."""
     dim = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     return make_slots(
-        optimizer._run, sampler, padding=padding, most=None, records=records, dim=dim
+        optimizer._run, sampler, isolation=isolation, most=None, records=records, dim=dim
     )

@@ -178,7 +178,9 @@ def test_every_kind_of_model_trains_through_empty_draws(
     )  # 40 draws, each empty with probability 0.36
     before, data = weights(model), records(shape=shape)
     assert (
-        dp.fit(model, optimizer, data, loss, loss_reduction="sum", padding=False, progress=False)
+        dp.fit(
+            model, optimizer, data, loss, loss_reduction="sum", isolation="none", progress=False
+        )
         is model
     )
     assert optimizer.steps == len(optimizer.accountant) == 40

@@ -75,7 +75,7 @@ def fit(
     compile: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = 50,
-    padding: bool | None = None,
+    isolation: str | None = None,
     log: torch_dpsco.loggers.Logger | None = None,
 ) -> _Model:
     """Trains a model privately and returns it with the private answer installed, in evaluation mode.
@@ -108,7 +108,7 @@ def fit(
         checkpoint: CONFIDENTIAL file that is written from time to time, and taken up if it exists (see `resume`);
             that of a finished run gives its model, with a warning. The accountant must have a ledger file.
         every: steps between two checkpoints.
-        padding: see `PrivateOptimizer.loader`.
+        isolation: see `PrivateOptimizer.loader`.
         log: writes public numbers, as `loggers.tensorboard(writer)`; never the training loss.
 
     Raises:
@@ -134,7 +134,7 @@ def fit(
     check.made(loss_fn=loss_fn)
     loss_fn = as_module(loss_fn)
     tell: Callable[[Any], None] = log or (lambda optimizer: None)
-    drawn = {"users": users, "ids": ids, "shard": shard, "padding": padding}
+    drawn = {"users": users, "ids": ids, "shard": shard, "isolation": isolation}
     drawn["physical_batch_size"] = physical_batch_size
     if isinstance(optimizer, RowFreeOptimizer):
         fixed = {"steps": steps, "loss_reduction": loss_reduction, "checkpoint": checkpoint}
@@ -399,6 +399,7 @@ def _compiled(
         detach(model)
         rows = ENGINES["compiled"](model, loss_fn, loader)
         if not isinstance(rows, str):
+            loader.isolation.settle("rows are compiled for batches of one size")
             return rows
         attach(model, loss_reduction=reduction)
         first_step_of(model).take(known)

@@ -117,7 +117,7 @@ class Run:
 
     def resumed(self) -> PrivateLoader:
         return self.opt.loader(
-            records(self.n, next(self.model.parameters()).dtype), resume=True, padding=False
+            records(self.n, next(self.model.parameters()).dtype), resume=True, isolation="none"
         )
 
     def train(self, loader: Iterable[Any] | None = None, steps: int | None = None) -> Run:

@@ -85,7 +85,7 @@ def train(
 ) -> list[int]:
     """Makes steps; returns the sizes of their batches."""
     sizes = []
-    for x, y in optimizer.loader(DATA, steps=steps, padding=False, **loader):
+    for x, y in optimizer.loader(DATA, steps=steps, isolation="none", **loader):
         sizes.append(len(x))
         one_step(model, optimizer, x, y)
     return sizes
@@ -130,7 +130,7 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check_that_a_pass_is_charged_first() -> None:
     model, optimizer = built()
-    batches = iter(optimizer.loader(DATA, padding=False))
+    batches = iter(optimizer.loader(DATA, isolation="none"))
     one_step(model, optimizer, *next(batches))
     assert charged(optimizer) == [(PASS, 1)]
     for batch in batches:
@@ -158,7 +158,7 @@ def test_every_pass_is_charged_and_the_plan_is_the_ledger() -> None:
     model, optimizer = built(passes=3)
     whole = optimizer.ahead()
     assert whole == dp.Assigned(N // T, N, passes=3).event(clipped_gaussian(Z), 3 * T)
-    loader = optimizer.loader(DATA, padding=False)
+    loader = optimizer.loader(DATA, isolation="none")
     assert len(loader) == T
     for done in (1, 2, 3):
         for batch in loader:
@@ -192,13 +192,13 @@ def test_a_budget_that_pays_a_prefix_only_refuses_the_first_step() -> None:
     late = dp.Accountant(adjacency="add_remove")
     optimizer, data = make(late), TensorDataset(torch.ones(100, 2), torch.ones(100, 1))
     late.budget = budget
-    for x, y in optimizer.loader(data, padding=False):
+    for x, y in optimizer.loader(data, isolation="none"):
         with pytest.raises(BudgetExceeded):
             one_step(model, optimizer, x, y)
         break
     assert (optimizer.steps, len(late)) == (0, 0)
     late.budget = dp.Budget(0.63, 1e-5, adjacency="add_remove")
-    for x, y in optimizer.loader(data, padding=False, resume=True):
+    for x, y in optimizer.loader(data, isolation="none", resume=True):
         one_step(model, optimizer, x, y)
         break
     assert (optimizer.steps, len(late)) == (1, 1)
@@ -385,13 +385,13 @@ def test_a_pass_goes_on_in_one_place_only() -> None:
 
 def test_a_checkpoint_of_the_start_gives_its_draws_to_a_resumed_run_only() -> None:
     _, optimizer = built()
-    optimizer.loader(DATA, padding=False)
+    optimizer.loader(DATA, isolation="none")
     state = stored(optimizer)
     key = state["dpsco"]["partition"]["cut"].numpy().tobytes()
     for other in (built()[1], built()[1]):
         other.load_state_dict(copy.deepcopy(state))
         assert other._batch.partition is None
-        other.loader(DATA, resume=True, padding=False)
+        other.loader(DATA, resume=True, isolation="none")
         assert other._batch.partition is not None
         assert other._batch.partition.cut.tobytes() != key
 
@@ -604,7 +604,7 @@ def test_an_empty_batch_is_a_step_of_noise_under_the_charge_of_its_pass() -> Non
     )
     nobody = TensorDataset(torch.ones(0, 2), torch.ones(0, 1))
     before = model.weight.detach().clone()
-    for k, _ in enumerate(optimizer.loader(nobody, padding=False), 1):
+    for k, _ in enumerate(optimizer.loader(nobody, isolation="none"), 1):
         optimizer.zero_grad()
         optimizer.step()
         assert optimizer.steps == k
@@ -619,7 +619,7 @@ def test_an_empty_batch_is_a_step_of_noise_under_the_charge_of_its_pass() -> Non
 def test_a_resumed_pass_has_the_same_draws_and_no_second_charge(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     model, optimizer = built(accountant=dp.Accountant(adjacency="add_remove", ledger_path=path))
-    sampler = optimizer.loader(DATA, padding=False).batch_sampler
+    sampler = optimizer.loader(DATA, isolation="none").batch_sampler
     expected = [
         indices.tolist()
         for _, indices in AssignedSampler(sampler.design, resume=sampler.partition).draws()
@@ -635,7 +635,7 @@ def test_a_resumed_pass_has_the_same_draws_and_no_second_charge(tmp_path: Path) 
     with pytest.warns(UserWarning, match="1 steps after step 2 were lost"):
         assert again.resume(copy.deepcopy(state)) == 1
     assert (again.steps, charged(again)) == (3, [(PASS, 1)])
-    loader = again.loader(DATA, padding=False, resume=True)
+    loader = again.loader(DATA, isolation="none", resume=True)
     assert next(loader.batch_sampler.draws())[1].tolist() == expected[3]
     other = AssignedSampler(
         again.design, resume=replace(AssignedSampler(again.design).partition, made=3)
@@ -779,7 +779,7 @@ def test_plans_of_passes_spend_their_budget(passes: int) -> None:
     assert 0.99 * budget.epsilon < plan.epsilon() <= budget.epsilon
     model = dp.attach(nn.Linear(2, 1))
     optimizer = dp.HolderSGD(model.parameters(), plan)
-    for x, y in optimizer.loader(DATA, steps=4 * passes, padding=False):
+    for x, y in optimizer.loader(DATA, steps=4 * passes, isolation="none"):
         one_step(model, optimizer, x, y)
     optimizer.finalize()
     assert optimizer.accountant.get_epsilon(1e-3) == plan.epsilon()

@@ -81,7 +81,7 @@ def built(
 def train(
     model: nn.Module, optimizer: dp.PrivateOptimizer, steps: int | None = None, **loader: Any
 ) -> None:
-    for x, y in optimizer.loader(DATA, steps=steps, padding=False, **loader):
+    for x, y in optimizer.loader(DATA, steps=steps, isolation="none", **loader):
         one_step(model, optimizer, x, y)
 
 
@@ -240,7 +240,7 @@ def test_a_budget_that_does_not_pay_the_pass_refuses_its_first_step() -> None:
     )
     ledger.budget = dp.Budget(0.9 * pass_alone, DELTA, adjacency="add_remove")
     assert Ledger([pilot]).epsilon(DELTA, "add_remove") < 0.9 * pass_alone
-    batches = iter(optimizer.loader(DATA, padding=False))
+    batches = iter(optimizer.loader(DATA, isolation="none"))
     for _ in range(2):
         one_step(model, optimizer, *next(batches))
     with pytest.raises(BudgetExceeded):
@@ -413,12 +413,12 @@ def test_parts_with_passes_go_on_in_one_place_only() -> None:
 
 def test_a_checkpoint_of_the_start_gives_its_parts_to_a_resumed_run_only() -> None:
     _, optimizer = built()
-    optimizer.loader(DATA, padding=False)
+    optimizer.loader(DATA, isolation="none")
     state = stored(optimizer)
     key = state["dpsco"]["partition"]["cut"].numpy().tobytes()
     for other in (built()[1], built()[1]):
         other.load_state_dict(copy.deepcopy(state))
-        other.loader(DATA, resume=True, padding=False)
+        other.loader(DATA, resume=True, isolation="none")
         assert other._batch.partition is not None
         assert other._batch.partition.cut.tobytes() != key
 
@@ -572,7 +572,7 @@ def test_a_resumed_pass_in_a_part_has_the_same_draws_and_no_second_charge(
     model, again, draws = crashed(tmp_path / "ledger", DESIGN, kept, lost)
     made = kept + lost
     assert again.steps == made
-    loader = again.loader(DATA, padding=False, resume=True)
+    loader = again.loader(DATA, isolation="none", resume=True)
     delivered = [indices.tolist() for _, indices in loader.batch_sampler.draws()]
     assert (
         delivered[:1] == draws[made : made + 1] or made < 2

@@ -49,7 +49,7 @@ def built(
 
 
 def train(model: nn.Module, optimizer: Any, steps: int | None = None, **loader: Any) -> None:
-    for x, y in optimizer.loader(DATA, steps=steps, padding=False, **loader):
+    for x, y in optimizer.loader(DATA, steps=steps, isolation="none", **loader):
         one_step(model, optimizer, x, y)
 
 

@@ -61,7 +61,7 @@ def test_a_pass_after_a_pilot_is_amplified(cls: Any, adjacency: Any) -> None:
     model = dp.attach(nn.Linear(2, 1), loss_reduction="sum")
     optimizer = cls(model.parameters(), plan)
     for x, y in optimizer.loader(
-        TensorDataset(torch.ones(records, 2), torch.ones(records, 1)), padding=False
+        TensorDataset(torch.ones(records, 2), torch.ones(records, 1)), isolation="none"
     ):
         one_step(model, optimizer, x, y)
     optimizer.finalize()
@@ -135,16 +135,16 @@ def test_a_run_with_a_pilot_that_is_killed_inside_of_its_pass_goes_on_with_it(
         )
 
     model, optimizer = run()
-    for x, y in optimizer.loader(data, steps=3, padding=False):
+    for x, y in optimizer.loader(data, steps=3, isolation="none"):
         one_step(model, optimizer, x, y)
     state = stored(optimizer)
-    for x, y in optimizer.loader(data, steps=1, padding=False, resume=True):
+    for x, y in optimizer.loader(data, steps=1, isolation="none", resume=True):
         one_step(model, optimizer, x, y)
     optimizer.accountant.close()
     model, again = run()
     with pytest.warns(UserWarning, match="1 steps after step 3 were lost"):
         again.resume(state)
-    for x, y in again.loader(data, padding=False, resume=True):
+    for x, y in again.loader(data, isolation="none", resume=True):
         one_step(model, again, x, y)
     again.finalize()
     assert (again.steps, [row[2] for row in parts(again)]) == (7, [1, 1])

@@ -40,7 +40,7 @@ def private(*sizes: tuple[int, int], **more: Any) -> runs.Run:
 def made(run: runs.Run, count: int, data: Any = None) -> runs.Run:
     """Makes the next steps, and leaves the loader."""
     loader = run.opt.loader(
-        *(data or runs.agreeing(N, rows=2)), resume=run.opt.steps > 0, padding=False
+        *(data or runs.agreeing(N, rows=2)), resume=run.opt.steps > 0, isolation="none"
     )
     for batch in itertools.islice(loader, count):
         run.step(batch)
@@ -359,11 +359,11 @@ def test_a_resumed_run_draws_the_users_of_its_phases(tmp_path: Path) -> None:
     run = private(accountant=runs.ledger(tmp_path))
     data, ids = runs.agreeing(N)
     seen = []
-    for batch in itertools.islice(run.opt.loader(data, ids, padding=False), 2):
+    for batch in itertools.islice(run.opt.loader(data, ids, isolation="none"), 2):
         seen.append(set(batch[2].tolist()))
         run.step(batch)
     other = run.resumed(private)
-    for batch in other.opt.loader(data, ids, resume=True, padding=False):
+    for batch in other.opt.loader(data, ids, resume=True, isolation="none"):
         seen.append(set(batch[2].tolist()))
         other.step(batch)
     assert [len(users) for users in seen] == [200] * 4 + [300] * 3

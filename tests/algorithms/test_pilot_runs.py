@@ -414,7 +414,9 @@ def test_a_pilot_refuses_means_of_a_private_number() -> None:
     ):
         made = calibrated(dp.ClippedSGD, "add_remove", sampling="assigned")
         layer = dp.attach(dp.detach(made.model), loss_reduction=reduction)
-        x, y, _ = next(iter(made.opt.loader(records(N), padding=padding)))
+        x, y, _ = next(
+            iter(made.opt.loader(records(N), isolation="slots" if padding else "none"))
+        )
         (getattr((layer(x) - y).square(), reduction)()).backward()
         with pytest.raises(SequenceError, match="must be a sum") if raises else nullcontext():
             made.opt.step()

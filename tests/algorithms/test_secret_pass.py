@@ -108,7 +108,7 @@ def test_a_secret_pass_is_charged_as_a_whole_in_its_first_step(cls: Any, adjacen
     )
     optimizer = cls(layer.parameters(), plan)
     used: list[int] = []
-    for x, y, number in optimizer.loader(records(120), padding=False):
+    for x, y, number in optimizer.loader(records(120), isolation="none"):
         optimizer.zero_grad()
         LOSS(layer(x), y).backward()
         optimizer.step()

@@ -342,7 +342,7 @@ def test_a_first_test_that_fails_is_said_at_once_and_one_that_passes_is_not() ->
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UtilityWarning)
             run = make()
-            for made, batch in enumerate(run.loader(data, ids, padding=None)):
+            for made, batch in enumerate(run.loader(data, ids, isolation=None)):
                 run.step(batch)
                 said = [
                     str(one.message) for one in caught if "users disagree" in str(one.message)

@@ -90,8 +90,8 @@ class Run:
     ) -> UserLoader:
         """Returns the optimizer's loader, a batch per draw; with a seed one of repeatable draws."""
         if seed is None:
-            return self.opt.loader(data, users, **{"padding": False} | others)
-        others.pop("padding", None)
+            return self.opt.loader(data, users, **{"isolation": "none"} | others)
+        others.pop("isolation", None)
         sampler = make_sampler(
             self.opt.design, size=self.opt.design.n, seed=seed, steps=others.pop("steps", None)
         )
@@ -107,7 +107,7 @@ class Run:
 
     def train(self, data: TensorDataset, users: Any, **loader: Any) -> Run:
         """Iterates once over the loader, in padded batches unless it is told otherwise."""
-        for batch in self.loader(data, users, **{"padding": None} | loader):
+        for batch in self.loader(data, users, **{"isolation": None} | loader):
             self.step(batch)
         return self
 

@@ -222,7 +222,7 @@ def test_compiled_training_makes_the_steps_of_a_plain_loop(what):
     )
     step = torch.compile(optimizer.step, backend="eager") if what == "step" else optimizer.step
     draws = []
-    for x, y in optimizer.loader(dataset(), steps=4, padding=False):
+    for x, y in optimizer.loader(dataset(), steps=4, isolation="none"):
         draws.append((x, y))
         optimizer.zero_grad()
         squared(run(x), y).backward()

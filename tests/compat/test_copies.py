@@ -174,7 +174,7 @@ def test_parameters_that_are_exchanged_after_attach_are_refused(rows):
     optimizer = private_optimizer(model, dp.Full(RECORDS))
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
     for (x,) in optimizer.loader(
-        torch.utils.data.TensorDataset(numbers(DIM).float()), steps=1, padding=False
+        torch.utils.data.TensorDataset(numbers(DIM).float()), steps=1, isolation="none"
     ):
         with pytest.raises(SequenceError, match="assign=True"):
             model(x)
@@ -197,7 +197,7 @@ def test_a_model_moved_after_attach_trains_the_same_parameters(move, rows):
     assert all(p is q for p, q in zip(model.parameters(), kept, strict=True))
     dtype = kept[0].dtype
     start = copy.deepcopy(dp.detach(copy.deepcopy(model)))
-    for x, y in optimizer.loader(dataset(), steps=1, padding=False):
+    for x, y in optimizer.loader(dataset(), steps=1, isolation="none"):
         squared(model(x.to(dtype)), y.to(dtype)).backward()
         optimizer.step()
         expected = clipped_means(start, (x.to(dtype), y.to(dtype)), N)

@@ -40,7 +40,7 @@ class Run:
         self.draws: list[Batch] = []
 
     def loader(self, steps: int = STEPS, **options: Any) -> dp.sampling.PrivateLoader:
-        return self.optimizer.loader(dataset(), steps=steps, padding=False, **options)
+        return self.optimizer.loader(dataset(), steps=steps, isolation="none", **options)
 
     def backward(self, batch: Batch) -> Tensor:
         loss = squared(self.model(batch[0]), batch[1])
@@ -247,7 +247,7 @@ def pad(records: list[dict[str, Any]]) -> dict[str, Any]:
 def test_nested_records_padded_by_collate_and_empty_draws(workers):
     run = Run(dp.Poisson(1, N))
     for batch in run.optimizer.loader(
-        Nested(), steps=12, collate_fn=pad, num_workers=workers, padding=False
+        Nested(), steps=12, collate_fn=pad, num_workers=workers, isolation="none"
     ):
         x, lengths = batch["inputs"]["x"], batch["inputs"]["lengths"]
         means = x.sum(1) / lengths[:, None]  # all times of a record are alike
@@ -325,7 +325,7 @@ def test_two_forwards_of_parts_before_one_backward_are_right_or_refused():
     for rows in ("auto", "dense"):
         model = dp.attach(linear(), rows=rows, loss_reduction="sum")
         optimizer = private_optimizer(model, dp.Full(N))
-        for x, y in optimizer.loader(dataset(), steps=1, padding=False):
+        for x, y in optimizer.loader(dataset(), steps=1, isolation="none"):
             first = squared(model(x[:5]), y[:5])
             if rows == "dense":
                 with pytest.raises(SequenceError, match="waiting for its backward"):
@@ -368,7 +368,7 @@ def test_rows_left_by_autograd_grad_are_refused():
 def test_saliency_on_the_graph_of_the_loss_is_right_or_refused(rows):
     model = dp.attach(linear(), rows=rows, loss_reduction="sum")
     optimizer = private_optimizer(model, dp.Full(N))
-    for x, y in optimizer.loader(dataset(), steps=1, padding=False):
+    for x, y in optimizer.loader(dataset(), steps=1, isolation="none"):
         x.requires_grad_()
         loss = squared(model(x), y)
         torch.autograd.grad(loss, x, retain_graph=True)

@@ -318,7 +318,7 @@ def test_fewer_rows_than_drawn_are_refused(rows):
     optimizer = private_optimizer(model, dp.Full(4))
     before = [p.clone() for p in model.parameters()]
     for (x,) in optimizer.loader(
-        TensorDataset(numbers(TIMES, DIM, n=4)), steps=1, padding=False
+        TensorDataset(numbers(TIMES, DIM, n=4)), steps=1, isolation="none"
     ):
         model(
             x.transpose(0, 1)
@@ -338,7 +338,7 @@ def test_a_part_called_twice_by_itself_makes_no_step(rows):
         (model[0](x[:2]).sum() + model[0](x[2:]).sum()).backward()
         optimizer.step()
 
-    for (x,) in optimizer.loader(TensorDataset(numbers(DIM, n=4)), steps=1, padding=False):
+    for (x,) in optimizer.loader(TensorDataset(numbers(DIM, n=4)), steps=1, isolation="none"):
         with pytest.raises(SequenceError, match=r"attached model itself|one row per record"):
             halves(x)
     assert len(optimizer.accountant) == 0

@@ -230,7 +230,7 @@ def test_autocast_needs_a_loss_that_sums(rows):
         model = dp.attach(network().float(), rows=rows, loss_reduction=reduction)
         optimizer = private_optimizer(model, dp.Full(N))
         before = [p.detach().clone() for p in model.parameters()]
-        for x, y in optimizer.loader(dataset(), steps=1, padding=False):
+        for x, y in optimizer.loader(dataset(), steps=1, isolation="none"):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = squared(model(x.float()), y.float())
             if reduction == "mean":
@@ -255,7 +255,7 @@ def test_half_precision_models_need_a_loss_that_sums(dtype):
         model(numbers(2).to(dtype)).mean().backward()
     model = dp.attach(network().to(dtype), loss_reduction="sum")
     optimizer = private_optimizer(model, dp.Full(N))
-    for x, y in optimizer.loader(dataset(), steps=1, padding=False):
+    for x, y in optimizer.loader(dataset(), steps=1, isolation="none"):
         squared(model(x.to(dtype)), y.to(dtype)).backward()
         optimizer.step()
     assert {p.dtype for p in model.parameters()} == {dtype}

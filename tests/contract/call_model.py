@@ -224,7 +224,9 @@ class Calls(RuleBasedStateMachine):
             s.opt.bind(loader)
         else:
             size = 2 if kind == "physical" else None
-            loader = s.opt.loader(dataset, steps=steps, physical_batch_size=size, padding=False)
+            loader = s.opt.loader(
+                dataset, steps=steps, physical_batch_size=size, isolation="none"
+            )
         self.truth.watch(loader.batch_sampler)
         self._rebound(s, Source(loader, self.truth))
 

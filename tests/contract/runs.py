@@ -189,7 +189,12 @@ class Run:
         """Returns a loader of what a one-pass design has left."""
         dataset, users = self.given()
         return self.opt.loader(
-            dataset, users, steps=steps, resume=True, physical_batch_size=physical, padding=False
+            dataset,
+            users,
+            steps=steps,
+            resume=True,
+            physical_batch_size=physical,
+            isolation="none",
         )
 
     def backward(self, batch: Iterable[Tensor]) -> Tensor:

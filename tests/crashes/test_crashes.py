@@ -374,12 +374,12 @@ def test_a_run_of_noisy_tests_goes_on_in_one_place(tmp_path: Path) -> None:
         run.opt = case.build(run.model.parameters(), accountant)
         run.opt.resume(state)
     first, second = both
-    first.step(next(iter(first.opt.loader(data, ids, padding=False))))
+    first.step(next(iter(first.opt.loader(data, ids, isolation="none"))))
     charged = len(accountant)
     with pytest.raises(SequenceError, match="goes on with the same run"):
-        second.step(next(iter(second.opt.loader(data, ids, padding=False))))
+        second.step(next(iter(second.opt.loader(data, ids, isolation="none"))))
     assert (second.opt.steps, len(accountant)) == (0, charged)
-    first.step(next(iter(first.opt.loader(data, ids, padding=False))))
+    first.step(next(iter(first.opt.loader(data, ids, isolation="none"))))
 
 
 @pytest.mark.parametrize("name", ["user-filtered", "localized-user"])
@@ -517,7 +517,7 @@ def test_a_partition_goes_on_with_its_own_records_only(wrapped: Any, saved: bool
 def test_ids_of_users_are_records_too() -> None:
     run = runs.localized(runs.phased(runs.plan(200, 1), runs.plan(300, 1), n_users=500))
     data, ids = runs.agreeing(500)
-    run.step(next(iter(run.opt.loader(data, ids, padding=False))))
+    run.step(next(iter(run.opt.loader(data, ids, isolation="none"))))
     with pytest.raises(PrivacyError, match="must hold the records of the run"):
         run.opt.loader(data, ids.roll(1), resume=True)
     run.opt.loader(data, ids, resume=True)

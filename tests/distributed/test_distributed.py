@@ -67,7 +67,7 @@ def allocated() -> dict[str, Any]:
     """Two passes of secret draws; the second loop goes on with the loader of the first."""
     model = layer()
     optimizer = holder(model, noise=1.0, batch_size=16, sampling="allocated", epochs=2)
-    loader = optimizer.loader(records(), padding=False)
+    loader = optimizer.loader(records(), isolation="none")
     found = [train(model, optimizer, loader)["drawn"] for _ in range(2)]
     optimizer.finalize()
     events = [
@@ -99,9 +99,9 @@ def allocated_by_ids(rank: int) -> dict[str, Any]:
     wrong.append(message(UnitError, lambda: optimizer.loader(fewer, ids=mine[:2])))
     others = message(SequenceError, lambda: optimizer.loader(data, ids=mine if rank else None))
     ids = [f"record {i}" for i in mine.tolist()]
-    found = [train(model, optimizer, optimizer.loader(data, ids=ids, padding=False))["drawn"]]
+    found = [train(model, optimizer, optimizer.loader(data, ids=ids, isolation="none"))["drawn"]]
     found.append(
-        train(model, optimizer, optimizer.loader(data, ids=ids, resume=True, padding=False))[
+        train(model, optimizer, optimizer.loader(data, ids=ids, resume=True, isolation="none"))[
             "drawn"
         ]
     )

@@ -96,7 +96,9 @@ def everything(rank: int) -> dict[str, Any]:
         model = layer()
         optimizer = repeatable(kind, model)
         run = train(
-            model, optimizer, optimizer.loader(data, shard=N, steps=STEPS[kind], padding=False)
+            model,
+            optimizer,
+            optimizer.loader(data, shard=N, steps=STEPS[kind], isolation="none"),
         )
         optimizer.finalize()
         found[kind] = run | {
@@ -169,7 +171,7 @@ def with_ids(rank: int, data: TensorDataset) -> dict[str, Any]:
         SequenceError, lambda: optimizer.loader(data, ids=names if rank else None, shard=N)
     )
     run = train(
-        model, optimizer, optimizer.loader(data, ids=names, shard=N, steps=3, padding=False)
+        model, optimizer, optimizer.loader(data, ids=names, shard=N, steps=3, isolation="none")
     )
     return {
         "wrong": wrong,
@@ -275,7 +277,7 @@ def passes(rank: int) -> dict[str, Any]:
     model = layer()
     optimizer = built("allocated", model)
     data = shard_of(rank, 2)
-    found = train(model, optimizer, optimizer.loader(data, shard=N, steps=2, padding=False))[
+    found = train(model, optimizer, optimizer.loader(data, shard=N, steps=2, isolation="none"))[
         "drawn"
     ]
     state = optimizer.state_dict()
@@ -287,10 +289,10 @@ def passes(rank: int) -> dict[str, Any]:
     }
     wrong = {name: message((PrivacyError, ValueError), call) for name, call in again.items()}
     found += train(
-        model, optimizer, optimizer.loader(data, shard=N, steps=2, resume=True, padding=False)
+        model, optimizer, optimizer.loader(data, shard=N, steps=2, resume=True, isolation="none")
     )["drawn"]
     common = built("allocated", model := layer())
-    train(model, common, common.loader(records(), steps=2, padding=False))
+    train(model, common, common.loader(records(), steps=2, isolation="none"))
     turned = TensorDataset(*(tensor.flip(0) for tensor in records().tensors))
     wrong["turned"] = message(PrivacyError, lambda: common.loader(turned, resume=True))
     return {"wrong": wrong, "drawn": found}
@@ -368,7 +370,7 @@ def summed(kind: str, parts: list[list[list[int]]]) -> Tensor:
     model = layer()
     optimizer = repeatable(kind, model)
     optimizer.oracle.share(len(parts))
-    loader = optimizer.loader(records(), steps=len(parts[0]), padding=False)
+    loader = optimizer.loader(records(), steps=len(parts[0]), isolation="none")
     sampler = loader.batch_sampler
     name = sampler.draws
 

@@ -59,7 +59,9 @@ def everything(rank: int) -> dict[str, Any]:
         torch.manual_seed(1), np.random.seed(1)  # noqa: NPY002  (what naive samplers draw by)
         model = summed_layer()
         optimizer = repeatable(kind, model)
-        run = train(model, optimizer, optimizer.loader(data, users, shard=USERS, padding=False))
+        run = train(
+            model, optimizer, optimizer.loader(data, users, shard=USERS, isolation="none")
+        )
         optimizer.finalize()
         found[kind] = run | {
             "answer": numbers(model),
@@ -179,7 +181,7 @@ def summed(kind: str, parts: list[list[tuple[list[int], list[int]]]]) -> Tensor:
     model = summed_layer()
     optimizer = repeatable(kind, model)
     optimizer.oracle.clipping.share(len(parts))
-    loader = optimizer.loader(records(), OWNER, padding=False)
+    loader = optimizer.loader(records(), OWNER, isolation="none")
     sampler = loader.batch_sampler
     draws = sampler.draws
 
@@ -331,7 +333,7 @@ def test_one_process_takes_its_shard_of_users_for_all_there_are() -> None:
     for options in ({}, {"shard": USERS}):
         model = summed_layer()
         optimizer = repeatable("full", model)
-        loader = optimizer.loader(data, users, padding=False, **options)
+        loader = optimizer.loader(data, users, isolation="none", **options)
         assert loader.batch_sampler.size == USERS
         paths.append(train(model, optimizer, loader)["path"])
     assert torch.equal(*paths)

@@ -228,7 +228,7 @@ def missing_rows(rank: int) -> dict[str, Any]:
     """Rank 1 forgets a backward; all give that draw up, and it comes again."""
     model = summed_layer()
     optimizer = built("full", model)
-    loader = optimizer.loader(*shard_of(rank), shard=USERS, steps=2, padding=False)
+    loader = optimizer.loader(*shard_of(rank), shard=USERS, steps=2, isolation="none")
     x, y, _, ids = next(iter(loader))
     if rank == 0:
         backward(model, optimizer, x, y)
@@ -255,7 +255,7 @@ def failed_charge(rank: int, what: str) -> dict[str, Any]:
             raise PrivacyError("no disk")
 
         setattr(optimizer.accountant if what == "authorize" else optimizer.oracle, what, refuse)
-    x, y, _, ids = next(iter(optimizer.loader(*shard_of(rank), shard=USERS, padding=False)))
+    x, y, _, ids = next(iter(optimizer.loader(*shard_of(rank), shard=USERS, isolation="none")))
     backward(model, optimizer, x, y)
     said = message(PrivacyError, lambda: optimizer.step(users=ids))
     return {

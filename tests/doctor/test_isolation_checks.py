@@ -62,12 +62,13 @@ def test_what_filled_batches_take_care_of_is_no_finding(by):
 @pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 def test_rows_that_depend_on_the_number_of_rows_need_filled_batches(adjacency):
-    diagnosis, _ = diagnosed("size", adjacency, padding=False)
+    diagnosis, _ = diagnosed("size", adjacency, isolation="none")
     assert isolation_names(diagnosis) == ["batches-not-filled-up"]
     assert diagnosis.findings[0].severity == "warning"
     if adjacency == "replace_one":  # all draws are of one size
         assert (
-            isolation_names(diagnosed("size", adjacency, Fixed(8, 32), padding=False)[0]) == []
+            isolation_names(diagnosed("size", adjacency, Fixed(8, 32), isolation="none")[0])
+            == []
         )
 
 
@@ -95,7 +96,7 @@ def test_a_report_says_what_was_not_checked_and_what_was_not_filled_up():
     optimizer = make_optimizer(
         dp.attach(nn.Linear(3, 2)), Poisson(8, 32), adjacency="add_remove", noise=1.0
     )
-    optimizer.loader(DATA, padding=False)
+    optimizer.loader(DATA, isolation="none")
     text = " ".join(str(optimizer.report(1e-5)).split())
     assert "Batches are not filled up to a public size" in text
     assert "it was not checked" in text

@@ -208,7 +208,7 @@ def test_no_rows_have_the_shapes_of_rows() -> None:
     data = ParquetRows(table(0), NAMES, "y")
     assert [tuple(part.shape) for part in data.gather(np.arange(0))] == [(0, DIM), (0, 1)]
     optimizer = full(layer(dtype=torch.float32), 3, adjacency="add_remove", noise=1.0)
-    ((x, y),) = optimizer.loader(data, steps=1, padding=False)
+    ((x, y),) = optimizer.loader(data, steps=1, isolation="none")
     assert (x.shape, y.shape) == ((0, DIM), (0, 1))
 
 
@@ -220,7 +220,9 @@ def test_a_step_is_that_of_the_same_records_in_memory(path: Path, padding: bool)
     for records in (data, tensors(data)):
         model = layer()
         optimizer = full(model, N)
-        loader = optimizer.loader(records, steps=3, padding=padding, physical_batch_size=7)
+        loader = optimizer.loader(
+            records, steps=3, isolation="slots" if padding else "none", physical_batch_size=7
+        )
         assert loader.gathers
         for x, y in loader:
             backward(model, optimizer, x, y)

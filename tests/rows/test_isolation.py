@@ -112,7 +112,7 @@ def test_a_record_more_moves_the_sum_of_a_kinked_net_by_one_clip(kink, rows):
 
 
 def test_without_filling_up_a_record_more_moves_all_others():
-    fewer, more = (clipped_sum(*emulated_kink(), size, padding=False) for size in (15, 16))
+    fewer, more = (clipped_sum(*emulated_kink(), size, isolation="none") for size in (15, 16))
     assert torch.linalg.vector_norm(more - fewer) > 10.0
 
 
@@ -157,7 +157,7 @@ def test_who_is_in_a_batch_moves_nobody_else(design, adjacency):
     """
     fewer, more = (first_of_31(design, size, adjacency) for size in (15, 16))
     assert torch.linalg.vector_norm(more - fewer) <= 1.01
-    fewer, more = (first_of_31(design, size, adjacency, padding=False) for size in (15, 16))
+    fewer, more = (first_of_31(design, size, adjacency, isolation="none") for size in (15, 16))
     assert torch.linalg.vector_norm(more - fewer) > 10.0
 
 
@@ -175,7 +175,7 @@ def test_a_report_on_poisson_batches_that_are_not_filled_up_says_what_that_takes
         optimizer = make_optimizer(
             dp.attach(nn.Linear(3, 1)), design, noise=1.0, adjacency=adjacency
         )
-        optimizer.loader(data, padding=padding)
+        optimizer.loader(data, isolation="slots" if padding else "none")
         assert said in " ".join(str(optimizer.report(1e-5)).split())
 
 
@@ -230,7 +230,7 @@ def test_a_user_of_two_rows_moves_the_score_of_the_filter_as_one_of_one_row(monk
     assert score_with(1, monkeypatch) == score_with(2, monkeypatch)
     assert (
         abs(
-            score_with(1, monkeypatch, padding=False) - score_with(2, monkeypatch, padding=False)
+            score_with(1, monkeypatch, isolation="none") - score_with(2, monkeypatch, isolation="none")
         )
         > 10.0
     )
@@ -285,7 +285,7 @@ def test_a_mean_of_a_private_number_is_refused():
         fixed = adjacency == "fixed"
         design, adjacency = (Fixed(8, 9), "replace_one") if fixed else (Poisson(8, 9), adjacency)
         optimizer = make_optimizer(model, design, adjacency=adjacency)
-        for (x,) in optimizer.loader(data, steps=1, padding=padding):
+        for (x,) in optimizer.loader(data, steps=1, isolation="slots" if padding else "none"):
             model(x).mean(1).mean().backward()
             refused = pytest.raises(
                 SequenceError, match="must be a sum where the number of rows is private"
@@ -313,7 +313,7 @@ def test_rows_of_the_filling_contribute_exactly_nothing(net, kind, most):
             dp.attach(model, rows=kind, loss_reduction="mean" if padding else "sum")
         optimizer = make_optimizer(model, Poisson(16, 16), adjacency="add_remove", clip=0.5)
         for batch in optimizer.loader(
-            TensorDataset(x, y), steps=1, padding=padding, physical_batch_size=most
+            TensorDataset(x, y), steps=1, isolation="slots" if padding else "none", physical_batch_size=most
         ):
             _forward(model, optimizer, batch, kind)
         assert optimizer.steps == 1
@@ -338,7 +338,7 @@ def test_the_filling_contributes_nothing_in_closed_form(loss):
             steps=2,
             loss_reduction=loss.reduction,
             progress=False,
-            padding=padding,
+            isolation="slots" if padding else "none",
         )
         answers.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     torch.testing.assert_close(*answers, rtol=1e-5, atol=1e-6)
@@ -537,7 +537,7 @@ def test_a_draw_that_is_delivered_again_has_the_places_that_it_had(workers, unit
     first = loader()
     kept, *_ = next(iter(first))
     assert len(kept) == first.slots.block
-    for make in (lambda: first, loader, lambda: loader(padding=False), loader):
+    for make in (lambda: first, loader, lambda: loader(isolation="none"), loader):
         optimizer.discard()
         again, *_ = next(iter(make()))
         if len(again) == len(kept):
@@ -579,18 +579,18 @@ def test_batches_are_filled_up_where_the_number_of_records_in_them_is_private():
     assert loader_of("zero_out").slots.block == 40
     for design in (Fixed(4, 16), Full(16)):
         assert loader_of("replace_one", design).slots is None
-        assert loader_of("replace_one", design, padding=True).slots is not None
+        assert loader_of("replace_one", design, isolation="slots").slots is not None
     for part, filled in ((Poisson(4, 8), True), (Fixed(4, 8), False)):
         assert (
             sizes_are_private(Parts(((Full(8), 1), (part, 2)), 16), "replace_one", "example")
             == filled
         )
-    assert loader_of("add_remove", padding=False).slots is None
+    assert loader_of("add_remove", isolation="none").slots is None
     assert loader_of("add_remove", physical_batch_size=6).slots.block == 6
     assert len(next(iter(loader_of("add_remove", steps=1).in_parts(8)))[0]) == 8
     run = runs.clipped(5)
     assert run.opt.loader(*runs.agreeing(5)).slots is not None
-    with pytest.raises(ValueError, match="padding"):
+    with pytest.raises(ValueError, match="isolation"):
         loader_of("add_remove", padding="yes")
 
 
@@ -606,10 +606,10 @@ def test_batches_that_cannot_be_filled_up_are_refused_by_name():
     optimizer = make_optimizer(
         dp.attach(nn.Linear(2, 1)), Poisson(16, 16), adjacency="add_remove"
     )
-    with pytest.raises(ValueError, match="padding=False"):
+    with pytest.raises(ValueError, match="isolation="none""):
         next(iter(optimizer.loader(Words())))
     optimizer.discard()
-    x, words = next(iter(optimizer.loader(Words(), padding=False)))
+    x, words = next(iter(optimizer.loader(Words(), isolation="none")))
     assert len(x) == len(words) == 16
 
 

@@ -338,7 +338,7 @@ def test_a_permutation_that_was_begun_keeps_its_data_set(kind: str) -> None:
 
     def loader(data: TensorDataset) -> Any:
         if kind == "private":
-            return opt.loader(data, padding=False)
+            return opt.loader(data, isolation="none")
         return opt.bind(DataLoader(data, batch_sampler=make_sampler(design)))
 
     for k, (rows,) in enumerate(loader(same)):

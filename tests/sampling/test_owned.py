@@ -125,7 +125,7 @@ NAMES = ["tensor", "array", "at once", "views", "subset"]
 
 @pytest.mark.parametrize("source", SOURCES, ids=NAMES)
 @pytest.mark.parametrize(
-    "options", [{}, {"physical_batch_size": 4}, {"padding": False}], ids=str
+    "options", [{}, {"physical_batch_size": 4}, {"isolation": "none"}], ids=str
 )
 def test_a_data_set_that_fills_one_tensor_gives_each_record_once(
     source: Callable[[], Any], options: Any
@@ -177,7 +177,7 @@ def test_the_memory_manager_of_opacus_gives_each_record_once() -> None:
     from opacus.utils.batch_memory_manager import BatchMemoryManager
 
     model, opt = optimizer(dp.Full(N), steps=1)
-    loader = opt.loader(Reusing(), padding=False)
+    loader = opt.loader(Reusing(), isolation="none")
     with BatchMemoryManager(
         data_loader=loader, max_physical_batch_size=5, optimizer=opt
     ) as parts:
@@ -278,7 +278,7 @@ def test_a_batch_is_used_as_it_was_at_the_forward(reuse: str) -> None:
     model, opt = optimizer(dp.Full(N), steps=1)
     array = np.empty((N // 2, N), dtype=np.float32)
     buffer = torch.from_numpy(array)
-    for x, y in opt.loader(TensorDataset(ROWS, torch.ones(N, 1)), padding=False):
+    for x, y in opt.loader(TensorDataset(ROWS, torch.ones(N, 1)), isolation="none"):
         opt.zero_grad()
         for start in (0, N // 2):
             part = x[start : start + N // 2]

@@ -286,10 +286,10 @@ def test_a_run_by_ids_goes_on_by_its_ids_only() -> None:
         return found
 
     model, optimizer = built()
-    loader = optimizer.loader(numbered, ids=IDS, padding=False, steps=2 * T)
+    loader = optimizer.loader(numbered, ids=IDS, isolation="none", steps=2 * T)
     expected = batches(loader.batch_sampler)  # type: ignore[arg-type]
     assert seen(
-        optimizer.loader(numbered, ids=IDS, padding=False, steps=1, resume=True),
+        optimizer.loader(numbered, ids=IDS, isolation="none", steps=1, resume=True),
         9,
         model,
         optimizer,
@@ -300,7 +300,9 @@ def test_a_run_by_ids_goes_on_by_its_ids_only() -> None:
             "dataset must hold the records of the run",
             PrivacyError,
         )
-    again = optimizer.loader(moved, ids=IDS[::-1], padding=False, resume=True, steps=2 * T - 1)
+    again = optimizer.loader(
+        moved, ids=IDS[::-1], isolation="none", resume=True, steps=2 * T - 1
+    )
     assert seen(again, 99, model, optimizer) == expected[1:]
 
     def check() -> None:
@@ -353,7 +355,7 @@ def test_a_loader_of_torch_may_draw_by_ids() -> None:
 def test_no_id_shows_anywhere() -> None:
     """In no repr, state, report or message; the state is secret as long as draws are left."""
     model, optimizer = built()
-    loader = optimizer.loader(DATA, ids=IDS, padding=False)
+    loader = optimizer.loader(DATA, ids=IDS, isolation="none")
     sampler = loader.batch_sampler
     shown = [repr(loader), repr(sampler), repr(sampler.ids), repr(sampler.partition)]  # type: ignore[attr-defined]
     one_step(model, optimizer, *next(iter(loader)))

@@ -71,7 +71,7 @@ def test_passes_over_a_stream_hold_each_record_once(workers: int) -> None:
     )  # fmt: skip
     model = dp.attach(nn.Linear(2, 1), loss_reduction="sum")
     optimizer, stream = dp.HolderSGD(model.parameters(), plan), Stream()
-    loader = optimizer.loader(Spilled(stream), num_workers=workers, padding=False)
+    loader = optimizer.loader(Spilled(stream), num_workers=workers, isolation="none")
     for _ in range(2):
         seen = []
         for x, y in loader:

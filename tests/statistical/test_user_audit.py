@@ -31,7 +31,9 @@ def claimed(mu: float) -> float:
 def released(run: runs.Run, rows: np.ndarray, ids: np.ndarray) -> torch.Tensor:
     """Returns the private means of all steps."""
     found = []
-    for batch in run.opt.loader(runs.dataset(rows), ids, padding=False):  # a draw is one batch
+    for batch in run.opt.loader(
+        runs.dataset(rows), ids, isolation="none"
+    ):  # a draw is one batch
         run.step(batch)
         found.append(float(run.model.layer.weight.grad))
     assert len(found) == STEPS

@@ -346,7 +346,7 @@ def test_draws_of_users_are_filled_up_under_every_adjacency(name: str) -> None:
     plan = make()
     optimizer = cls(nn.Linear(DIM, 1).parameters(), plan)
     sampler = make_sampler(plan.design, size=plan.n, steps=plan.steps)
-    places = slots_of(optimizer, sampler, padding=None).capacity
+    places = slots_of(optimizer, sampler, isolation=None).capacity
     text = dict(plan.lines())["filled"]
     assert (
         text

@@ -201,7 +201,7 @@ def public_numbers(n_records: int, rows: str) -> tuple[float, int, float, int]:
     """Returns rate, steps, divisor and number of charged events of a run on a data set of some size, n declared 64."""
     model = scores(1, rows)
     ours = make_optimizer(model, dp.Poisson(8, 64), adjacency="add_remove")
-    loader = ours.loader(column(*[1.0] * n_records), padding=False)
+    loader = ours.loader(column(*[1.0] * n_records), isolation="none")
     steps, divisors = 0, []
     for (x,) in loader:
         steps += 1

@@ -516,7 +516,7 @@ def isolated_rows(script: Script, evidence: Evidence) -> Iterator[Finding]:
             "batches-not-filled-up",
             "the last bits of a row depend on the number of rows in its batch, which is private:"
             " who is in a batch moves the others",
-            "optimizer.loader(dataset)  # without padding=False, and in place of a loader of yours",
+            "optimizer.loader(dataset)  # without isolation='none', and in place of a loader of yours",
         )
 
 

@@ -32,7 +32,8 @@ from torch_dpsco.rows.attach import attach, first_step_of
 from torch_dpsco.rows.batch import attachments
 from torch_dpsco.rows.blocks import Block, FactoredBlock
 from torch_dpsco.rows.forwards import forget_uses
-from torch_dpsco.sampling import PrivateLoader
+from torch_dpsco.rows.replay import COMPILED, is_compiled, random_parameters, rows_of_a_pass
+from torch_dpsco.sampling import PrivateLoader, Slots
 from torch_dpsco.trial import (
     CHECKED,
     Isolation,
@@ -49,6 +50,7 @@ from torch_dpsco.trial import (
     isolation,
     seed_torch,
 )
+from torch_dpsco.trial.sizes import Sizes, Trial
 
 ROUNDING = 1e-9  # relative, of sums in double precision in any order
 _SEED = 1_000_003
@@ -163,6 +165,7 @@ class Evidence:
         line: gradients of single records.
         refused: what could not be probed.
         isolation: what moves the bits of a row.
+        sizes: of batches in which a record has the same bits, or why there are none but one.
     """
 
     size: int = 0
@@ -179,6 +182,7 @@ class Evidence:
     line: Line | None = None
     refused: list[Refused] = field(default_factory=list)
     isolation: Isolation | None = None
+    sizes: Sizes | str | None = None
 
     @property
     def rows(self) -> Mapping[str, Rows]:
@@ -346,6 +350,29 @@ class _Probe:
         )
         if not isinstance(found, Refused):  # e.g. memory: then it is not known
             self.evidence.isolation = found
+        if source.isolation.open and source.slots is not None:
+            self.evidence.sizes = self._sizes(source.slots)
+
+    def _sizes(self, slots: Slots) -> Sizes | str:
+        """Returns in what sizes draws may be delivered."""
+        params = list(self.script.trainable.values())
+        module = self.script.module
+        if any(map(is_compiled, module.modules())):
+            return COMPILED
+
+        def answers(made: list[Tensor]) -> list[Tensor]:
+            return rows_of_a_pass(params, [], _scalar(self._loss(made)))
+
+        self._start()
+        with random_parameters(module):
+            trial = Trial(
+                answers,
+                self.synthetic.leaves,
+                self.evidence.mean_rows,
+                slots.usual,
+                slots.most,
+            )
+            return trial.sizes()
 
     def look_at_single_records(self) -> None:
         """Compares the gradient of the batch with those of its records alone, and follows these along a line."""

@@ -124,7 +124,9 @@ def joint_norms(parts: Iterable[Tensor]) -> Tensor:
         return first
     squares = first.square()
     for norms in others:
-        squares.addcmul_(norms, norms)
+        # PRIVACY: not addcmul_, whose last numbers may be rounded in another way than the others
+        # (test_norms_of_several_layers_have_the_same_bits_at_every_place)
+        squares.add_(norms.square())
     # what underflows in a square is less than the number added
     return squares.sqrt_().mul_(1.0 + NORM_ERROR[torch.float64]).add_(2.0**-500)
 
@@ -536,9 +538,14 @@ class FactoredBlock(Block):
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds |b| sqrt(weight |a|^2 + bias): (B,) float64."""
-        norms = row_norms(self.backprops)
-        if self.scale != 1:
+        if self.scale & (self.scale - 1) == 0:
+            # PRIVACY: exact, and the same bits for every such number of rows; the norm of what is not multiplied yet
+            # has an error of its own (test_means_over_powers_of_two_have_the_rows_of_a_sum)
+            scaled = self.backprops if self.scale == 1 else self.backprops * self.scale
+            norms = row_norms(scaled)
+        else:
             # margin: that of a norm, once more (docs/proofs/rounding.md#certified-norms)
+            norms = row_norms(self.backprops)
             norms.mul_(self.scale * (1.0 + NORM_ERROR[torch.float64]))
         return norms.mul_(self._factors()) if self.weight else norms
 

@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch_dpsco.compat import tree_flatten, tree_leaves, tree_unflatten
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.rows.batch import batch_sizes
+from torch_dpsco.rows.replay import COMPILED, Replay, is_compiled
 from torch_dpsco.trial import (
     SEED,
     Leaf,
@@ -38,7 +39,8 @@ from torch_dpsco.trial import (
     rows_first,
     seed_torch,
 )
-from torch_dpsco.trial.loss import plain, trace_outputs
+from torch_dpsco.trial.loss import RepeatedLoss, plain, trace_outputs
+from torch_dpsco.trial.sizes import Sizes, torch_settings
 
 # of synthetic batches: the first that is no other size of the model's tensors
 _SIZES = (7, 5, 11, 13, 17, 19, 23)
@@ -88,6 +90,9 @@ class FirstStep:
         self._dims: list[int | None] | None = (
             None  # of the model's outputs, as far as that was seen
         )
+        self.compiled = False  # whether the model is called through torch.compile
+        self._replay: Replay | None = None  # how it was called, without data
+        self._sizes: tuple[Any, Sizes | str] | None = None  # what was found for which draws
 
     @property
     def waits(self) -> bool:
@@ -97,6 +102,28 @@ class FirstStep:
     def settle(self, part: str, verdict: str) -> None:
         """Notes what is known about "model" or "loss", which is not looked at any more."""
         self.verdicts[part], self._open[part] = verdict, False
+
+    def keep(self, loss: RepeatedLoss) -> None:
+        """Keeps what the loop computes from the outputs of the model, without data."""
+        if self._replay is not None:
+            self._replay.loss = loss
+
+    def sizes(self, model: nn.Module, usual: int, most: int) -> Sizes | str:
+        """Returns in what sizes draws may be delivered, or why in one only.
+
+        Args:
+            model: attached, with no rows waiting.
+            usual: rows of a usual draw.
+            most: rows of a draw at most.
+        """
+        if self.compiled or any(map(is_compiled, model.modules())):
+            return COMPILED
+        if self._replay is None:
+            return "the first step was not looked at"
+        asked = usual, most, torch_settings()
+        if self._sizes is None or self._sizes[0] != asked:
+            self._sizes = asked, self._replay.sizes(model, usual, most)
+        return self._sizes[1]
 
     def settle_probed(self, part: str) -> None:
         """Notes that the probes of the doctor were about this part, if they have shown anything."""
@@ -163,6 +190,7 @@ class FirstStep:
             verdict = calls.problem or self._compared(calls)
             if any(dim is not None for dim in calls.dims):
                 self._dims = calls.dims
+                self._replay = calls.replay(self.reduction == "mean")
                 break
         if verdict:  # else the batch was empty
             self.settle("model", verdict)
@@ -232,6 +260,17 @@ class _Calls:
         for t in made:
             device = _CPU if self._on_cpu else t.device
             self.leaves.append(Leaf(tuple(t.shape), t.dtype, device, dim))
+
+    def replay(self, mean: bool) -> Replay:
+        """Returns how the model is called, without data."""
+        inputs = [self._without_data(k, t) for k, t in enumerate(self._inputs)]
+        return Replay(self._structure, inputs, self.dims, mean)
+
+    def _without_data(self, place: int, t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        dim = self._dim if place in self._places else None
+        return Leaf(tuple(t.shape), t.dtype, t.device, dim)
 
     def compared(self) -> str | PrivacyError:
         """Returns what was checked, or how and where records reach each other; puts everything back."""

@@ -57,6 +57,7 @@ from torch_dpsco.rows.batch import (
 from torch_dpsco.rows.first_step import FirstStep
 from torch_dpsco.rows.layers.recorded import require_whole
 from torch_dpsco.trial.loss import plain
+from torch_dpsco.trial.sizes import Sizes
 
 ONE_MODULE = (
     "where a loss needs several forwards of one model (real and generated images, views of a"
@@ -240,6 +241,10 @@ class Attachment:
                 " without retain_graph"
             )
 
+    def sizes(self, usual: int, most: int) -> Sizes | str:
+        """Returns in what sizes draws may be delivered, see `FirstStep.sizes`."""
+        return self.first.sizes(self.layers[0], usual, most)
+
     def refuse(self, message: str) -> NoReturn:
         """Drops all rows that wait, since a part of the refused backward may be among them, and raises."""
         clear_rows(self.factored + self.dense)
@@ -362,8 +367,16 @@ def _changed(attachment: Attachment) -> set[str]:
 
 def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     # out of the graph of a compiled model
-    begin = torch.compiler.disable(_begin) if torch.compiler.is_compiling() else _begin
-    return begin(model, args, kwargs)
+    if torch.compiler.is_compiling():
+        return torch.compiler.disable(_begin_compiled)(model, args, kwargs)
+    return _begin(model, args, kwargs)
+
+
+def _begin_compiled(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    # PRIVACY: what a compiled model computes depends on the sizes that came before
+    # (test_a_compiled_model_keeps_slots)
+    model._dpsco.first.compiled = True  # type: ignore[union-attr]
+    return _begin(model, args, kwargs)
 
 
 def _begin(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -476,7 +489,7 @@ def _tell_of_filling(error: BaseException, rows: int) -> None:
         f"torch_dpsco: of the {rows} rows of this batch some may be filling, which hides how many"
         " records were drawn: zeros in all tensors (a length of 0, class 0), at any place. Make"
         " the forward take such rows, e.g. by lengths.clamp(min=1), and by a mask in place of"
-        " packed sequences; or give padding=False to optimizer.loader(...), whose risk"
+        " packed sequences; or give isolation='none' to optimizer.loader(...), whose risk"
         " docs/guarantees.md describes"
     )
     if len(error.args) == 1 and isinstance(error.args[0], str):

@@ -1,10 +1,12 @@
 """Loaders that hand each draw to the optimizer, whole or in physical batches, and log what they deliver.
 
-Slots: where records stand in physical batches of one fixed public size, so that no record's arithmetic depends on
-others. Matrix libraries choose kernels by the number of rows, and may treat rows by their position: a record more
-changes the last bits of all others, which a kink of the loss makes as large as it likes. So each draw is delivered in
-blocks of exactly M rows, M public, filled up with rows of zeros that no oracle ever sees; a record's row in its block
-(its slot) does not depend on the other records:
+Isolation: no record's arithmetic may depend on others. Matrix libraries choose kernels by the number of rows, and may
+treat rows by their position: a record more changes the last bits of all others, which a kink of the loss makes as large
+as it likes. There are two levels. "rounded": each draw is delivered in batches whose sizes come from a public set, of
+which a test has shown that they give every record the same bits, at every place; they are filled up with rows of zeros
+that no oracle ever sees. "slots", wherever that test fails or was not made yet: each draw is delivered in blocks of
+exactly M rows, M public, filled up likewise; a record's row in its block (its slot) does not depend on the other
+records:
 
 * units (records, or users) get places in [0, capacity), uniformly without replacement, from a secret stream;
   a unit more takes a place that was free, and all others stay. Only where a draw has more units than the capacity does
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 import copy
 import math
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +48,7 @@ from torch_dpsco.errors import UnitError
 from torch_dpsco.noise import Stream, sampling_generator
 from torch_dpsco.sampling.datasets import Gathered, one_by_one
 from torch_dpsco.sampling.samplers import Chunk, DesignSampler, records_of
+from torch_dpsco.trial.sizes import Sizes
 
 _Indices = npt.NDArray[np.int64]
 _MOST_WORKERS = 1024  # processes
@@ -105,6 +109,7 @@ class PrivateLoader:
         num_workers: as in DataLoader.
         pin_memory: as in DataLoader.
         slots: where records stand in blocks of a fixed size, which are filled up; None for batches of records only.
+        rounded: whether batches of several sizes may take the place of these blocks, once a test has passed.
     """
 
     # What else a torch DataLoader has, for those who copy its settings (Opacus' BatchMemoryManager does).
@@ -124,6 +129,7 @@ class PrivateLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
         slots: Slots | None = None,
+        rounded: bool = False,
     ) -> None:
         if isinstance(dataset, TensorDataset):
             _require_real(dataset.tensors)
@@ -132,7 +138,7 @@ class PrivateLoader:
         self.slots = slots
         if check.count(num_workers=num_workers) > _MOST_WORKERS:
             raise ValueError(f"num_workers must be at most {_MOST_WORKERS} (got {num_workers})")
-        self.isolation = Isolation(block=None if slots is None else slots.block)
+        self.isolation = Isolation(slots=slots, open=rounded)
         self.physical_batch_size = physical_batch_size
         if physical_batch_size is not None:
             check.positive_count(physical_batch_size=physical_batch_size)
@@ -190,13 +196,12 @@ class PrivateLoader:
                 # PRIVACY: none can be chosen, by no other loader either
                 # (test_a_draw_that_is_delivered_again_has_the_places_that_it_had)
                 places = log.held.places
-            if places is None and self.slots is not None:
+            if places is None and self.slots is not None and not self.isolation.is_rounded():
                 places = self.slots.places(len(indices) if sizes is None else len(sizes))
             blocks = self._blocks(len(indices), sizes, places)
             start = 0
-            for k, (part, slots) in enumerate(blocks, start=1):
+            for k, (part, slots, size) in enumerate(blocks, start=1):
                 rows = indices[part]
-                size = len(rows) if self.slots is None else self.slots.block
                 users = None if self._ids is None else self._ids[torch.from_numpy(rows)]
                 if slots is not None and users is not None:  # rows of the filling are nobody's
                     users = filled(users, slots, size, -1)
@@ -209,14 +214,23 @@ class PrivateLoader:
 
     def _blocks(
         self, size: int, sizes: _Indices | None, places: _Indices | None
-    ) -> list[tuple[Any, Tensor | None]]:
-        """Returns which rows of a draw are delivered together, and their slots where they have some."""
-        if self.slots is None or places is None:
-            step = self.physical_batch_size or max(1, size)
-            return [(slice(start, start + step), None) for start in range(0, max(1, size), step)]
+    ) -> list[tuple[Any, Tensor | None, int]]:
+        """Returns which rows of a draw are delivered together, their slots where they have some, and the batch's size.
+
+        Args:
+            size: rows of the draw.
+            sizes: those of each user, where users are drawn.
+            places: of its records or users; None where they have none.
+        """
         slots = self.slots
+        if slots is None:
+            step = self.physical_batch_size or max(1, size)
+            starts = range(0, max(1, size), step)
+            return [(slice(a, a + step), None, min(step, size - a)) for a in starts]
+        if places is None:
+            return list(self.isolation.rounded(size, self.physical_batch_size))
         made = slots.of_records(places) if sizes is None else slots.of_users(sizes, places)
-        return [(part, torch.from_numpy(slots)) for part, slots in made]
+        return [(part, torch.from_numpy(found), slots.block) for part, found in made]
 
     def _batches(self, parts: Iterator[_Indices]) -> Iterator[Any]:
         if self.gathers and isinstance(self.dataset, Gathered):
@@ -302,7 +316,7 @@ def filled(batch: Any, slots: Tensor, size: int, value: float = 0) -> Any:
 
 _NOT_ROWS = (
     "a batch must be of tensors whose first dimension is the records, so that it can be filled up"
-    " to a public size: collate to such tensors, or give padding=False, whose risk"
+    " to a public size: collate to such tensors, or give isolation='none', whose risk"
     " docs/guarantees.md describes"
 )
 
@@ -384,32 +398,91 @@ def _rate(excess: float) -> float:
     return (1.0 + excess) * math.log1p(excess) - excess
 
 
+LEVELS = ("rounded", "slots", "none")
+
+
 @dataclass
 class Isolation:
-    """What is assumed about the kernels that compute rows, and what a probe has found.
+    """How records of a draw are kept apart in floating point, what is assumed for it, and what a test has found.
 
     Args:
         private: whether the number of rows of a draw is.
-        block: rows of each batch, where they are filled up.
-        checked: what a probe of synthetic records has found.
+        slots: where records stand, where all batches are filled up to one size.
+        open: whether batches of several sizes are still to be tested.
+        tested: sizes that have passed.
+        checked: what a probe of made-up records has found of one size.
+        why: why there are no batches of several sizes.
     """
 
     private: bool = False
-    block: int | None = None
+    slots: Slots | None = None
+    open: bool = False
+    tested: Sizes | None = None
     checked: str = "it was not checked"
+    why: str = ""
+
+    @property
+    def level(self) -> str:
+        """The one of `LEVELS` that holds for the next draw."""
+        if self.slots is None:
+            return "none"
+        return "rounded" if self.tested is not None else "slots"
+
+    def settle(self, found: Sizes | str) -> None:
+        """Takes what the test of batches of several sizes has found."""
+        self.open = False
+        self.tested = None if isinstance(found, str) else found
+        self.why = found if isinstance(found, str) else ""
+
+    def is_rounded(self) -> bool:
+        """Returns whether the next draw is delivered in batches of several sizes."""
+        if self.tested is None:
+            return False
+        if not self.tested.hold:
+            # PRIVACY: other kernels were never tested (test_other_settings_of_torch_end_batches_of_several_sizes)
+            self.tested = None
+            self.why = "torch is set in another way than for the test"
+        return self.tested is not None
+
+    def rounded(self, rows: int, most: int | None) -> Iterator[tuple[slice, Tensor, int]]:
+        """Yields the rows of each batch of a draw, their places in it, and its size: of the number of rows alone.
+
+        Args:
+            rows: of the draw.
+            most: of a batch, if that is limited.
+        """
+        assert self.tested is not None
+        sizes = self.tested.sizes
+        last = bisect_right(sizes, most) if most is not None else len(sizes)
+        largest = sizes[max(0, last - 1)]
+        for start in range(0, max(1, rows), largest):
+            part = min(largest, rows - start)
+            size = sizes[bisect_left(sizes, part)]
+            yield slice(start, start + part), torch.arange(part), size
 
     def __str__(self) -> str:
-        if self.private and self.block is None:
+        if self.tested is not None:
+            sizes = self.tested.sizes
             return (
-                "batches are not filled up to a public size: a record's row must not depend on how"
-                f" many others are in its batch, to the last bit ({self.checked})"
+                f"isolation of records: rounded. Kernels give a record the same bits in batches of {sizes[0]} to"
+                f" {sizes[-1]} rows ({len(sizes)} sizes), to which draws are filled up, at every place; it held"
+                f" for {self.tested.records} made-up records, which proves nothing about others"
+                ' (isolation="slots" assumes less)'
             )
-        size = "one size"
-        if self.block is not None:
-            size = f"{self.block} rows, to which all are filled up,"
+        if self.private and self.slots is None:
+            return (
+                "isolation of records: none. Batches are not filled up to a public size: a record's row must not"
+                f" depend on how many others are in its batch, to the last bit ({self.checked})"
+            )
+        if self.slots is None:
+            return (
+                "kernels for batches of one size compute each row from its own record alone, to the last"
+                f" bit ({self.checked})"
+            )
+        why = f"; {self.why}" if self.why else ""
         return (
-            f"kernels for batches of {size} compute each row from its own record alone, to the last"
-            f" bit ({self.checked})"
+            f"isolation of records: slots. Kernels for batches of {self.slots.block} rows, to which all are filled up,"
+            f" compute each row from its own record alone, to the last bit ({self.checked}{why})"
         )
 
 
@@ -439,6 +512,9 @@ class Slots:
         self._users = of_users
         self._dim = dim
         self.block = self._fitting(physical_batch_size)
+        # rows of a draw, as far as that is known: users have any number of them
+        self.usual = self.block if of_users else math.ceil(design.batch_size / processes)
+        self.most = self.block if of_users else self.capacity
         self._rng = sampling_generator()
         self._keeps = isinstance(design, Full)
         self._kept = np.empty(0, dtype=np.int64)

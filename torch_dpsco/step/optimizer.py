@@ -45,6 +45,7 @@ from torch_dpsco.sampling import (
     UserLoader,
     user_ids,
 )
+from torch_dpsco.sampling.loader import LEVELS
 from torch_dpsco.step import checks
 from torch_dpsco.step.batch import LogicalBatch
 from torch_dpsco.step.checkpoint import (
@@ -173,7 +174,7 @@ class RunOptimizer(CommonOptimizer):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
-        padding: bool | None = None,
+        isolation: str | None = None,
     ) -> PrivateLoader:
         """Returns a loader that draws batches of `dataset` by this optimizer's design.
 
@@ -199,10 +200,12 @@ class RunOptimizer(CommonOptimizer):
             collate_fn: as in DataLoader.
             num_workers: as in DataLoader.
             pin_memory: as in DataLoader.
-            padding: whether all batches have the same public number of rows, those that are no records being zeros
-                that no step counts: then a record's row depends on no other record, not in its last bits either (see
-                docs/guarantees.md). Default: where the number of rows drawn is private, as it always is for users, or
-                tells who was drawn, as it does of Poisson batches and passes of random allocation.
+            isolation: how a record's row is kept from depending on other records in its last bits, where the number of
+                rows drawn is private, as it always is for users, or tells who was drawn, as it does of Poisson batches
+                and passes of random allocation: batches are filled up with zeros that no step counts (see
+                docs/guarantees.md). "rounded", to the next of several public sizes, as soon as a test of the first step
+                has passed, and as "slots" wherever it does not; the default there. "slots", to one public size, which
+                assumes less and costs more. "none", not at all.
 
         Raises:
             UnitError: the data set, or all shards together, do not have the declared number of records although that is
@@ -225,10 +228,11 @@ class RunOptimizer(CommonOptimizer):
         sampler = self._world.sampler(
             self, drawn.held if own else drawn.size, steps, partition, drawn.named, shard=own
         )
+        check.choice((None, *LEVELS), isolation=isolation)
         slots = make_slots(
             run,
             sampler,
-            padding=padding,
+            isolation=isolation,
             most=physical_batch_size,
             records=drawn.shard,
             dim=sum(p.numel() for p in self._trained()),
@@ -243,6 +247,7 @@ class RunOptimizer(CommonOptimizer):
             num_workers=num_workers,
             pin_memory=pin_memory,
             slots=slots,
+            rounded=slots is not None and isolation != "slots",
         )
         self.bind(loader)
         return loader
@@ -275,6 +280,16 @@ class RunOptimizer(CommonOptimizer):
         self._isolation.private = self.sizes_are_private
         return loader
 
+    def _settle_isolation(self) -> None:
+        """Tests after a first step whether draws may come in batches of several sizes."""
+        models = attachments(self._params)
+        slots = self._isolation.slots
+        assert slots is not None
+        found = "it is not one attached model that is trained"
+        if len(models) == 1:
+            found = models[0].sizes(slots.usual, slots.most)
+        self._isolation.settle(found)
+
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Takes the next batch for a part of a draw; Opacus' BatchMemoryManager calls this before each part.
 
@@ -288,7 +303,7 @@ class RunOptimizer(CommonOptimizer):
         self._batch.split(more=do_skip)
         # PRIVACY: parts are cut by Opacus from what the sampler drew, not from blocks of the loader
         # (test_a_report_on_parts_cut_by_opacus_says_that_they_are_not_filled_up)
-        self._isolation = replace(self._isolation, block=None)
+        self._isolation = replace(self._isolation, slots=None, tested=None, open=False)
 
     @property
     def run(self) -> str:
@@ -602,7 +617,7 @@ def make_slots(
     run: Run,
     sampler: DesignSampler,
     *,
-    padding: bool | None,
+    isolation: str | None,
     most: int | None,
     records: int | None,
     dim: int,
@@ -612,18 +627,14 @@ def make_slots(
     Args:
         run: it.
         sampler: of the loader.
-        padding: whether batches are filled up; None for where they must be.
+        isolation: one of `LEVELS`; None for where batches must be filled up.
         most: rows of a physical batch.
         records: most records of this process, where each has its own.
         dim: number of parameters.
     """
     # PRIVACY: neighbors draw batches of different sizes, or it shows who was drawn
     # (test_a_record_more_moves_the_sum_of_a_kinked_net_by_one_clip)
-    if not (
-        run.sizes_are_private
-        if padding is None
-        else check.choice((True, False), padding=padding)
-    ):
+    if not run.sizes_are_private if isolation is None else isolation == "none":
         return None
     # PRIVACY: where each process has records of its own all may be on one, whose draws must fit as well
     # (test_blocks_of_a_process_with_own_records_have_room_for_a_whole_draw)

@@ -184,6 +184,8 @@ class PrivateOptimizer(RunOptimizer):
             raise
         self._batch.finish(used=True)
         self._apply(params, release)
+        if self._isolation.open:
+            self._settle_isolation()
         if progress.steps == run.planned:
             self._end()
 

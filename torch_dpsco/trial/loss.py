@@ -53,6 +53,9 @@ class WatchedStep(Protocol):
     def settle(self, part: str, verdict: str) -> None:
         """Notes what is known about "model" or "loss"."""
 
+    def keep(self, loss: RepeatedLoss) -> None:
+        """Keeps a loss, all of whose operations were seen, without data."""
+
 
 # numbers that leave torch, and what is done to gradients: neither is repeated
 _OUT_OF_SIGHT = {
@@ -249,7 +252,12 @@ class _Trace:
                     self._lost.add("autograd.Function")
             if weighted:
                 self._lost.add("a gradient given to backward()")
-            verdict = self._repeated(loss._place)
+            repeated = RepeatedLoss(
+                self._outputs, [t for _, t in self._elsewhere.values()], self._calls, loss._place
+            )
+            verdict = self._repeated(repeated)
+            if verdict.startswith(CHECKED) and not self._lost:
+                self._step.keep(repeated.without_data())
             left = sorted(self._lost)
             self._step.settle(
                 "loss",
@@ -261,10 +269,7 @@ class _Trace:
         self.ends = set()
         self.through = {}
 
-    def _repeated(self, root: int) -> str:
-        repeated = RepeatedLoss(
-            self._outputs, [t for _, t in self._elsewhere.values()], self._calls, root
-        )
+    def _repeated(self, repeated: RepeatedLoss) -> str:
         streams = RandomStreams()
         try:
             with torch.enable_grad(), without_subclasses(), warnings.catch_warnings():
@@ -385,16 +390,35 @@ class RepeatedLoss:
         self._root = root
         self._dim = outputs[0].dim or 0
         self._rows = outputs[0].shape[self._dim]
+        self.leaves: list[
+            Leaf
+        ] = []  # what tensors from elsewhere look like, of a loss without data
+
+    def without_data(self) -> RepeatedLoss:
+        """Returns the same loss, which holds shapes of tensors and none of them."""
+        kept = copy.copy(self)
+        kept.leaves = self._others(self._indices_of_records())
+        kept._elsewhere = []
+        return kept
+
+    def of(self, outputs: Sequence[Tensor], elsewhere: Sequence[Tensor]) -> Tensor:
+        """Returns the loss of outputs of the model, with made-up tensors in place of those that came from elsewhere."""
+        total: Tensor = self._repeat(dict(enumerate(outputs)), elsewhere)[self._root].sum()
+        return total
+
+    def _others(self, picks: set[int]) -> list[Leaf]:
+        """Returns what tensors from elsewhere look like."""
+        # as many classes as records, say: then nothing tells weights of classes from targets of records
+        sizes = [(d == leaf.dim, n) for leaf in self._outputs for d, n in enumerate(leaf.shape)]
+        unclear = (False, self._rows) in sizes
+        return [self._leaf(t, unclear, k in picks) for k, t in enumerate(self._elsewhere)]
 
     def verdict(self) -> str:
         """Returns what was checked, in words; raises PrivacyError if records reach each other."""
         picks = self._indices_of_records()
         if any(self._elsewhere[k].numel() != self._rows for k in picks):
             return "not checked, records may be picked by an index"
-        # as many classes as records, say: then nothing tells weights of classes from targets of records
-        sizes = [(d == leaf.dim, n) for leaf in self._outputs for d, n in enumerate(leaf.shape)]
-        unclear = (False, self._rows) in sizes
-        others = [self._leaf(t, unclear, k in picks) for k, t in enumerate(self._elsewhere)]
+        others = self._others(picks)
         leaves = [*self._outputs, *others]
         if sum(torch.Size(leaf.shape).numel() for leaf in leaves) > _MOST_NUMBERS:
             return "not checked, it is of too many numbers"
@@ -440,15 +464,9 @@ class RepeatedLoss:
             k for k, kind in kinds.items() if not kind.is_floating_point and kind != torch.bool
         }
 
-    def _repeat(self, made: Sequence[Tensor]) -> dict[int, Any]:
-        """Returns all results of the operations, by place."""
+    def _repeat(self, values: dict[int, Any], elsewhere: Sequence[Tensor]) -> dict[int, Any]:
+        """Returns all results of the operations, by place, after those of the outputs."""
         seed_torch(SEED)
-        outputs = made[: len(self._outputs)]
-        elsewhere = made[len(self._outputs) :]
-        # they may be written to
-        values: dict[int, Any] = {
-            k: t.requires_grad_(True).clone() for k, t in enumerate(outputs)
-        }
         for call in self._calls:
             args, kwargs = tree_map(
                 lambda leaf: _given(leaf, values, elsewhere), (call.args, call.kwargs)
@@ -460,8 +478,10 @@ class RepeatedLoss:
         return values
 
     def _gradients(self, made: Sequence[Tensor]) -> list[Rows]:
-        loss = self._repeat(made)[self._root].sum()
         outputs = list(made[: len(self._outputs)])
+        # copies: they may be written to
+        copies = [t.requires_grad_(True).clone() for t in outputs]
+        loss = self.of(copies, made[len(self._outputs) :])
         found = torch.autograd.grad(loss, outputs, allow_unused=True, materialize_grads=True)
         return [
             rows_first(t, leaf.dim or 0) for t, leaf in zip(found, self._outputs, strict=True)

@@ -1,0 +1,231 @@
+"""Which sizes of batches give every record the same bits: assumption (A2), tested on made-up records.
+
+F_s(i, x) is what the kernels compute for record x in row i of a batch of s rows. Batches may have any of the sizes in S
+if F_s(i, x) depends neither on s in S nor on i, to the last bit. Two things decide it. Kernels of elementwise functions
+run another exp on the last numbers of a tensor than on the others, for few values only, so that a rule takes care of
+them: the numbers of a batch, and of the part of each thread, are a multiple of what a vector of the CPU holds. What
+matrix products, and all else, do is tested: the same made-up records in batches of several sizes, at other places, at
+random parameters. Source: docs/proofs/record_isolation.md#batches-of-several-sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_dpsco.trial import SEED, Leaf, Refused, SyntheticBatches, attempt
+
+RECORDS = (
+    2500  # made up: a dependence of 1 % of them is missed with probability .99^2500 < 2e-11
+)
+_FEWEST = 700  # of models whose steps are long: .99^700 < 1e-3
+_STEPS = 20  # plain steps that the test may take, unless there would be fewer records
+_GRIDS = (4, 8, 16, 32)
+_LEAST = 8  # rows
+_GRAIN = 32768  # numbers that torch leaves to one thread
+_VECTORS = {torch.float32: 32, torch.float64: 16, torch.float16: 64, torch.bfloat16: 64}
+_MOST_NUMBERS = 2**22  # whose bits are added up at once
+# elementwise functions that IEEE 754 defines to the last bit, or that only choose and copy
+_EXACT = frozenset(
+    """
+    abs add bitwise_and bitwise_not bitwise_or ceil clamp clamp_max clamp_min clone copy _to_copy detach div eq fill
+    floor ge gt hardtanh hardtanh_backward isfinite isinf isnan le leaky_relu leaky_relu_backward logical_and
+    logical_not logical_or lt masked_fill maximum minimum mul ne neg ones_like relu round rsub sign sqrt square sub
+    threshold threshold_backward trunc where zero zeros_like
+    """.split()  # noqa: SIM905
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Batches in which each record has the same bits, as far as a test has shown.
+
+    Args:
+        sizes: rows of a batch, increasing.
+        settings: of torch, under which this was tested.
+        records: made up, that were compared.
+    """
+
+    sizes: Sequence[int]
+    settings: tuple[Any, ...]
+    records: int
+
+    @property
+    def hold(self) -> bool:
+        """Whether torch is set as it was for the test."""
+        return self.settings == torch_settings()
+
+
+def torch_settings() -> tuple[Any, ...]:
+    """Returns what decides which kernels run."""
+    return (
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.backends.mkldnn.enabled,
+    )
+
+
+class DrawsError(Exception):
+    """A model draws random numbers in a way that cannot be left out."""
+
+
+class _Watched(TorchDispatchMode):
+    """Notes elementwise functions whose last numbers may be computed in another way, and leaves random masks out.
+
+    Args:
+        rows: of the batch.
+    """
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rows = rows
+        self.widths: set[tuple[int, torch.dtype]] = set()  # numbers per record
+        self.random = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Runs an operation."""
+        name = func.overloadpacket.__name__
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            if name == "bernoulli_":
+                self.random = True
+                return args[0].fill_(1.0)
+            places = [k for k, a in enumerate(func._schema.arguments) if a.name == "dropout_p"]
+            chosen = {k: args[k] for k in places if k < len(args)}
+            if not places or any(chosen.values()) or (kwargs or {}).get("dropout_p"):
+                raise DrawsError(name)
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.pointwise in func.tags and not _is_exact(name.rstrip("_"), args):
+            self._note(result)
+        return result
+
+    def _note(self, result: Any) -> None:
+        known = isinstance(result, Tensor) and result.dtype in _VECTORS
+        if known and not result.numel() % self.rows:
+            self.widths.add((result.numel() // self.rows, result.dtype))
+
+
+def _is_exact(name: str, args: tuple[Any, ...]) -> bool:
+    """Returns whether an elementwise function gives the same bits in a vector of the CPU and outside of one."""
+    return name in _EXACT or (name == "pow" and args[1:] == (2,))
+
+
+def whole(numbers: int, unit: int, threads: int) -> bool:
+    """Returns whether an elementwise kernel computes all numbers of a tensor in full vectors, in each thread."""
+    parts = min(threads, -(-numbers // _GRAIN)) or 1
+    return numbers % unit == 0 and -(-numbers // parts) % unit == 0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A training pass that can be made over made-up records.
+
+    Args:
+        answers: of a batch of made-up tensors: tensors with a row for each record.
+        leaves: what the tensors look like.
+        mean: whether the loss is a mean over the batch, which powers of 2 divide exactly.
+        usual: rows of a usual batch.
+        most: rows of a batch at most.
+    """
+
+    answers: Callable[[list[Tensor]], Sequence[Tensor]]
+    leaves: Sequence[Leaf]
+    mean: bool
+    usual: int
+    most: int
+
+    def sizes(self) -> Sizes | str:
+        """Returns sizes under which records are apart, or in words why there are none; never raises."""
+        if any(leaf.device.type != "cpu" for leaf in self.leaves):
+            return "batches of several sizes are tested on the CPU only"
+        if torch.is_autocast_enabled("cpu"):
+            return "batches of several sizes are not tested under autocast"
+        found = attempt("batches of several sizes", self._found)
+        if isinstance(found, Refused):  # only the kind: messages may quote shapes
+            return f"batches of several sizes raise {type(found.error).__name__} for made-up records"
+        return found
+
+    def _found(self) -> Sizes | str:
+        watched = _Watched(13)
+        pool = SyntheticBatches(self.leaves, 13, None)
+        with watched:
+            self.answers(pool.batch())
+        if watched.random:
+            return "the model draws random numbers, whose order would depend on the sizes of batches"
+        records = max(_FEWEST, min(RECORDS, _STEPS * self.usual))
+        for grid in _GRIDS:
+            sizes = self._admitted(grid, watched.widths)
+            # few records first: what depends on the place mostly does so for many
+            if sizes and all(self._same_bits(sizes, k) for k in (self.usual, records)):
+                return Sizes(sizes, torch_settings(), records)
+        return "bits of a record depend on the number of rows, or on its place"
+
+    def _admitted(self, grid: int, widths: set[tuple[int, torch.dtype]]) -> list[int]:
+        """Returns the sizes on a grid that the rules admit."""
+        threads = torch.get_num_threads()
+        last = max(self.most, self.usual)
+        found: list[int] = []
+        for size in range(-(-_LEAST // grid) * grid, 64 * last, grid):
+            if self.mean and size & (size - 1):
+                continue
+            if all(whole(size * d, _VECTORS[kind], threads) for d, kind in widths):
+                found.append(size)
+                if size >= last:  # a draw comes in one batch
+                    break
+        return found
+
+    def _same_bits(self, sizes: Sequence[int], records: int) -> bool:
+        """Returns whether made-up records have the same bits in batches of several sizes and at several places."""
+        pool = SyntheticBatches(self.leaves, records, None)
+        near = [k for k, size in enumerate(sizes) if size >= self.usual] or [len(sizes) - 1]
+        usual = sizes[near[0]]
+        first = self._bits(pool, records, [usual], 0)
+        places = {0, len(sizes) - 1, *range(max(0, near[0] - 3), min(len(sizes), near[0] + 4))}
+        others = [sizes[k] for k in sorted(places, key=lambda k: abs(sizes[k] - usual))]
+        others = others[1:] + others[:1]
+        return torch.equal(first, self._bits(pool, records, others, records // 3 + 1))
+
+    def _bits(
+        self, pool: SyntheticBatches, records: int, sizes: Sequence[int], start: int
+    ) -> Tensor:
+        """Returns (records, answers) sums of bits, of batches whose sizes take turns, from a record on."""
+        found: list[Tensor] = []
+        done = 0
+        turn = 0
+        while done < records:
+            size = sizes[turn % len(sizes)]
+            chosen = [(start + done + k) % records for k in range(size)]
+            scales = [(1.0, -1.0, 1e-2, -1e-2)[k % 4] for k in chosen]
+            numbers = {k: scales for k, leaf in enumerate(self.leaves) if _scaled(leaf)}
+            answers = self.answers(pool.batch(numbers, chosen))
+            rows = torch.stack([_sum_of_bits(t) for t in answers if len(t) == size], dim=1)
+            found.append(rows[: records - done])
+            done += size
+            turn += 1
+        return torch.cat(found).roll(start, 0)
+
+
+def _scaled(leaf: Leaf) -> bool:
+    return leaf.dim is not None and leaf.is_number and not leaf.target and not leaf.counts
+
+
+def _sum_of_bits(rows: Tensor) -> Tensor:
+    """Returns (B,) int64, which differ where a bit of a row does, but for a probability of about 2^-64."""
+    flat = rows.detach().reshape(len(rows), -1).contiguous()
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(len(rows), -1)
+    bits = flat.view(kinds[flat.element_size()]) if flat.dtype != torch.bool else flat
+    generator = torch.Generator().manual_seed(SEED)
+    factors = torch.randint(-(2**62), 2**62, (bits.shape[1],), generator=generator) * 2 + 1
+    step = max(1, _MOST_NUMBERS // max(1, bits.shape[1]))
+    parts = [(bits[k : k + step].long() * factors).sum(1) for k in range(0, len(bits), step)]
+    return torch.cat(parts)
