@@ -135,11 +135,13 @@ def test_an_exception_over_filled_rows_tells_of_the_filling(
         train(model)
     told = f"{caught.value} {getattr(caught.value, '__notes__', '')}"
     assert "rows of this batch some may be filling" in told
-    assert "isolation="none"" in told
+    assert "isolation='none'" in told
     assert type(caught.value) is error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert train(dp.attach(Lengths(error, *args), loss_reduction="sum"), isolation="none") == 1
+        assert (
+            train(dp.attach(Lengths(error, *args), loss_reduction="sum"), isolation="none") == 1
+        )
 
 
 def test_an_exception_over_rows_that_are_not_filled_is_left_alone() -> None:

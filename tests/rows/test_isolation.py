@@ -230,7 +230,8 @@ def test_a_user_of_two_rows_moves_the_score_of_the_filter_as_one_of_one_row(monk
     assert score_with(1, monkeypatch) == score_with(2, monkeypatch)
     assert (
         abs(
-            score_with(1, monkeypatch, isolation="none") - score_with(2, monkeypatch, isolation="none")
+            score_with(1, monkeypatch, isolation="none")
+            - score_with(2, monkeypatch, isolation="none")
         )
         > 10.0
     )
@@ -313,7 +314,10 @@ def test_rows_of_the_filling_contribute_exactly_nothing(net, kind, most):
             dp.attach(model, rows=kind, loss_reduction="mean" if padding else "sum")
         optimizer = make_optimizer(model, Poisson(16, 16), adjacency="add_remove", clip=0.5)
         for batch in optimizer.loader(
-            TensorDataset(x, y), steps=1, isolation="slots" if padding else "none", physical_batch_size=most
+            TensorDataset(x, y),
+            steps=1,
+            isolation="slots" if padding else "none",
+            physical_batch_size=most,
         ):
             _forward(model, optimizer, batch, kind)
         assert optimizer.steps == 1
@@ -606,7 +610,7 @@ def test_batches_that_cannot_be_filled_up_are_refused_by_name():
     optimizer = make_optimizer(
         dp.attach(nn.Linear(2, 1)), Poisson(16, 16), adjacency="add_remove"
     )
-    with pytest.raises(ValueError, match="isolation="none""):
+    with pytest.raises(ValueError, match="isolation='none'"):
         next(iter(optimizer.loader(Words())))
     optimizer.discard()
     x, words = next(iter(optimizer.loader(Words(), isolation="none")))
