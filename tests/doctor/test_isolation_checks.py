@@ -80,8 +80,10 @@ def test_rows_that_depend_on_others_to_the_last_bit_are_found(adjacency):
 def test_the_report_quotes_what_was_found():
     _, optimizer = diagnosed("size")
     text = " ".join(str(optimizer.report(1e-5)).split())
-    rows = min(256, optimizer._isolation.block)
-    assert f"batches of {optimizer._isolation.block} rows, to which all are filled up" in text
+    rows = min(256, optimizer._isolation.slots.block)
+    assert (
+        f"batches of {optimizer._isolation.slots.block} rows, to which all are filled up" in text
+    )
     assert (
         f"it holds for made-up records in batches of {rows} rows; bits depend on the number of rows"
         in text

@@ -352,7 +352,7 @@ def test_a_draw_without_records_is_a_step_of_noise_with_a_block_of_filling():
     model = dp.attach(nn.Linear(2, 1), loss_reduction="sum")
     optimizer = make_optimizer(model, Poisson(1, 10**6), adjacency="add_remove")
     before = model.weight.detach().clone()
-    for (x,) in optimizer.loader(TensorDataset(torch.ones(3, 2)), steps=3):
+    for (x,) in optimizer.loader(TensorDataset(torch.ones(3, 2)), steps=3, isolation="slots"):
         assert len(x) == capacity(optimizer.design) == optimizer.outstanding_rows
         model(x).sum().backward()
         optimizer.step()
@@ -435,7 +435,7 @@ def test_a_draw_that_overflows_is_split_into_more_blocks_of_the_same_size():
     optimizer = make_optimizer(model, Poisson(16, 16), adjacency="add_remove", clip=10.0)
     sizes = []
     for (x,) in optimizer.loader(
-        TensorDataset(torch.ones(130, 2)), steps=2
+        TensorDataset(torch.ones(130, 2)), steps=2, isolation="slots"
     ):  # true size far above the reference
         sizes.append(len(x))
         model(x).sum().backward()
@@ -595,7 +595,7 @@ def test_batches_are_filled_up_where_the_number_of_records_in_them_is_private():
     run = runs.clipped(5)
     assert run.opt.loader(*runs.agreeing(5)).slots is not None
     with pytest.raises(ValueError, match="isolation"):
-        loader_of("add_remove", padding="yes")
+        loader_of("add_remove", isolation="yes")
 
 
 class Words(Dataset):

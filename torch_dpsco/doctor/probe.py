@@ -32,7 +32,13 @@ from torch_dpsco.rows.attach import attach, first_step_of
 from torch_dpsco.rows.batch import attachments
 from torch_dpsco.rows.blocks import Block, FactoredBlock
 from torch_dpsco.rows.forwards import forget_uses
-from torch_dpsco.rows.replay import COMPILED, is_compiled, random_parameters, rows_of_a_pass
+from torch_dpsco.rows.replay import (
+    COMPILED,
+    exact_means_of,
+    is_compiled,
+    random_parameters,
+    rows_of_a_pass,
+)
 from torch_dpsco.sampling import PrivateLoader, Slots
 from torch_dpsco.trial import (
     CHECKED,
@@ -369,6 +375,7 @@ class _Probe:
                 answers,
                 self.synthetic.leaves,
                 self.evidence.mean_rows,
+                exact_means_of(module),
                 slots.usual,
                 slots.most,
             )

@@ -108,21 +108,27 @@ class FirstStep:
         if self._replay is not None:
             self._replay.loss = loss
 
-    def sizes(self, model: nn.Module, usual: int, most: int) -> Sizes | str:
-        """Returns in what sizes draws may be delivered, or why in one only.
+    def sizes(
+        self, model: nn.Module, usual: int, most: int, *, known: bool
+    ) -> Sizes | str | None:
+        """Returns in what sizes draws may be delivered, or why in one only; None if that is not known.
 
         Args:
             model: attached, with no rows waiting.
             usual: rows of a usual draw.
             most: rows of a draw at most.
+            known: whether no test is made.
         """
         if self.compiled or any(map(is_compiled, model.modules())):
             return COMPILED
+        asked = usual, most, torch_settings()
+        if self._sizes is not None and self._sizes[0] == asked:
+            return self._sizes[1]
+        if known:
+            return None
         if self._replay is None:
             return "the first step was not looked at"
-        asked = usual, most, torch_settings()
-        if self._sizes is None or self._sizes[0] != asked:
-            self._sizes = asked, self._replay.sizes(model, usual, most)
+        self._sizes = asked, self._replay.sizes(model, usual, most)
         return self._sizes[1]
 
     def settle_probed(self, part: str) -> None:

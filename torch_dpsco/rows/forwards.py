@@ -29,6 +29,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, NoReturn
 
@@ -56,6 +57,7 @@ from torch_dpsco.rows.batch import (
 )
 from torch_dpsco.rows.first_step import FirstStep
 from torch_dpsco.rows.layers.recorded import require_whole
+from torch_dpsco.rows.means import Source, averaged
 from torch_dpsco.trial.loss import plain
 from torch_dpsco.trial.sizes import Sizes
 
@@ -90,6 +92,8 @@ class PassCounter:
         exact: number of the last backward that was seen to run in full precision.
         differentiated: whether a backward of the running batch is to be differentiated itself (create_graph=True).
         sizes: that the batch of the running pass may have, if they are known.
+        exact_means: whether a mean over the batch is divided by a power of 2, see `rows.means`.
+        averaged: number of the last backward that such a mean was in.
     """
 
     def __init__(self) -> None:
@@ -100,6 +104,8 @@ class PassCounter:
         self.exact = -1
         self.differentiated = False
         self.sizes: frozenset[int] | None = None
+        self.exact_means = False
+        self.averaged = -1
 
     def open(self, sizes: frozenset[int] | None = None) -> None:
         """Starts the next pass, of a batch of one of these sizes, if they are known."""
@@ -228,6 +234,10 @@ class Attachment:
             if problem := inexact_mean(self.layers, self.factored + self.dense):
                 self.refuse(problem)
             self.passes.exact = backward_number()
+            if self.passes.exact_means and self.passes.averaged != self.passes.exact:
+                # PRIVACY: another mean divides all rows by their number, which rounds
+                # (test_a_loss_that_is_no_exact_mean_any_more_is_refused)
+                self.refuse(_NO_MEAN)
         # PRIVACY: rows of an earlier batch could hold a record a second time, and Opacus would join gradients of one
         # forward with inputs of another (test_a_backward_of_an_earlier_batch_is_refused)
         if number is None:
@@ -241,9 +251,15 @@ class Attachment:
                 " without retain_graph"
             )
 
-    def sizes(self, usual: int, most: int) -> Sizes | str:
-        """Returns in what sizes draws may be delivered, see `FirstStep.sizes`."""
-        return self.first.sizes(self.layers[0], usual, most)
+    def sizes(self, usual: int, most: int, *, known: bool = False) -> Sizes | str | None:
+        """Returns in what sizes draws may be delivered, see `FirstStep.sizes`, and is ready for them."""
+        found = self.first.sizes(self.layers[0], usual, most, known=known)
+        self.get_ready(found)
+        return found
+
+    def get_ready(self, found: Sizes | str | None) -> None:
+        """Makes means over the batch exact, if the sizes of batches need it."""
+        self.passes.exact_means = isinstance(found, Sizes) and found.exact_means
 
     def refuse(self, message: str) -> NoReturn:
         """Drops all rows that wait, since a part of the refused backward may be among them, and raises."""
@@ -465,6 +481,7 @@ def _end(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> An
             out.register_hook(lambda _: attachment.require_fresh(number, forward))
     if number is None:
         return None
+    sizes = passes.sizes
     passes.tag = passes.sizes = None
     if changed := _changed(attachment):
         # PRIVACY: running statistics are released un-noised with the model (test_changing_buffers_are_refused)
@@ -474,13 +491,30 @@ def _end(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> An
             " statistics, e.g. GroupNorm"
         )
     attachment.looks = attachment.looks and attachment.first.waits
-    if not attachment.looks or output is None:  # it was called after an error
+    if output is None:  # it was called after an error
+        return None
+    if passes.exact_means and sizes is not None and len(sizes) == 1:
+        source = Source(min(sizes), passes)
+        return tree_map(partial(_averaged, source=source), output)
+    if not attachment.looks:
         return None
     try:
         return attachment.first.look(model, args, kwargs, output)
     except PrivacyError:
         attachment.reset()
         raise
+
+
+def _averaged(leaf: Any, source: Source) -> Any:
+    known = type(leaf) is Tensor and leaf.requires_grad
+    return averaged(leaf, source) if known else leaf
+
+
+_NO_MEAN = (
+    "loss must be the mean over the batch that it was in the first steps, of a criterion of torch or by"
+    " mean(), since batches come in several sizes now: keep the loss as it is, or give"
+    " isolation='slots' to optimizer.loader(...)"
+)
 
 
 def _tell_of_filling(error: BaseException, rows: int) -> None:

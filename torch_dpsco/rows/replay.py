@@ -8,7 +8,7 @@ random: those of the run may be secret, or zeros, at which no bit depends on any
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +70,16 @@ class Replay:
             return rows_of_a_pass(params, known, loss.of(known, made[len(places) :]))
 
         with random_parameters(model):
-            return Trial(answers, leaves, self.mean, usual, most).sizes()
+            return Trial(answers, leaves, self.mean, exact_means_of(model), usual, most).sizes()
+
+
+def exact_means_of(model: nn.Module) -> Callable[[bool], None]:
+    """Returns what makes means over a batch exact, or not, in forwards of an attached model."""
+
+    def use(exact: bool) -> None:
+        model._dpsco.passes.exact_means = exact  # type: ignore[union-attr]
+
+    return use
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -278,17 +278,21 @@ class RunOptimizer(CommonOptimizer):
         own = isinstance(loader, PrivateLoader)
         self._isolation = loader.isolation if own else Isolation()
         self._isolation.private = self.sizes_are_private
+        if self._isolation.open:
+            self._settle_isolation(known=True)
         return loader
 
-    def _settle_isolation(self) -> None:
-        """Tests after a first step whether draws may come in batches of several sizes."""
+    def _settle_isolation(self, *, known: bool = False) -> None:
+        """Tests after a first step whether draws may come in batches of several sizes; `known`: takes what is known."""
         models = attachments(self._params)
         slots = self._isolation.slots
         assert slots is not None
-        found = "it is not one attached model that is trained"
         if len(models) == 1:
-            found = models[0].sizes(slots.usual, slots.most)
-        self._isolation.settle(found)
+            found = models[0].sizes(slots.usual, slots.most, known=known)
+            if found is not None:
+                self._isolation.settle(found)
+        elif not known:
+            self._isolation.settle("it is not one attached model that is trained")
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Takes the next batch for a part of a draw; Opacus' BatchMemoryManager calls this before each part.

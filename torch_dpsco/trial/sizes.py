@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,11 +50,13 @@ class Sizes:
         sizes: rows of a batch, increasing.
         settings: of torch, under which this was tested.
         records: made up, that were compared.
+        exact_means: whether means over the batch must be exact for it, see `rows.means`.
     """
 
     sizes: Sequence[int]
     settings: tuple[Any, ...]
     records: int
+    exact_means: bool = False
 
     @property
     def hold(self) -> bool:
@@ -132,6 +135,7 @@ class Trial:
         answers: of a batch of made-up tensors: tensors with a row for each record.
         leaves: what the tensors look like.
         mean: whether the loss is a mean over the batch, which powers of 2 divide exactly.
+        use_exact_means: makes such means exact for all sizes, or not, where that is possible.
         usual: rows of a usual batch.
         most: rows of a batch at most.
     """
@@ -139,6 +143,7 @@ class Trial:
     answers: Callable[[list[Tensor]], Sequence[Tensor]]
     leaves: Sequence[Leaf]
     mean: bool
+    use_exact_means: Callable[[bool], None]
     usual: int
     most: int
 
@@ -161,20 +166,33 @@ class Trial:
         if watched.random:
             return "the model draws random numbers, whose order would depend on the sizes of batches"
         records = max(_FEWEST, min(RECORDS, _STEPS * self.usual))
-        for grid in _GRIDS:
-            sizes = self._admitted(grid, watched.widths)
-            # few records first: what depends on the place mostly does so for many
-            if sizes and all(self._same_bits(sizes, k) for k in (self.usual, records)):
-                return Sizes(sizes, torch_settings(), records)
+        for exact in (True, False) if self.mean else (False,):
+            self.use_exact_means(exact)
+            powers = self.mean and not exact
+            grids = [self._admitted(grid, watched.widths, powers=powers) for grid in _GRIDS]
+            # a loss that is no exact mean is refused
+            sizes = attempt("batches of several sizes", partial(self._first, grids, records))
+            if not isinstance(sizes, Refused) and sizes:
+                return Sizes(sizes, torch_settings(), records, exact)
         return "bits of a record depend on the number of rows, or on its place"
 
-    def _admitted(self, grid: int, widths: set[tuple[int, torch.dtype]]) -> list[int]:
-        """Returns the sizes on a grid that the rules admit."""
+    def _first(self, grids: Sequence[Sequence[int]], records: int) -> Sequence[int]:
+        """Returns the first sizes in which made-up records have the same bits; empty if there are none."""
+        for sizes in filter(None, grids):
+            # few records first: what depends on the place mostly does so for many
+            if all(self._same_bits(sizes, k) for k in (self.usual, records)):
+                return sizes
+        return ()
+
+    def _admitted(
+        self, grid: int, widths: set[tuple[int, torch.dtype]], *, powers: bool
+    ) -> list[int]:
+        """Returns the sizes on a grid that the rules admit; of powers of 2 alone where a mean divides by them."""
         threads = torch.get_num_threads()
         last = max(self.most, self.usual)
         found: list[int] = []
         for size in range(-(-_LEAST // grid) * grid, 64 * last, grid):
-            if self.mean and size & (size - 1):
+            if powers and size & (size - 1):
                 continue
             if all(whole(size * d, _VECTORS[kind], threads) for d, kind in widths):
                 found.append(size)

@@ -46,6 +46,7 @@ from torch_dpsco.rows.blocks import (
     outer_sums,
     work_dtype,
 )
+from torch_dpsco.rows.means import next_power
 
 
 class Kept(ABC):
@@ -382,7 +383,10 @@ class Use(NamedTuple):
     @property
     def scale(self) -> int:
         """What rows must be multiplied by: the batch size for mean losses."""
-        return self.x.shape[0] if self.layer.tape.scale_by_batch else 1
+        if not self.layer.tape.scale_by_batch:
+            return 1
+        rows = self.x.shape[0]
+        return next_power(rows) if self.layer.passes.exact_means else rows
 
 
 class Kind(ABC):

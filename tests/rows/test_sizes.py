@@ -1,0 +1,507 @@
+"""Batches of several sizes: draws come in them only where a record has the same bits in all, at every place."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import torch_dpsco as dp
+from tests.algorithms import user_runs as runs
+from tests.problems import make_optimizer
+from tests.rows.test_isolation import Shift
+from torch_dpsco.accounting.designs import Assigned, Design, Full, Poisson
+from torch_dpsco.accounting.events import ADJACENCIES
+from torch_dpsco.errors import SequenceError
+from torch_dpsco.rows.means import Source, averaged, next_power
+from torch_dpsco.rows.replay import random_parameters
+from torch_dpsco.sampling import PrivateLoader
+from torch_dpsco.trial.sizes import Sizes, Trial, torch_settings, whole
+
+N = 400
+CLASSES = 4
+
+
+class Place(nn.Module):
+    """Adds a number times the place of a record, to some of the values."""
+
+    def __init__(self, share: float = 1.0, by: float = 1e-7) -> None:
+        super().__init__()
+        self.share = share
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        some = (x.detach() * 1e3).frac().abs() < self.share
+        places = torch.arange(len(x), dtype=x.dtype).view(-1, *[1] * (x.dim() - 1))
+        return x + self.by * some * places
+
+
+class Number(nn.Module):
+    """Adds a number that depends on how many rows there are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1e-7 * (len(x) % 3)
+
+
+class OfZero(nn.Module):
+    """Moves by place what is not 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1.0 + 1e-6 * (torch.arange(len(x)) % 2)[:, None])
+
+
+def net(*more: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 16), *more, nn.ReLU(), nn.Linear(16, CLASSES))
+
+
+def records(n: int = N, inputs: int = 20) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, inputs, generator=generator)
+    return TensorDataset(x, torch.randint(0, CLASSES, (n,), generator=generator))
+
+
+def looped(
+    model: nn.Module,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    *,
+    steps: int = 3,
+    mean: bool = False,
+    design: Design | None = None,
+    data: TensorDataset | None = None,
+    **options: object,
+) -> tuple[dp.PrivateOptimizer, PrivateLoader, list[int]]:
+    """Returns the optimizer and the loader of a loop over a few draws, and the sizes of its batches."""
+    dp.attach(model, loss_reduction="mean" if mean else "sum")
+    data = records() if data is None else data
+    design = design or Poisson(32, len(data))
+    optimizer = make_optimizer(model, design, noise=1.0, adjacency="add_remove")
+    loader = optimizer.loader(data, **({"steps": steps} | options))
+    seen = []
+    for x, y in loader:
+        seen.append(len(x))
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+    return optimizer, loader, seen
+
+
+SUM = nn.CrossEntropyLoss(reduction="sum")
+MEAN = nn.CrossEntropyLoss()
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_after_the_first_step_draws_come_in_several_sizes(mean: bool) -> None:
+    optimizer, loader, seen = looped(net(), MEAN if mean else SUM, steps=12, mean=mean)
+    assert loader.isolation.level == "rounded"
+    assert loader.isolation.tested is not None
+    sizes = set(loader.isolation.tested.sizes)
+    assert seen[0] == loader.slots.block
+    assert len(set(seen[1:])) > 1
+    assert set(seen[1:]) <= sizes
+    assert max(seen[1:]) < 64 + min(sizes)  # far less than a block
+    assert optimizer.steps == 12
+    text = " ".join(str(optimizer.report(1e-5)).split())
+    assert "solation of records: rounded" in text
+    assert "proves nothing about others" in text
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [Place(), Place(share=0.01), Place(by=1e-5), Number()],
+    ids=["place", "place, 1 %", "far by place", "number"],
+)
+def test_bits_that_depend_on_place_or_number_keep_slots(layer: nn.Module) -> None:
+    _, loader, seen = looped(net(layer), SUM)
+    assert loader.isolation.level == "slots"
+    assert seen == [loader.slots.block] * 3
+    assert "depend on the number of rows" in str(loader.isolation)
+
+
+def test_a_start_at_zero_does_not_hide_a_dependence() -> None:
+    model = net(OfZero())
+    for p in model.parameters():
+        nn.init.zeros_(p)
+    _, loader, _ = looped(model, SUM)
+    assert loader.isolation.level == "slots"
+
+
+def test_a_trial_puts_parameters_back() -> None:
+    model = dp.attach(net())
+    before = [p.detach().clone() for p in model.parameters()]
+    memory = [p.data_ptr() for p in model.parameters()]
+    state = torch.get_rng_state()
+    with random_parameters(model):
+        assert not any(
+            torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)
+        )
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert memory == [p.data_ptr() for p in model.parameters()]
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def kinked(by: Tensor) -> nn.Module:
+    """Returns a net, the outputs of whose first layer are 0 where they are what is given."""
+    model = nn.Sequential(nn.Linear(20, 16), nn.SiLU(), Shift(by), nn.ReLU(), nn.Linear(16, 1))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(3)))
+        nn.init.constant_(model[4].weight, 100.0)
+    return model
+
+
+def at_a_kink(size: int) -> tuple[nn.Module, Tensor]:
+    """Returns a net, and a record at its kinks: SiLU of the last rows of a batch of this size is another one."""
+    x = torch.randn(20, generator=torch.Generator().manual_seed(4))
+    first = nn.Sequential(*list(kinked(torch.zeros(16)))[:2])
+    values = first(x.expand(size, -1).contiguous()).detach()
+    return kinked(values.max(0).values), x
+
+
+def moved(size: int, adjacency: str, design: Design, **options: object) -> Tensor:
+    """Returns the clipped sum of the second draw, of `size` equal records at a kink."""
+    model, x = at_a_kink(31)
+    dp.attach(model, loss_reduction="sum")
+    optimizer = make_optimizer(model, design, noise=1e-9, adjacency=adjacency)
+    data = TensorDataset(x.expand(size, -1).contiguous(), torch.ones(size, 1))
+    start = {name: t.clone() for name, t in model.state_dict().items()}
+    before = torch.cat([p.detach().flatten().double() for p in model.parameters()])
+    for xb, yb in optimizer.loader(data, **({"steps": 2} | options)):
+        model.load_state_dict(start)
+        F.mse_loss(model(xb), yb, reduction="sum").backward()
+        optimizer.step()
+    after = torch.cat([p.detach().flatten().double() for p in model.parameters()])
+    return design.batch_size * (before - after)
+
+
+@pytest.mark.parametrize("size", [15, 24, 31])
+def test_a_record_more_moves_a_kinked_sum_by_one_clip_in_batches_of_several_sizes(
+    size: int,
+) -> None:
+    """Of careless sizes a record more moved the clipped sum of 24 others by 23.7 clips."""
+    fewer, more = (moved(n, "add_remove", Full(31)) for n in (size, size + 1))
+    assert torch.linalg.vector_norm(more - fewer) <= 1.01
+
+
+@pytest.mark.parametrize("adjacency", ADJACENCIES)
+@pytest.mark.parametrize("design", [Poisson(16, 31), Assigned(16, 31, passes=4)], ids=str)
+def test_a_record_has_the_same_bits_whoever_is_drawn(adjacency: str, design: Design) -> None:
+    """Rows of each record, at a kink, of draws in several sizes: all of them are equal."""
+    model, x = at_a_kink(31)
+    dp.attach(model, loss_reduction="sum")
+    optimizer = make_optimizer(model, design, noise=1.0, adjacency=adjacency)
+    data = TensorDataset(x.expand(31, -1).contiguous(), torch.ones(31, 1))
+    start = {name: t.clone() for name, t in model.state_dict().items()}
+    seen = set()
+    rounded = 0
+    outputs = []
+    loader = optimizer.loader(data)
+    for xb, yb in loader:
+        model.load_state_dict(start)
+        scores = model(xb)
+        drawn = xb.abs().sum(1) > 0
+        outputs += scores[drawn].detach().flatten().tolist() if rounded else []
+        F.mse_loss(scores, yb, reduction="sum").backward()
+        optimizer.step()
+        seen.add(int(drawn.sum()))
+        rounded += loader.isolation.level == "rounded"
+        if optimizer.steps == design.steps_per_epoch:
+            break
+    assert len(set(outputs)) <= 1
+
+
+def test_users_come_in_several_sizes_too() -> None:
+    run = runs.clipped(40, steps=4)
+    data, users = runs.scattered(40)
+    loader = run.opt.loader(data, users, steps=4)
+    seen = []
+    for batch in loader:
+        seen.append(len(batch[0]))
+        run.step(batch)
+    assert loader.isolation.level == "rounded"
+    assert set(seen[1:]) <= set(loader.isolation.tested.sizes)
+    assert seen[1] < seen[0]
+
+
+def test_other_settings_of_torch_end_batches_of_several_sizes() -> None:
+    optimizer, loader, _ = looped(net(), SUM, steps=2)
+    assert loader.isolation.is_rounded()
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium" if before != "medium" else "high")
+        assert not loader.isolation.is_rounded()
+        for x, _ in loader:
+            assert len(x) == loader.slots.block
+            break
+    finally:
+        torch.set_float32_matmul_precision(before)
+    optimizer.discard()
+    assert "torch is set in another way" in str(loader.isolation)
+
+
+def test_another_loader_of_the_same_model_knows_what_was_found() -> None:
+    optimizer, _, _ = looped(net(), SUM, steps=2)
+    again = optimizer.loader(records(), steps=1)
+    assert again.isolation.level == "rounded"
+    assert optimizer.loader(records(), steps=1, isolation="slots").isolation.level == "slots"
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (net(nn.Dropout(0.1)), "random numbers"),
+        (net(nn.RReLU()), "raise"),
+    ],
+    ids=["dropout", "rrelu"],
+)
+def test_models_that_draw_keep_slots(model: nn.Module, why: str) -> None:
+    _, loader, _ = looped(model, SUM, steps=2)
+    assert loader.isolation.level == "slots"
+    assert why in str(loader.isolation)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_a_compiled_model_keeps_slots() -> None:
+    model = dp.attach(net(), loss_reduction="sum")
+    compiled = torch.compile(model, backend="aot_eager")
+    optimizer = make_optimizer(model, Poisson(32, N), noise=1.0, adjacency="add_remove")
+    loader = optimizer.loader(records(), steps=2)
+    for x, y in loader:
+        SUM(compiled(x), y).backward()
+        optimizer.step()
+    assert loader.isolation.level == "slots"
+    assert "compiled" in str(loader.isolation)
+
+
+def test_a_loss_that_was_not_seen_keeps_slots() -> None:
+    def weighted(scores: Tensor, y: Tensor) -> Tensor:
+        return (SUM(scores, y) * float(scores.detach().abs().max() * 0 + 1)).sum()
+
+    _, loader, _ = looped(net(), weighted, steps=2)
+    assert loader.isolation.level == "slots"
+
+
+def test_what_is_kept_of_the_first_step_holds_no_data() -> None:
+    model = net()
+    looped(model, SUM, steps=1)
+    seen: set[int] = set()
+    waiting: list[object] = [model._dpsco.first._replay]
+    assert waiting[0] is not None
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen or isinstance(thing, (type, nn.Module)) or callable(thing):
+            continue
+        seen.add(id(thing))
+        assert not isinstance(thing, Tensor)
+        waiting += gc.get_referents(thing) if not isinstance(thing, (str, int, float)) else []
+
+
+@pytest.mark.parametrize("most", [None, 9, 16])
+def test_a_draw_is_cut_by_its_number_of_rows_alone(most: int | None) -> None:
+    _, loader, _ = looped(net(), SUM, steps=2)
+    isolation = loader.isolation
+    for rows in (0, 1, 7, 8, 9, 40, 200):
+        parts = list(isolation.rounded(rows, most))
+        assert sum(len(places) for _, places, _ in parts) == rows
+        assert [p.start for p, _, _ in parts] == [
+            sum(len(places) for _, places, _ in parts[:k]) for k in range(len(parts))
+        ]
+        assert all(size in isolation.tested.sizes for _, _, size in parts)
+        assert all(size >= len(places) for _, places, size in parts)
+
+
+def test_no_batch_is_larger_than_the_largest_that_was_asked_for() -> None:
+    _, loader, _ = looped(net(), SUM, steps=2)
+    least = min(loader.isolation.tested.sizes)
+    for rows in (5, 50):
+        assert all(size <= 20 for _, _, size in loader.isolation.rounded(rows, 20))
+    # no size is that small: a draw comes in the least one
+    assert {size for _, _, size in loader.isolation.rounded(3, least - 1)} == {least}
+
+
+# -- elementwise kernels -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("d", [1, 3, 8, 10, 16, 20, 32])
+def test_the_rule_for_elementwise_kernels_is_sufficient(dtype: torch.dtype, d: int) -> None:
+    unit = {torch.float32: 32, torch.float64: 16}[dtype]
+    generator = torch.Generator().manual_seed(2)
+    x = (2.0 * torch.randn(1920, d, generator=generator)).to(dtype)
+    threads = torch.get_num_threads()
+    for function in (
+        F.silu,
+        torch.sigmoid,
+        F.softplus,
+        F.elu,
+        lambda t: F.gelu(t, approximate="tanh"),
+    ):
+        # all in full vectors
+        whole_one = function(x)
+        for size in (8, 16, 24, 32, 40, 48, 64, 96, 128):
+            if whole(size * d, unit, threads):
+                parts = torch.cat([function(part.contiguous()) for part in x.split(size)])
+                assert torch.equal(parts, whole_one)
+
+
+def test_the_rule_looks_at_the_part_of_each_thread() -> None:
+    assert whole(64, 32, 1)
+    assert not whole(40, 32, 1)
+    assert whole(2**16, 32, 2)
+    assert not whole(2**17, 32, 3)
+    assert whole(3 * 2**15, 32, 3)
+    assert whole(32, 32, 64)
+
+
+# -- exact means ---------------------------------------------------------------------------------------------------
+
+
+class Passes:
+    averaged = -1
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 24, 100])
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        lambda out, y: F.cross_entropy(out, y),
+        lambda out, y: F.nll_loss(F.log_softmax(out, 1), y),
+        lambda out, y: F.mse_loss(out[:, 0], y.float()),
+        lambda out, y: F.binary_cross_entropy_with_logits(out[:, 0], (y > 1).float()),
+        lambda out, y: F.smooth_l1_loss(out, out.detach() + 1.0),
+        lambda out, y: F.huber_loss(out, out.detach() + 1.0),
+        lambda out, y: F.l1_loss(out, out.detach() + 1.0),
+        lambda out, y: F.cross_entropy(out, y, reduction="none").mean(),
+        lambda out, y: torch.mean(out.square()),
+    ],
+)
+def test_exact_means_have_the_value_of_means_and_gradients_of_sums(
+    criterion: Callable[[Tensor, Tensor], Tensor], rows: int
+) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    start = torch.randn(rows, CLASSES, generator=generator)
+    y = torch.randint(0, CLASSES, (rows,), generator=generator)
+    plain, exact = (start.clone().requires_grad_() for _ in range(2))
+    known = criterion(plain, y)
+    known.backward()
+    passes = Passes()
+    found = criterion(averaged(exact * 1.0, Source(rows, passes)), y)
+    found.backward()
+    assert type(found) is Tensor
+    torch.testing.assert_close(found, known)
+    assert passes.averaged != -1
+    power = next_power(rows)
+    torch.testing.assert_close(exact.grad * power / rows, plain.grad)
+    # a record by itself has the same bits, times 2
+    alone = start[:1].clone().requires_grad_()
+    criterion(averaged(alone * 1.0, Source(1, passes)), y[:1]).backward()
+    assert torch.equal(alone.grad[0], exact.grad[0] * power)
+
+
+def test_next_power() -> None:
+    assert [next_power(k) for k in (0, 1, 2, 3, 4, 5, 255, 256, 257)] == [
+        1,
+        1,
+        2,
+        4,
+        4,
+        8,
+        256,
+        256,
+        512,
+    ]
+
+
+def test_a_loss_that_is_no_exact_mean_any_more_is_refused() -> None:
+    model = net()
+    optimizer, loader, _ = looped(model, MEAN, steps=2, mean=True)
+    assert model._dpsco.passes.exact_means
+    charged = len(optimizer.accountant)
+    for x, y in loader:
+        with pytest.raises(SequenceError, match="loss must be the mean over the batch"):
+            (SUM(model(x), y) / len(x)).backward()
+        break
+    assert len(optimizer.accountant) == charged
+    optimizer.discard()
+    for x, y in optimizer.loader(records(), steps=1):
+        MEAN(model(x), y).backward()
+        optimizer.step()
+    assert optimizer.steps == 3
+
+
+def test_a_mean_by_hand_keeps_slots() -> None:
+    _, loader, _ = looped(net(), lambda scores, y: SUM(scores, y) / len(y), mean=True)
+    assert loader.isolation.level == "slots"
+
+
+def test_means_that_are_not_seen_to_be_exact_come_in_powers_of_two() -> None:
+    def mean(scores: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(scores, y, reduction="none").mean(0)
+
+    _, loader, seen = looped(net(), mean, steps=6, mean=True)
+    tested = loader.isolation.tested
+    assert tested is not None
+    assert not tested.exact_means
+    assert all(size & (size - 1) == 0 for size in tested.sizes)
+    assert set(seen[1:]) <= set(tested.sizes)
+
+
+def test_means_over_powers_of_two_have_the_rows_of_a_sum() -> None:
+    x, y = records().tensors
+    found = []
+    for mean in (False, True):
+        torch.manual_seed(0)
+        model = dp.attach(net(), loss_reduction="mean" if mean else "sum")
+        (MEAN if mean else SUM)(model(x[:64]), y[:64]).backward()
+        params = list(model.parameters())
+        found.append(
+            dp.GradBatch.consume(params) if hasattr(dp, "GradBatch") else _taken(params)
+        )
+    assert torch.equal(found[0].norms(), found[1].norms())
+    weights = torch.ones(64, dtype=torch.float64)
+    sums = [batch.weighted_sum(weights) for batch in found]
+    assert all(torch.equal(a, b) for a, b in zip(*sums, strict=True))
+
+
+def _taken(params: list[nn.Parameter]) -> object:
+    from torch_dpsco.rows import GradBatch
+
+    return GradBatch.consume(params)
+
+
+def test_norms_of_several_layers_have_the_same_bits_at_every_place() -> None:
+    from torch_dpsco.rows.blocks import joint_norms
+
+    parts = [torch.rand(1000, dtype=torch.float64) for _ in range(3)]
+    whole_one = joint_norms(parts)
+    for size in (1, 3, 7, 100):
+        pieces = [
+            joint_norms([p[k : k + size].clone() for p in parts]) for k in range(0, 1000, size)
+        ]
+        assert torch.equal(torch.cat(pieces), whole_one)
+
+
+def test_fit_tests_before_its_first_draw() -> None:
+    model = net()
+    optimizer = make_optimizer(model, Poisson(32, N), noise=1.0, adjacency="add_remove")
+    dp.fit(model, optimizer, records(), MEAN, steps=2, progress=False)
+    assert optimizer._isolation.level == "rounded"
+    assert "rounded" in str(optimizer.report(1e-5))
+
+
+def test_a_trial_never_raises() -> None:
+    def broken(made: list[Tensor]) -> list[Tensor]:
+        raise RuntimeError("shapes")
+
+    found = Trial(broken, [], False, lambda exact: None, 8, 16).sizes()
+    assert isinstance(found, str)
+    assert "RuntimeError" in found
+
+
+def test_sizes_hold_under_the_settings_of_their_test() -> None:
+    assert Sizes([8], torch_settings(), 10).hold
+    assert not Sizes([8], (), 10).hold

@@ -1,0 +1,141 @@
+"""Means over a batch whose gradients have the same bits in batches of every size.
+
+A mean over s records divides each gradient by s, which rounds, so that a record more would move all others in their
+last bits. Outputs of a model in training are `Averaged` where batches come in several sizes: the last mean over the
+batch, by a criterion of torch or by `mean()`, is computed as a sum, and in the backward divided by the next power of 2
+of s in place of s. That is exact, and rows are multiplied by the same power again.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_dpsco.compat import backward_number, tree_leaves, tree_map, without_subclasses
+
+_CRITERIA = {
+    function: inspect.signature(function)
+    for function in (
+        F.cross_entropy,
+        F.nll_loss,
+        F.binary_cross_entropy_with_logits,
+        F.binary_cross_entropy,
+        F.mse_loss,
+        F.l1_loss,
+        F.smooth_l1_loss,
+        F.huber_loss,
+    )
+}
+_MEANS = (torch.mean, Tensor.mean)
+_OF_CLASSES = (F.cross_entropy, F.nll_loss)
+
+
+def next_power(rows: int) -> int:
+    """Returns the least power of 2 that is no smaller."""
+    return 1 << max(0, rows - 1).bit_length()
+
+
+class Averaged(Tensor):
+    """An output of a model in training, or what is computed from it before its mean over the batch.
+
+    Attributes:
+        source: the batch that it is of.
+    """
+
+    source: Source
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Runs an operation; a mean over the batch gives a plain tensor."""
+        kwargs = kwargs or {}
+        known = [t.source for t in tree_leaves((args, kwargs)) if isinstance(t, Averaged)]
+        with without_subclasses():
+            found = _mean_of(func, args, kwargs, known[0]) if known else None
+            if found is not None:
+                return found
+            return tree_map(partial(_marked, source=known[0]), func(*args, **kwargs))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with without_subclasses():
+            return str(self.as_subclass(Tensor).__repr__())
+
+
+class Source(NamedTuple):
+    """A batch.
+
+    Args:
+        rows: of it.
+        passes: of the model; `averaged` is the number of the last backward that an exact mean was in.
+    """
+
+    rows: int
+    passes: Any
+
+
+def _marked(result: Any, source: Source) -> Any:
+    differentiable = type(result) is Tensor and result.requires_grad
+    return averaged(result, source) if differentiable else result
+
+
+def averaged(output: Tensor, source: Source) -> Tensor:
+    """Returns an output of a model whose mean over the batch is exact."""
+    found: Averaged = output.as_subclass(Averaged)
+    found.source = source
+    return found
+
+
+def _mean_of(func: Any, args: Any, kwargs: dict[str, Any], source: Source) -> Tensor | None:
+    """Returns the mean that an operation is, None if it is another one."""
+    if func in _MEANS:
+        whole = len(args) == 1 and not kwargs
+        t = args[0]
+        return _mean(t.sum(), t.numel(), source) if whole and t.numel() else None
+    signature = _CRITERIA.get(func)
+    if signature is None:
+        return None
+    given = signature.bind(*args, **kwargs)
+    given.apply_defaults()
+    options = given.arguments
+    weighted = func in _OF_CLASSES and options["weight"] is not None
+    if options["reduction"] != "mean" or weighted:
+        return None
+    target = options["target"]
+    options["reduction"] = "sum"
+    total = func(*given.args, **given.kwargs)
+    number = options["input"].numel()
+    if func in _OF_CLASSES:
+        # one of each record, or of each of its places; probabilities of classes have a row of them
+        classes = options["input"].shape[1 if options["input"].dim() > 1 else 0]
+        number //= classes
+        if not target.is_floating_point() and bool((target == options["ignore_index"]).any()):
+            return None
+    return _mean(total, number, source)
+
+
+def _mean(total: Tensor, number: int, source: Source) -> Tensor | None:
+    if number % source.rows:
+        return None
+    result: Tensor = _ExactMean.apply(total, number, source)
+    return result
+
+
+class _ExactMean(torch.autograd.Function):
+    """total / number, whose gradient is that of total / divisor."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, number: int, source: Source) -> Tensor:
+        ctx.source = source
+        ctx.divisor = number // source.rows * next_power(source.rows)
+        return total / number
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.source.passes.averaged = backward_number()
+        return grad / ctx.divisor, None, None
