@@ -323,9 +323,7 @@ def planned_and_made(
 @pytest.mark.parametrize("records", [N - 1, N, N + 1])
 def test_the_rows_of_a_batch_are_those_that_the_plan_prints(name: str, records: int) -> None:
     plan, optimizer = FILLED[name](dp.attach(nn.Linear(DIM, 1)))
-    (rows,) = re.findall(
-        r"^  filled +each draw is filled up to (\d+) rows, since", str(plan), re.MULTILINE
-    )
+    (rows,) = re.findall(r'\("rounded"\), else to\s+(\d+)\s+rows\s+\("slots"\)', str(plan))
     data = TensorDataset(torch.randn(records, DIM), torch.ones(records, 1))
     x, _ = next(iter(optimizer.loader(data)))
     assert len(x) == int(rows)
@@ -350,7 +348,8 @@ def test_draws_of_users_are_filled_up_under_every_adjacency(name: str) -> None:
     text = dict(plan.lines())["filled"]
     assert (
         text
-        == f"each draw is filled up to {places} places for users, since its true size is private"
+        == "draws are filled up, since their true size is private: by a few rows where a test of the first step"
+        f' passes ("rounded"), else to {places} places for users ("slots")'
     )
 
 

@@ -518,7 +518,8 @@ def costs(
         units = "rows" if oracle.unit == "example" else f"places for {oracle.unit}s"
         yield (
             "filled",
-            f"each draw is filled up to {capacity(design)} {units}, since its true size is private",
+            "draws are filled up, since their true size is private: by a few rows where a test of the first step"
+            f' passes ("rounded"), else to {capacity(design)} {units} ("slots")',
         )
     with suppress(ConditionError):  # there is none
         oracle.use_exact_noise()
