@@ -20,6 +20,7 @@ from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows.means import Source, averaged, next_power
 from torch_dpsco.rows.replay import random_parameters
 from torch_dpsco.sampling import PrivateLoader
+from torch_dpsco.trial.masks import secret_state
 from torch_dpsco.trial.sizes import Sizes, Trial, torch_settings, whole
 
 N = 400
@@ -45,6 +46,13 @@ class Number(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + 1e-7 * (len(x) % 3)
+
+
+class Noisy(nn.Module):
+    """Adds noise of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x)
 
 
 class OfZero(nn.Module):
@@ -267,15 +275,61 @@ def test_another_loader_of_the_same_model_knows_what_was_found() -> None:
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (net(nn.Dropout(0.1)), "random numbers"),
-        (net(nn.RReLU()), "raise"),
+        (net(nn.RReLU()), "raise DrawsError"),
+        (net(nn.AlphaDropout(0.1), Noisy()), "raise DrawsError"),
     ],
-    ids=["dropout", "rrelu"],
+    ids=["rrelu", "normal"],
 )
-def test_models_that_draw_keep_slots(model: nn.Module, why: str) -> None:
+def test_models_that_draw_other_things_than_masks_keep_slots(model: nn.Module, why: str) -> None:
     _, loader, _ = looped(model, SUM, steps=2)
     assert loader.isolation.level == "slots"
     assert why in str(loader.isolation)
+
+
+def test_masks_of_a_model_are_secret() -> None:
+    """After `torch.manual_seed` the masks of all would show how many numbers were drawn before."""
+    model = net(nn.Dropout(0.5))
+    _, loader, seen = looped(model, SUM, steps=3)
+    assert loader.isolation.level == "rounded"
+    assert seen[1] < seen[0]
+    assert model._dpsco.passes.secret_masks
+    x = torch.ones(8, 20)
+    outputs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        before = torch.get_rng_state()
+        outputs.append(model(x).detach())
+        assert torch.equal(before, torch.get_rng_state())
+        model._dpsco.reset()
+    assert not torch.equal(*outputs)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(8, 3))
+    model._dpsco.reset()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_loss_that_draws_keeps_slots() -> None:
+    def loss(scores: Tensor, y: Tensor) -> Tensor:
+        return SUM(F.dropout(scores, 0.1), y)
+
+    _, loader, _ = looped(net(), loss, steps=2)
+    assert loader.isolation.level == "slots"
+    assert "DrawsError" in str(loader.isolation)
+
+
+def test_the_state_of_masks_is_the_one_that_torch_draws_from() -> None:
+    """Words of a state decide what is drawn, and are other ones each time."""
+    drawn = []
+    for state in (secret_state(), secret_state()):
+        for _ in range(2):
+            generator = torch.Generator()
+            generator.set_state(state)
+            drawn.append(torch.empty(4096).bernoulli_(0.5, generator=generator))
+    assert torch.equal(drawn[0], drawn[1])
+    assert torch.equal(drawn[2], drawn[3])
+    same = int((drawn[0] == drawn[2]).sum())
+    assert abs(same - 2048) < 8 * 32  # eight standard deviations
+    assert abs(int(drawn[0].sum()) - 2048) < 8 * 32
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -511,7 +565,7 @@ def test_a_trial_never_raises() -> None:
     def broken(made: list[Tensor]) -> list[Tensor]:
         raise RuntimeError("shapes")
 
-    found = Trial(broken, [], False, lambda exact: None, 8, 16).sizes()
+    found = Trial(broken, [], False, lambda exact: None, lambda: False, 8, 16).sizes()
     assert isinstance(found, str)
     assert "RuntimeError" in found
 

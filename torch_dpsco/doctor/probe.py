@@ -34,8 +34,8 @@ from torch_dpsco.rows.blocks import Block, FactoredBlock
 from torch_dpsco.rows.forwards import forget_uses
 from torch_dpsco.rows.replay import (
     COMPILED,
-    exact_means_of,
     is_compiled,
+    of_passes,
     random_parameters,
     rows_of_a_pass,
 )
@@ -375,7 +375,7 @@ class _Probe:
                 answers,
                 self.synthetic.leaves,
                 self.evidence.mean_rows,
-                exact_means_of(module),
+                *of_passes(module),
                 slots.usual,
                 slots.most,
             )

@@ -59,6 +59,7 @@ from torch_dpsco.rows.first_step import FirstStep
 from torch_dpsco.rows.layers.recorded import require_whole
 from torch_dpsco.rows.means import Source, averaged
 from torch_dpsco.trial.loss import plain
+from torch_dpsco.trial.masks import secret_state
 from torch_dpsco.trial.sizes import Sizes
 
 ONE_MODULE = (
@@ -94,6 +95,8 @@ class PassCounter:
         sizes: that the batch of the running pass may have, if they are known.
         exact_means: whether a mean over the batch is divided by a power of 2, see `rows.means`.
         averaged: number of the last backward that such a mean was in.
+        secret_masks: whether forwards draw from a secret state of torch's generator, see `trial.masks`.
+        random_state: of that generator before the running forward.
     """
 
     def __init__(self) -> None:
@@ -106,6 +109,8 @@ class PassCounter:
         self.sizes: frozenset[int] | None = None
         self.exact_means = False
         self.averaged = -1
+        self.secret_masks = False
+        self.random_state: Tensor | None = None
 
     def open(self, sizes: frozenset[int] | None = None) -> None:
         """Starts the next pass, of a batch of one of these sizes, if they are known."""
@@ -258,8 +263,12 @@ class Attachment:
         return found
 
     def get_ready(self, found: Sizes | str | None) -> None:
-        """Makes means over the batch exact, if the sizes of batches need it."""
-        self.passes.exact_means = isinstance(found, Sizes) and found.exact_means
+        """Makes means over the batch exact and masks secret, if the sizes of batches need it."""
+        if isinstance(found, Sizes):
+            self.passes.exact_means = found.exact_means
+            self.passes.secret_masks = found.secret_masks
+        elif found is not None:
+            self.passes.exact_means = self.passes.secret_masks = False
 
     def refuse(self, message: str) -> NoReturn:
         """Drops all rows that wait, since a part of the refused backward may be among them, and raises."""
@@ -439,6 +448,10 @@ def _begin(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     # (test_a_batch_is_used_as_it_was_at_the_forward)
     args, kwargs = tree_map(_copied, (args, kwargs))
     attachment.carried.take((args, kwargs))
+    if attachment.passes.secret_masks:
+        # PRIVACY: masks of others would depend on how many rows there are (test_masks_of_a_model_are_secret)
+        attachment.passes.random_state = torch.get_rng_state()
+        torch.set_rng_state(secret_state())
     return args, kwargs
 
 
@@ -469,6 +482,9 @@ def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: 
 def _end(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     attachment: Attachment = model._dpsco  # type: ignore[assignment]
     passes = attachment.passes
+    if passes.random_state is not None:
+        torch.set_rng_state(passes.random_state)
+        passes.random_state = None
     if passes.paused:
         return None
     error = sys.exc_info()[1] if output is None else None

@@ -70,16 +70,21 @@ class Replay:
             return rows_of_a_pass(params, known, loss.of(known, made[len(places) :]))
 
         with random_parameters(model):
-            return Trial(answers, leaves, self.mean, exact_means_of(model), usual, most).sizes()
+            return Trial(answers, leaves, self.mean, *of_passes(model), usual, most).sizes()
 
 
-def exact_means_of(model: nn.Module) -> Callable[[bool], None]:
-    """Returns what makes means over a batch exact, or not, in forwards of an attached model."""
+def of_passes(model: nn.Module) -> tuple[Callable[[bool], None], Callable[[], bool]]:
+    """Returns what makes means exact in forwards of an attached model, and whether one runs; see `Trial`."""
+    attachment: Any = model._dpsco
+    passes = attachment.passes
 
-    def use(exact: bool) -> None:
-        model._dpsco.passes.exact_means = exact  # type: ignore[union-attr]
+    def use_exact_means(exact: bool) -> None:
+        passes.exact_means = exact
 
-    return use
+    def in_forward() -> bool:
+        return passes.tag is not None
+
+    return use_exact_means, in_forward
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -11,6 +11,7 @@ random parameters. Source: docs/proofs/record_isolation.md#batches-of-several-si
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_dpsco.trial import SEED, Leaf, Refused, SyntheticBatches, attempt
+from torch_dpsco.trial.masks import secret_state
 
 RECORDS = (
     2500  # made up: a dependence of 1 % of them is missed with probability .99^2500 < 2e-11
@@ -51,12 +53,14 @@ class Sizes:
         settings: of torch, under which this was tested.
         records: made up, that were compared.
         exact_means: whether means over the batch must be exact for it, see `rows.means`.
+        secret_masks: whether masks that the model draws must be secret for it, see `trial.masks`.
     """
 
     sizes: Sequence[int]
     settings: tuple[Any, ...]
     records: int
     exact_means: bool = False
+    secret_masks: bool = False
 
     @property
     def hold(self) -> bool:
@@ -84,11 +88,13 @@ class _Watched(TorchDispatchMode):
 
     Args:
         rows: of the batch.
+        in_forward: returns whether the forward of the model runs, where masks may be drawn.
     """
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, in_forward: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows = rows
+        self.in_forward = in_forward
         self.widths: set[tuple[int, torch.dtype]] = set()  # numbers per record
         self.random = False
 
@@ -98,7 +104,7 @@ class _Watched(TorchDispatchMode):
         """Runs an operation."""
         name = func.overloadpacket.__name__
         if torch.Tag.nondeterministic_seeded in func.tags:
-            if name == "bernoulli_":
+            if name == "bernoulli_" and self.in_forward():
                 self.random = True
                 return args[0].fill_(1.0)
             places = [k for k, a in enumerate(func._schema.arguments) if a.name == "dropout_p"]
@@ -109,6 +115,13 @@ class _Watched(TorchDispatchMode):
         if torch.Tag.pointwise in func.tags and not _is_exact(name.rstrip("_"), args):
             self._note(result)
         return result
+
+    def run(
+        self, answers: Callable[[list[Tensor]], Sequence[Tensor]], made: list[Tensor]
+    ) -> Sequence[Tensor]:
+        """Returns answers without random masks."""
+        with self if self.random else nullcontext():
+            return answers(made)
 
     def _note(self, result: Any) -> None:
         known = isinstance(result, Tensor) and result.dtype in _VECTORS
@@ -136,6 +149,7 @@ class Trial:
         leaves: what the tensors look like.
         mean: whether the loss is a mean over the batch, which powers of 2 divide exactly.
         use_exact_means: makes such means exact for all sizes, or not, where that is possible.
+        in_forward: returns whether the forward of the model runs.
         usual: rows of a usual batch.
         most: rows of a batch at most.
     """
@@ -144,6 +158,7 @@ class Trial:
     leaves: Sequence[Leaf]
     mean: bool
     use_exact_means: Callable[[bool], None]
+    in_forward: Callable[[], bool]
     usual: int
     most: int
 
@@ -159,28 +174,31 @@ class Trial:
         return found
 
     def _found(self) -> Sizes | str:
-        watched = _Watched(13)
-        pool = SyntheticBatches(self.leaves, 13, None)
+        watched = _Watched(13, self.in_forward)
+        made = SyntheticBatches(self.leaves, 13, None).batch()
         with watched:
-            self.answers(pool.batch())
+            self.answers(made)
         if watched.random:
-            return "the model draws random numbers, whose order would depend on the sizes of batches"
+            secret_state()  # or none can be made
         records = max(_FEWEST, min(RECORDS, _STEPS * self.usual))
         for exact in (True, False) if self.mean else (False,):
             self.use_exact_means(exact)
             powers = self.mean and not exact
             grids = [self._admitted(grid, watched.widths, powers=powers) for grid in _GRIDS]
             # a loss that is no exact mean is refused
-            sizes = attempt("batches of several sizes", partial(self._first, grids, records))
+            first = partial(self._first, grids, records, watched)
+            sizes = attempt("batches of several sizes", first)
             if not isinstance(sizes, Refused) and sizes:
-                return Sizes(sizes, torch_settings(), records, exact)
+                return Sizes(sizes, torch_settings(), records, exact, watched.random)
         return "bits of a record depend on the number of rows, or on its place"
 
-    def _first(self, grids: Sequence[Sequence[int]], records: int) -> Sequence[int]:
+    def _first(
+        self, grids: Sequence[Sequence[int]], records: int, watched: _Watched
+    ) -> Sequence[int]:
         """Returns the first sizes in which made-up records have the same bits; empty if there are none."""
         for sizes in filter(None, grids):
             # few records first: what depends on the place mostly does so for many
-            if all(self._same_bits(sizes, k) for k in (self.usual, records)):
+            if all(self._same_bits(sizes, k, watched) for k in (self.usual, records)):
                 return sizes
         return ()
 
@@ -200,19 +218,25 @@ class Trial:
                     break
         return found
 
-    def _same_bits(self, sizes: Sequence[int], records: int) -> bool:
+    def _same_bits(self, sizes: Sequence[int], records: int, watched: _Watched) -> bool:
         """Returns whether made-up records have the same bits in batches of several sizes and at several places."""
         pool = SyntheticBatches(self.leaves, records, None)
         near = [k for k, size in enumerate(sizes) if size >= self.usual] or [len(sizes) - 1]
         usual = sizes[near[0]]
-        first = self._bits(pool, records, [usual], 0)
+        bits = partial(self._bits, pool, records, watched)
+        first = bits([usual], 0)
         places = {0, len(sizes) - 1, *range(max(0, near[0] - 3), min(len(sizes), near[0] + 4))}
         others = [sizes[k] for k in sorted(places, key=lambda k: abs(sizes[k] - usual))]
         others = others[1:] + others[:1]
-        return torch.equal(first, self._bits(pool, records, others, records // 3 + 1))
+        return torch.equal(first, bits(others, records // 3 + 1))
 
     def _bits(
-        self, pool: SyntheticBatches, records: int, sizes: Sequence[int], start: int
+        self,
+        pool: SyntheticBatches,
+        records: int,
+        watched: _Watched,
+        sizes: Sequence[int],
+        start: int,
     ) -> Tensor:
         """Returns (records, answers) sums of bits, of batches whose sizes take turns, from a record on."""
         found: list[Tensor] = []
@@ -223,7 +247,7 @@ class Trial:
             chosen = [(start + done + k) % records for k in range(size)]
             scales = [(1.0, -1.0, 1e-2, -1e-2)[k % 4] for k in chosen]
             numbers = {k: scales for k, leaf in enumerate(self.leaves) if _scaled(leaf)}
-            answers = self.answers(pool.batch(numbers, chosen))
+            answers = watched.run(self.answers, pool.batch(numbers, chosen))
             rows = torch.stack([_sum_of_bits(t) for t in answers if len(t) == size], dim=1)
             found.append(rows[: records - done])
             done += size
