@@ -297,6 +297,14 @@ class Ledger:
             )
         return changed
 
+    def covers(self, other: Ledger, event: Event, count: int = 1) -> bool:
+        """Returns whether a ledger that has all events of another has them after one more charge of it too."""
+        return all(
+            self._counts.get(place, {}).get(simple, 0) >= times
+            for place, counts in other.changed(event, count).items()
+            for simple, times in counts.items()
+        )
+
     @locked
     def adds_nothing(self, event: Event, count: int = 1) -> bool:
         """Returns whether no cost grows by the event: each part that it touches stays within another one.

@@ -39,8 +39,8 @@ from torch_dpsco.accounting.events import (
     event_from_json,
     event_to_json,
 )
+from torch_dpsco.accounting.journal import Journal
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.accounting.ledger_file import Journal
 from torch_dpsco.errors import BudgetExceeded, PrivacyError, SequenceError
 
 _Counts: TypeAlias = dict[SimpleEvent, int]
