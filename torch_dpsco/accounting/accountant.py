@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NoReturn, TypeAlias
 
 from torch_dpsco import _validate as check
@@ -367,7 +367,9 @@ class Accountant:
     ) -> None:
         if type(count) is not int or count < 0:
             count = check.count(count=count)
-        if self._is_inside(event, count, marks, releases):
+        config = self._journal.book.config
+        chosen = "adaptive" in marks or self._limit.adaptive or config.get("adaptive")
+        if chosen and self._is_inside(event, count, releases):
             # PRIVACY: proved for events that are fixed before the pass
             # (test_no_adaptive_event_is_charged_inside_a_pass)
             raise PrivacyError(
@@ -376,9 +378,8 @@ class Accountant:
                 " Assigned(..., amplification=False)"
             )
         left = self._limit.decide(event, count, planned)
-        if ahead is not None and self._limit.rule is not None and event != Sequential(()):
-            most = ahead
-            ahead = lambda: 1 if self._journal.leads else min(left, most())  # noqa: E731
+        if ahead is not None:
+            ahead = partial(self._limit.ahead, event, left, ahead)
         try:
             self._charge(event, count, marks, releases, adjacency, ahead)
         finally:
@@ -404,21 +405,18 @@ class Accountant:
         finally:
             if undecided and not added and not releases:
                 config["adjacency"] = None
-        if self._is_inside(event, count, marks, releases):
+        chosen = "adaptive" in marks or self._limit.adaptive or config.get("adaptive")
+        if chosen and self._is_inside(event, count, releases):
             # PRIVACY: it has happened; what it was chosen from counts as if all knew where records were
             # (test_what_has_happened_inside_a_pass_takes_its_amplification_away)
             for _, _, one, times in list(self.ledger.entries()):
                 if isinstance(one, RandomAllocation):
                     self._journal.charge(clipped_gaussian(one.noise), times)
 
-    def _is_inside(
-        self, event: Event, count: int, marks: tuple[str, ...], releases: Mapping[str, int]
-    ) -> bool:
-        """Returns whether an event may depend on releases of another run's pass that was charged as a whole."""
-        book = self._journal.book
-        if not ("adaptive" in marks or self._limit.adaptive or book.config.get("adaptive")):
-            return False
-        return count > 0 and event != Sequential(()) and book.in_pass(releases)
+    def _is_inside(self, event: Event, count: int, releases: Mapping[str, int]) -> bool:
+        """Returns whether an event comes inside of another run's pass that was charged as a whole."""
+        costs = count > 0 and event != Sequential(())
+        return costs and self._journal.book.in_pass(releases)
 
     @typed
     @locked
@@ -540,9 +538,8 @@ class Accountant:
         return self.budget
 
     def _so_far(self, delta: float) -> float:
-        return (
-            self.get_epsilon(delta) if len(self) else 0.0
-        )  # an adaptive budget quotes its target even then
+        # an adaptive budget quotes its target even then
+        return self.get_epsilon(delta) if len(self) else 0.0
 
     @locked
     def __repr__(self) -> str:

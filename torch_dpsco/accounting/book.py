@@ -147,10 +147,7 @@ class Book:
         releases: Mapping[str, int] = NONE,
     ) -> int:
         """Adds a charge; returns how many simple events that are."""
-        ledger = self.ledger
-        start = len(ledger)
-        ledger.add(event, count)
-        added = len(ledger) - start
+        added = self.ledger.add(event, count)
         if marks and added:
             self.mark(marks, added)
         for run, number in releases.items():

@@ -81,11 +81,19 @@ class Journal:
             ValueError: bad event or count; nothing is changed.
             PrivacyError: another process than the one that made the journal, or the file could not be written.
         """
-        self.require_own_process()
+        if os.getpid() != self._process:
+            self.require_own_process()
+        book = self.book
         if self.file is None:
             if not self._charging:
                 self._charge_first(event, count, marks, releases)
-            return self.book.add(event, count, marks, releases)
+            added = book.ledger.add(event, count)
+            if marks and added:
+                book.mark(marks, added)
+            for run, number in releases.items():
+                if number > book.releases.get(run, 0):
+                    book.releases[run] = number
+            return added
         self._steps += 1
         # PRIVACY: on the disk before it is in the book, in the book before noise
         # (test_kill_between_the_disk_and_the_noise_over_counts_by_one)
@@ -96,11 +104,11 @@ class Journal:
             self._filed = -1  # until the book has the charge too
         else:
             self._charge_first(event, count, marks, releases, ahead)
-        added = self.book.add(event, count, marks, releases)
+        added = book.add(event, count, marks, releases)
         if added or releases:
             if not paid:
                 self.file.note(self._written.place)
-            self._filed = len(self.book.ledger)
+            self._filed = book.ledger.length
         return added
 
     def _is_written(self, event: Event, count: int, releases: Mapping[str, int]) -> bool:
