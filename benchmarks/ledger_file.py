@@ -1,6 +1,6 @@
 """What a ledger file costs: wall milliseconds of a step of training without one, and with it.
 
-    python benchmarks/ledger_file.py            # about a minute
+    python benchmarks/ledger_file.py            # some minutes, on a busy machine more
     python benchmarks/ledger_file.py --folder DISK
     python benchmarks/ledger_file.py --smoke
 
