@@ -351,7 +351,7 @@ class Stream(IterableDataset):
         (
             {"rows": "sparse"},
             ValueError,
-            r"rows must be one of auto, dense, factored \(got 'sparse'\)",
+            r"rows must be one of auto, dense \(got 'sparse'\)",
         ),
         (
             {"loss_reduction": "none"},

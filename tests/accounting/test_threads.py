@@ -21,8 +21,8 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.events import Pure
+from torch_dpsco.accounting.journal import Journal
 from torch_dpsco.accounting.ledger import LOCK
-from torch_dpsco.accounting.ledger_file import Journal
 from torch_dpsco.errors import BudgetExceeded, InfeasibleError, PrivacyError, SequenceError
 from torch_dpsco.estimators import LogisticRegression
 

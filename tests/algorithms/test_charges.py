@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.test_mutations import assert_caught, nothing
+from torch_dpsco.accounting import journal
 from torch_dpsco.accounting.designs import Design, Draw, positional_event
 from torch_dpsco.accounting.events import REPLACE_ONE, Sequential
 from torch_dpsco.errors import SequenceError, UtilityWarning
@@ -198,6 +199,22 @@ def test_a_lost_release_of_an_oracle_that_does_not_expect_it_is_caught(tmp_path:
     assert_caught(
         check, lambda patch: patch.setattr(charges.Payments, "require_losable", nothing)
     )
+
+
+def test_a_run_that_can_lose_nothing_is_charged_step_by_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint goes on after each step; with the mark of a later one it would not."""
+    monkeypatch.setattr(journal, "steps_ahead", lambda line, step: 8)
+    for steps in (1, 2, 3):
+        ledger = tmp_path / f"ledger{steps}"
+        model, optimizer = built(ledger=ledger)
+        train(model, optimizer, steps)
+        state = stored(optimizer)
+        optimizer.accountant._journal.file.close()  # as a crash does: nothing is given back
+        model, again = built(ledger=ledger)
+        assert again.resume(state) == 0
+        assert again.steps == steps
 
 
 def test_a_checkpoint_with_what_releases_share_is_secret_whatever_the_oracle_says() -> None:

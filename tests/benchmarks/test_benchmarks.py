@@ -31,6 +31,7 @@ ACCURACY = {
     "holder",
     "interval_coverage",
     "least_squares",
+    "ledger_file",
     "mapped_sgd",
     "start_of_fit",
     "steps",

@@ -20,7 +20,7 @@ import torch_dpsco as dp
 from tests.contract.call_orders import CallOrders
 from tests.problems import make_optimizer
 from torch_dpsco.accounting.events import clipped_gaussian
-from torch_dpsco.accounting.ledger_file import Journal
+from torch_dpsco.accounting.journal import Journal
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rows import forwards
 from torch_dpsco.rows.forwards import Attachment

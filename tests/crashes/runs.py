@@ -4,6 +4,7 @@ For each optimizer, under a budget that is calibrated for the run to the last bi
 file and checkpoints, publishes each release, and kills itself at one point; another child runs the same script again.
 Prints a line of JSON per point, which `test_crashes` checks, and an empty one after each case. Without names it takes
 them from the standard input, one a line: a fork costs a hundredth of the imports of a new process, and dies like one.
+A name may say how many steps a line of the ledger file pays for, as in "holder-poisson:4"; else it pays for one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.algorithms import user_runs as runs
 from torch_dpsco import train as checkpoint
+from torch_dpsco.accounting import journal
 from torch_dpsco.errors import BudgetExceeded
 from torch_dpsco.step.step import PrivateOptimizer
 
@@ -261,6 +263,8 @@ def kill(case: Case) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for name in sys.argv[1:] or map(str.strip, sys.stdin):
+    for line in sys.argv[1:] or map(str.strip, sys.stdin):
+        name, _, ahead = line.partition(":")
+        journal.steps_ahead = lambda line, step, ahead=int(ahead or 1): ahead  # type: ignore[misc]
         kill(CASES[name])
         print(flush=True)

@@ -14,14 +14,14 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import replace
-from functools import lru_cache
-from types import MappingProxyType
+from functools import lru_cache, partial
 from typing import Any, NoReturn, TypeAlias
 
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.book import (
     MECHANISM,
+    NONE,
     History,
     foreign_book,
     history_of,
@@ -41,8 +41,8 @@ from torch_dpsco.accounting.events import (
     Sequential,
     clipped_gaussian,
 )
+from torch_dpsco.accounting.journal import open_journal
 from torch_dpsco.accounting.ledger import LOCK, Ledger, locked
-from torch_dpsco.accounting.ledger_file import open_journal
 from torch_dpsco.accounting.planning import Limit
 from torch_dpsco.accounting.report import (
     PrivacyReport,
@@ -52,7 +52,6 @@ from torch_dpsco.accounting.report import (
 )
 from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError, UnitError, warn
 
-_NONE: Mapping[str, int] = MappingProxyType({})
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 _Question: TypeAlias = tuple[float, Adjacency, str, Budget | None]
 
@@ -318,6 +317,7 @@ class Accountant:
         planned: int | Callable[[], int] = 1,
         adaptive: bool = False,
         releases: Mapping[str, int] | None = None,
+        ahead: Callable[[], int] | None = None,
     ) -> None:
         """Charges an event that is about to happen, or refuses it.
 
@@ -329,6 +329,8 @@ class Accountant:
             adaptive: whether its parameters were chosen from what was released before.
             releases: per run, how many of its releases may have been made from here on (see `Book.releases`); noted
                 even if the event is empty.
+            ahead: says how many charges from here on, this one included, are equal, each with releases that are one
+                further: one line of a ledger file may then pay for several, see `ledger_file`.
 
         Raises:
             BudgetExceeded: the event would pass the budget; the ledger is unchanged.
@@ -351,20 +353,23 @@ class Accountant:
             if self._opened.get() is not None:
                 event = self._placed(event)
             marks = ("adaptive",) if adaptive else ()
-            self._authorize(event, count, marks, releases or {}, planned)
+            self._authorize(event, count, marks, releases or {}, planned, ahead=ahead)
 
     def _authorize(
         self,
         event: Event,
         count: int,
         marks: tuple[str, ...] = (),
-        releases: Mapping[str, int] = _NONE,
+        releases: Mapping[str, int] = NONE,
         planned: Callable[[], int] = lambda: 1,
         adjacency: Adjacency = ZERO_OUT,
+        ahead: Callable[[], int] | None = None,
     ) -> None:
         if type(count) is not int or count < 0:
             count = check.count(count=count)
-        if self._is_inside(event, count, marks, releases):
+        config = self._journal.book.config
+        chosen = "adaptive" in marks or self._limit.adaptive or config.get("adaptive")
+        if chosen and self._is_inside(event, count, releases):
             # PRIVACY: proved for events that are fixed before the pass
             # (test_no_adaptive_event_is_charged_inside_a_pass)
             raise PrivacyError(
@@ -373,8 +378,10 @@ class Accountant:
                 " Assigned(..., amplification=False)"
             )
         left = self._limit.decide(event, count, planned)
+        if ahead is not None:
+            ahead = partial(self._limit.ahead, event, left, ahead)
         try:
-            self._charge(event, count, marks, releases, adjacency)
+            self._charge(event, count, marks, releases, adjacency, ahead)
         finally:
             self._limit.note(event, left - count)
 
@@ -383,8 +390,9 @@ class Accountant:
         event: Event,
         count: int,
         marks: tuple[str, ...] = (),
-        releases: Mapping[str, int] = _NONE,
+        releases: Mapping[str, int] = NONE,
         adjacency: Adjacency = ZERO_OUT,
+        ahead: Callable[[], int] | None = None,
     ) -> None:
         config = self._journal.book.config
         undecided = config["adjacency"] is None
@@ -393,25 +401,22 @@ class Accountant:
             config["adjacency"] = adjacency if self.budget is None else self.budget.adjacency
         added = 0
         try:
-            added = self._journal.charge(event, count, marks, releases)
+            added = self._journal.charge(event, count, marks, releases, ahead)
         finally:
             if undecided and not added and not releases:
                 config["adjacency"] = None
-        if self._is_inside(event, count, marks, releases):
+        chosen = "adaptive" in marks or self._limit.adaptive or config.get("adaptive")
+        if chosen and self._is_inside(event, count, releases):
             # PRIVACY: it has happened; what it was chosen from counts as if all knew where records were
             # (test_what_has_happened_inside_a_pass_takes_its_amplification_away)
             for _, _, one, times in list(self.ledger.entries()):
                 if isinstance(one, RandomAllocation):
                     self._journal.charge(clipped_gaussian(one.noise), times)
 
-    def _is_inside(
-        self, event: Event, count: int, marks: tuple[str, ...], releases: Mapping[str, int]
-    ) -> bool:
-        """Returns whether an event may depend on releases of another run's pass that was charged as a whole."""
-        book = self._journal.book
-        if not ("adaptive" in marks or self._limit.adaptive or book.config.get("adaptive")):
-            return False
-        return count > 0 and event != Sequential(()) and book.in_pass(releases)
+    def _is_inside(self, event: Event, count: int, releases: Mapping[str, int]) -> bool:
+        """Returns whether an event comes inside of another run's pass that was charged as a whole."""
+        costs = count > 0 and event != Sequential(())
+        return costs and self._journal.book.in_pass(releases)
 
     @typed
     @locked
@@ -533,9 +538,8 @@ class Accountant:
         return self.budget
 
     def _so_far(self, delta: float) -> float:
-        return (
-            self.get_epsilon(delta) if len(self) else 0.0
-        )  # an adaptive budget quotes its target even then
+        # an adaptive budget quotes its target even then
+        return self.get_epsilon(delta) if len(self) else 0.0
 
     @locked
     def __repr__(self) -> str:
@@ -760,9 +764,11 @@ class Accountant:
 
     @locked
     def close(self) -> None:
-        """Closes the ledger file, so that another accountant may open it; nothing can be charged here any more."""
-        if self._journal.file is not None:
-            self._journal.file.close()
+        """Closes the ledger file, so that another accountant may open it; nothing can be charged here any more.
+
+        What the file was charged ahead (see `ledger_file`) and no step has used is given back.
+        """
+        self._journal.close()
 
 
 class Phase:

@@ -7,6 +7,7 @@ import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from torch_dpsco import _validate as check
@@ -15,12 +16,14 @@ from torch_dpsco.accounting.events import (
     Adjacency,
     Event,
     PoissonGaussian,
+    Repeat,
     event_from_json,
     event_to_json,
 )
 from torch_dpsco.accounting.ledger import Ledger
 
 _VERSION = 3
+NONE: Mapping[str, int] = MappingProxyType({})
 Row = dict[str, Any]
 History = list[tuple[float, float, int]]
 MECHANISM = "dpsco"
@@ -130,6 +133,27 @@ class Book:
         runs = {name.removesuffix(OPEN) for name in self.releases if name.endswith(OPEN)}
         return any(run not in others and not self.releases.get(run + OVER) for run in runs)
 
+    def copy(self) -> Book:
+        """Returns an equal book, which shares nothing that changes."""
+        ledger = Ledger(Repeat(event, times) for event, times in self.ledger.events())
+        runs = list(self.runs)
+        return Book(ledger, runs, dict(self.config), self.id, dict(self.releases))
+
+    def add(
+        self,
+        event: Event,
+        count: int,
+        marks: Iterable[str] = (),
+        releases: Mapping[str, int] = NONE,
+    ) -> int:
+        """Adds a charge; returns how many simple events that are."""
+        added = self.ledger.add(event, count)
+        if marks and added:
+            self.mark(marks, added)
+        for run, number in releases.items():
+            self.releases[run] = max(number, self.releases.get(run, 0))
+        return added
+
     def mark(self, marks: Iterable[str], events: int) -> None:
         """Adds to the numbers of events of which a fact is known."""
         for name in marks:
@@ -143,13 +167,12 @@ class Book:
             raise ValueError(
                 f"at must be {len(self.ledger)}, the number of events before (got {at})"
             )
-        self.ledger.add(event_from_json(row["event"]), count)
+        made = row.get("releases", {}).items()
+        releases = {str(run): check.count(releases=number) for run, number in made}
+        marks = [name for name in MARKS if row.get(name)]
+        self.add(event_from_json(row["event"]), count, marks, releases)
         if "run" in row:
             self.runs.append((str(row["run"]), at))
-        for run, number in row.get("releases", {}).items():
-            known = self.releases.get(str(run), 0)
-            self.releases[str(run)] = max(check.count(releases=number), known)
-        self.mark((name for name in MARKS if row.get(name)), len(self.ledger) - at)
 
 
 def charge_row(

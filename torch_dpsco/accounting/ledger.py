@@ -192,7 +192,7 @@ class Ledger:
     """
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
-        self._length = 0
+        self.length = 0  # as `len` says
         self.distinct: set[SimpleEvent] = set()  # wherever they were charged
         self._counts: dict[_Place, _Counts] = {}
         self._kinds: _Kinds = {}
@@ -202,7 +202,7 @@ class Ledger:
 
     def __len__(self) -> int:
         """Number of events, counting repetitions."""
-        return self._length
+        return self.length
 
     @property
     def size(self) -> int:
@@ -239,35 +239,38 @@ class Ledger:
             for place, part, event, times in other.entries()
         )
 
-    def add(self, event: Event, count: int = 1) -> None:
-        """Records an event `count` times. The whole event is checked before anything is recorded."""
+    def add(self, event: Event, count: int = 1) -> int:
+        """Records an event `count` times; returns how many simple events that are.
+
+        The whole event is checked before anything is recorded.
+        """
         with LOCK:
+            start = self.length
             if isinstance(event, SimpleEvent) and type(count) is int and count > 0:
                 entries = [(_BASE, event, count)]
             else:
                 entries = list(_flatten(event, check.count(count=count)))
                 kinds = self._kinds_with(event)
                 if not entries:
-                    return  # a part without events rules no adjacency out (test_a_charge_of_nothing_changes_no_answer)
+                    # a part without events rules no adjacency out (test_a_charge_of_nothing_changes_no_answer)
+                    return 0
                 self._kinds = kinds
-            self._require_room(sum(times for _, _, times in entries))
+            length = start + sum([times for _, _, times in entries])
+            if length > sys.maxsize:
+                raise ValueError(
+                    f"count must leave at most {sys.maxsize} events in the ledger (got {length})"
+                )
             # PRIVACY: sums that Ctrl-C interrupted are made anew (test_an_interrupted_charge_leaves_no_stale_answer)
             sums, self._sums = self._sums, {}
             for place, simple, times in entries:
                 counts = self._counts.setdefault(place, {})
                 counts[simple] = counts.get(simple, 0) + times
                 self.distinct.add(simple)
-                self._length += times
-                if place == _BASE:
+                self.length += times
+                if sums and place == _BASE:
                     self._put(sums, simple, counts[simple])
             self._sums = sums
-
-    def _require_room(self, events: int) -> None:
-        length = self._length + events
-        if length > sys.maxsize:
-            raise ValueError(
-                f"count must leave at most {sys.maxsize} events in the ledger (got {length})"
-            )
+            return self.length - start
 
     def _put(
         self, sums: dict[tuple[Adjacency, int], Sum], event: SimpleEvent, times: int
@@ -296,6 +299,14 @@ class Ledger:
                 counts.get(simple, self._counts.get(place, {}).get(simple, 0)) + times
             )
         return changed
+
+    def covers(self, other: Ledger, event: Event, count: int = 1) -> bool:
+        """Returns whether a ledger that has all events of another has them after one more charge of it too."""
+        return all(
+            self._counts.get(place, {}).get(simple, 0) >= times
+            for place, counts in other.changed(event, count).items()
+            for simple, times in counts.items()
+        )
 
     @locked
     def adds_nothing(self, event: Event, count: int = 1) -> bool:
@@ -553,7 +564,9 @@ class Sum:
     def put(self, event: SimpleEvent, times: int) -> None:
         """Sets how often an event happened, >= 1; raises AdjacencyError if it has no guarantee."""
         before = self._counts.get(event, 0)
-        place = self._placed(event, self._places)
+        place = self._places.get(event, -1)
+        if place < 0 or self._coarse:
+            place = self._placed(event, self._places)
         self._counts[event] = times
         self._times[place] += times - before
         if not before:

@@ -39,8 +39,8 @@ from torch_dpsco.accounting.events import (
     event_from_json,
     event_to_json,
 )
+from torch_dpsco.accounting.journal import Journal
 from torch_dpsco.accounting.ledger import Ledger
-from torch_dpsco.accounting.ledger_file import Journal
 from torch_dpsco.errors import BudgetExceeded, PrivacyError, SequenceError
 
 _Counts: TypeAlias = dict[SimpleEvent, int]
@@ -409,7 +409,7 @@ class Limit:
         if self.rule is None:
             return count
         known, left = self._allowance
-        if known == (event, self.rule, len(self._ledger)) and count <= left:
+        if known == (event, self.rule, self._journal.book.ledger.length) and count <= left:
             return left  # equal events are decided once
         if self._ended:
             # PRIVACY: what was spent has no planned epsilon (test_a_planned_budget_ends_where_parameters_were_adapted)
@@ -426,11 +426,25 @@ class Limit:
         self._close(plan)
         return left
 
+    def ahead(self, event: Event, left: int, most: Callable[[], int]) -> int:
+        """Returns how many equal charges may be written at once: no more than the budget has room for.
+
+        Args:
+            event: of each.
+            left: how many are known to fit.
+            most: says how many are planned.
+        """
+        if self.rule is None or event == Sequential(()):
+            return most()
+        return 1 if self._journal.leads else min(left, most())
+
     def note(self, event: Event, left: int) -> None:
         """Notes after a charge how many more of the event fit; whatever else is charged is decided anew."""
         if self.rule is not None:
-            self._allowance = (event, self.rule, len(self._ledger)), left
-            self.open_unused()
+            charged = self._journal.book.ledger.length
+            self._allowance = (event, self.rule, charged), left
+            if not charged:
+                self.open_unused()
 
     def open_unused(self) -> None:
         """Opens the plan again if nothing was charged."""

@@ -9,7 +9,7 @@ under the charge of the first would be free. They are lost: time, not budget.
 | crash | charged | marked | after resume |
 |---|---|---|---|
 | before the charge of a step is on the disk | no | no | the step is made |
-| after it, before or after the release | yes | yes | the step is lost |
+| after it, before or after the release | yes | yes | the step is lost, and all that were charged ahead with it |
 | after a checkpoint | yes | yes | nothing is lost |
 """
 
@@ -151,7 +151,8 @@ def tell_of_lost(steps: int, made: int) -> None:
     if steps:
         warn(
             f"{steps} steps after step {made} were lost to a crash: they were charged after the"
-            " checkpoint, so that the run goes on without them and makes none of them again",
+            " checkpoint, or ahead, so that the run goes on without them and makes none of them"
+            " again",
             stacklevel=4,
         )
 

@@ -464,6 +464,7 @@ class Payments:
                 planned=partial(self._charges_left, draw, steps),
                 adaptive=self.adaptive,
                 releases=marks,
+                ahead=partial(self._ahead, charge, draw, steps),
             )
             if charge.covers > 1:
                 self._note(charge, steps, draw.partition + self._accountant.place)
@@ -490,6 +491,16 @@ class Payments:
             return 1
         left = 1 if self._planned is None else self._planned - steps
         return self._design.charges_left(draw, left, of_passes=self.in_passes)
+
+    def _ahead(self, charge: Charge, draw: Draw, steps: int) -> int:
+        """Returns how many releases from here on are charged alike: a crash may lose them, where they were not made."""
+        # PRIVACY: of a run that cannot lose one (test_a_run_that_can_lose_nothing_is_charged_step_by_step)
+        if self._planned is None or charge.covers > 1 or not self.can_lose:
+            return 1
+        left = self._planned - steps
+        if self.paid is not None and steps < self.paid.stop:
+            return min(left, self.paid.stop - steps)
+        return 1 if self.in_passes else min(left, self._charges_left(draw, steps))
 
     def _require_unmade(self, steps: int) -> None:
         """Raises SequenceError if the ledger knows of a later step of a run whose releases share a secret."""
