@@ -138,7 +138,7 @@ class PrivateLoader:
         self.slots = slots
         if check.count(num_workers=num_workers) > _MOST_WORKERS:
             raise ValueError(f"num_workers must be at most {_MOST_WORKERS} (got {num_workers})")
-        self.isolation = Isolation(slots=slots, open=rounded)
+        self.isolation = Isolation(slots=slots, allowed=rounded)
         self.physical_batch_size = physical_batch_size
         if physical_batch_size is not None:
             check.positive_count(physical_batch_size=physical_batch_size)
@@ -408,7 +408,7 @@ class Isolation:
     Args:
         private: whether the number of rows of a draw is.
         slots: where records stand, where all batches are filled up to one size.
-        open: whether batches of several sizes are still to be tested.
+        allowed: whether batches of several sizes may take the place of these, once a test has passed.
         tested: sizes that have passed.
         checked: what a probe of made-up records has found of one size.
         why: why there are no batches of several sizes.
@@ -416,7 +416,7 @@ class Isolation:
 
     private: bool = False
     slots: Slots | None = None
-    open: bool = False
+    allowed: bool = False
     tested: Sizes | None = None
     checked: str = "it was not checked"
     why: str = ""
@@ -428,9 +428,13 @@ class Isolation:
             return "none"
         return "rounded" if self.tested is not None else "slots"
 
+    @property
+    def open(self) -> bool:
+        """Whether batches of several sizes are still to be tested."""
+        return self.allowed and self.tested is None and not self.why
+
     def settle(self, found: Sizes | str) -> None:
         """Takes what the test of batches of several sizes has found."""
-        self.open = False
         self.tested = None if isinstance(found, str) else found
         self.why = found if isinstance(found, str) else ""
 
