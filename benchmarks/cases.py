@@ -196,7 +196,7 @@ def _gpt2(width: int, layers: int, size: int) -> list[Case]:
     def draw(n: int) -> Data:
         return torch.randint(1, 1000, (n, 48)), torch.randint(2, (n,))
 
-    return [_case(f"GPT-2 + LoRA b={size}", build, draw, size, records=1024)]
+    return [_case(f"GPT-2 + LoRA b={size}", build, draw, size, records=512)]
 
 
 class LoRA(nn.Module):
