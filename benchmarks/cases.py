@@ -101,7 +101,7 @@ def _case(
     draw: Callable[[int], Data],
     size: int,
     loss: nn.Module | None = None,
-    records: int = 4096,
+    records: int = 16_384,
 ) -> Case:
     loss = loss or nn.CrossEntropyLoss()
     return Case(name, build, draw, draw(size), loss, max(records, 4 * size))
@@ -117,7 +117,8 @@ def _answered(dim: int) -> Callable[[int], Data]:
 
 def _logistic(dim: int, size: int) -> Case:
     name = f"logistic {dim}/{size}"
-    return _case(name, lambda: nn.Linear(dim, 1), _answered(dim), size, nn.BCEWithLogitsLoss())
+    build, records = (lambda: nn.Linear(dim, 1)), 4096 if dim > 1000 else 16_384
+    return _case(name, build, _answered(dim), size, nn.BCEWithLogitsLoss(), records)
 
 
 def _softmax(dim: int, size: int) -> Case:
@@ -154,7 +155,7 @@ def _cnn(size: int) -> Case:
             *(nn.Flatten(), nn.Linear(512, 32), nn.ReLU(), nn.Linear(32, 10)),
         )
 
-    return _case(f"CNN b={size}", build, _labelled((1, 28, 28)), size)
+    return _case(f"CNN b={size}", build, _labelled((1, 28, 28)), size, records=4096)
 
 
 def _transformer(width: int, length: int, hidden: int, size: int) -> Case:

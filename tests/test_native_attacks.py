@@ -1,8 +1,8 @@
 """Rows that are made to break the declared errors of the accelerator and of float64 norms, by exact rational numbers.
 
 An attack returns the error of some numbers over the error that is declared, at most 1. A search changes the numbers
-that come nearest, one by one, to neighbors, other magnitudes and other signs, from random ones and from rows of which most
-roundings go one way. The bounds are those of docs/proofs/rounding.md.
+that come nearest, one by one, to neighbors, other magnitudes and other signs, from random ones and from rows of which
+most roundings go one way. The bounds are those of docs/proofs/rounding.md.
 """
 
 from __future__ import annotations
