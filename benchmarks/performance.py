@@ -1,8 +1,8 @@
-"""Prints the tables of docs/performance.md: steps, memory, loading, accounting, noise, user distances.
+"""Prints the tables of docs/performance.md: runs at default settings, other modes, memory, loading, accounting, noise.
 
-    python benchmarks/performance.py                                   # all suites, about six minutes
+    python benchmarks/performance.py                                   # all suites, about ten minutes
     python benchmarks/performance.py --update docs/performance.md      # ... and puts the tables into the document
-    python benchmarks/performance.py --suite step --rounds 15
+    python benchmarks/performance.py --suite default --rounds 15
     python benchmarks/performance.py --smoke                           # everything tiny, in seconds
 
 Peers in environments of their own: see peers.py. Suites that need the process to be young (they fork) run first.
@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import accountant
+import default_time
 import equality
 import loaders
 import memory
@@ -37,6 +38,7 @@ SUITES: dict[str, Suite] = {
         sizes=user_level.SMALL_SIZES if args.smoke else USER_SIZES
     ),
     "equality": lambda args, peers: equality.tables(smoke=args.smoke, peers=peers),
+    "default": lambda args, peers: default_time.tables(smoke=args.smoke, rounds=args.rounds),
     "step": lambda args, peers: step_time.tables(
         smoke=args.smoke, rounds=args.rounds, peers=peers
     ),

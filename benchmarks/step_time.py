@@ -1,4 +1,6 @@
-"""Time of one private step, as a multiple of plain torch SGD in the same process, beside Opacus and other peers.
+"""Time of one private step on a batch in memory, as a multiple of plain torch SGD, beside Opacus and other peers.
+
+Nothing is drawn, gathered or filled up here: what a run costs at default settings is measured by `default_time.py`.
 
     python benchmarks/step_time.py                                    # about five minutes
     python benchmarks/step_time.py --rounds 5 --cases "logistic 1000/256"
@@ -45,13 +47,6 @@ from variants import CAN_COMPILE, VARIANTS, Setting, compiled_step, fit_slot
 Found = Mapping[str, tuple[Figure, float]]  # per variant: ratio, milliseconds
 
 NOT_INSTALLED = "not installed"
-LOOP_GOALS = {
-    "logistic 1000/256": 1.75,
-    "logistic 1000/4096": 1.3,
-    "MLP": 1.25,
-    "CNN": 1.45,
-    "transformer": 1.3,
-}
 FIT_GOALS = {  # with the accelerator
     "logistic 100/256": 0.45,
     "logistic 100/4096": 0.65,
@@ -127,24 +122,17 @@ def own_table(measured: Sequence[Measured]) -> str:
     heads = [
         "case d/b",
         "plain",
-        "loop",
-        "ratio",
-        "goal",
-        "`fit`, compiled",
-        "ratio",
-        "goal",
+        *("loop", "ratio"),
+        *("`fit`, compiled", "ratio", "goal"),
         "dense rows, ratio",
     ]
     rows = []
     for case, found in measured:
         line: list[str] = [case.name, f"{digits(found['plain'][1])} ms"]
-        for name, goals in (
-            ("loop", LOOP_GOALS),
-            ("fit" if case.is_linear else "compiled", FIT_GOALS),
-        ):
+        for name in ("loop", "fit" if case.is_linear else "compiled"):
             ratio, milliseconds = found.get(name, (None, 0.0))
             line += ["-", "-"] if ratio is None else [f"{digits(milliseconds)} ms", cell(ratio)]
-            line.append(goal(goals, case))
+        line.append(goal(FIT_GOALS, case))
         rows.append([*line, cell(found["dense"][0]) if "dense" in found else "-"])
     return table(heads, rows)
 
@@ -184,10 +172,10 @@ def tables(
     device: str = "cpu",
     further: bool = False,
 ) -> dict[str, str]:
-    """Returns the tables "step" and "step-peers"."""
+    """Returns the tables "step-modes" and "step-peers"."""
     chosen = [case for case in (more if further else cases)(smoke=smoke) if only in case.name]
     measured = measure(chosen, rounds, peers, smoke=smoke, device=device)
-    return {"step": own_table(measured), "step-peers": peer_table(measured)}
+    return {"step-modes": own_table(measured), "step-peers": peer_table(measured)}
 
 
 def fresh(times: int, only: str, rounds: int) -> str:

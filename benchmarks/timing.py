@@ -104,6 +104,8 @@ def interleaved(slots: Mapping[str, Slot], rounds: int) -> dict[str, list[float]
 
 
 def _repeats(slot: Slot) -> int:
+    if slot.most == 1:
+        return 1
     trial = slot.run(2)
     return max(1, min(slot.most, int(slot.seconds / trial))) if trial > 0 else slot.most
 

@@ -1,5 +1,6 @@
-"""One step of DP-SGD as different libraries make it: same model, batch, loss, clip and noise.
+"""One step of DP-SGD on a batch in memory, as different libraries make it: same model, batch, loss, clip and noise.
 
+These are not the default settings of a run (`defaults.py`): the batch has a public size, so that nothing is filled up.
 A step is zero_grad, forward, loss, backward, clipping, noise and update, on a batch that is in memory: no loading and
 no calibration. Ours charges its ledger and checks that the batch is one that its sampler drew; Opacus' optimizer alone
 does neither (`PrivacyEngine` would add its accountant's step).
@@ -37,7 +38,10 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.sampling import Chunk, DesignSampler
 
-__all__ = ["CAN_COMPILE", "VARIANTS", "Setting", "compiled_step", "fit", "fit_slot"]
+__all__ = [
+    *("CAN_COMPILE", "VARIANTS", "Ends", "PerRecord", "Setting"),
+    *("compiled_step", "fit", "fit_slot"),
+]
 
 CAN_COMPILE = (
     importlib.util.find_spec("torch_dpsco.fast.compiled") is not None
@@ -134,7 +138,7 @@ def _opacus(
     return build
 
 
-class _PerRecord(nn.Module):
+class PerRecord(nn.Module):
     """A loss whose unreduced form has the shape (B,)."""
 
     def __init__(self, loss: nn.Module) -> None:
@@ -162,7 +166,7 @@ def _ghost(case: Case, model: nn.Module, setting: Setting) -> Step:
         case,
         wrapped,
         optimizer,
-        DPLossFastGradientClipping(wrapped, optimizer, _PerRecord(case.loss)),
+        DPLossFastGradientClipping(wrapped, optimizer, PerRecord(case.loss)),
     )
 
 
@@ -201,7 +205,7 @@ def compiled_step(
     return step
 
 
-class _Ends(dp.loggers.Logger):
+class Ends(dp.loggers.Logger):
     """Notes the time at the end of each step."""
 
     def __init__(self, clock: Clock) -> None:
@@ -228,7 +232,7 @@ def fit(
         loss = dp.losses.SoftmaxCrossEntropy(num_classes=model.out_features)
     size = len(inputs)
     optimizer = _optimizer(model, setting, size, dp.Full(size))
-    ends = _Ends(clock or Clock())
+    ends = Ends(clock or Clock())
     dp.fit(
         model,
         optimizer,

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -33,7 +34,6 @@ ACCURACY = {
     "least_squares",
     "ledger_file",
     "mapped_sgd",
-    "start_of_fit",
     "steps",
     "user_level_risk",
 }
@@ -41,6 +41,7 @@ ACCURACY = {
 ELSEWHERE = {"linear_models", "tables", "out_of_core_sgd", "out_of_core_fit"}
 PARTS = {
     "cases",
+    "defaults",
     "timing",
     "variants",
     "peers",
@@ -63,7 +64,7 @@ def performance() -> Iterator[ModuleType]:
         import performance as module
 
         yield module
-        for name in (SCRIPTS | {"adult", "flights"}) & (set(sys.modules) - before):
+        for name in (SCRIPTS | {"adult"}) & (set(sys.modules) - before):
             del sys.modules[name]
 
 
@@ -108,7 +109,7 @@ def test_one_command_prints_every_table_of_the_document_and_replaces_them(
         assert table in printed
         assert table != old[name]
     assert "not installed" in new["step-peers"]
-    for name in ("step", "memory", "draws", "epoch"):
+    for name in ("step", "step-modes", "memory", "draws"):
         assert re.search(r"\| <= \d", old[name]), f"no goal is shown in {name}"
 
 
@@ -137,6 +138,7 @@ def test_every_benchmark_is_run_by_a_test() -> None:
         "user_level",
         "equality",
         "step_time",
+        "default_time",
         "loaders",
         "accountant",
         "noise",
@@ -154,11 +156,57 @@ def test_a_variant_that_does_not_clip_is_found_out(
 ) -> None:
     equality = performance.equality
     monkeypatch.setitem(equality.VARIANTS, "hooks", equality.VARIANTS["plain"])
-    monkeypatch.setattr(equality, "few", lambda smoke: [equality.cases(smoke=True)[0]])
+    monkeypatch.setattr(equality, "few", lambda chosen: chosen[:1])
     with pytest.raises(
         AssertionError, match=r"other work than the reference: \[\('logistic 20/32', 'hooks'"
     ):
         equality.tables(smoke=True)
+
+
+@pytest.mark.parametrize("name", ["ours, mean", "ours, sum", "fit", "Opacus", "Opacus ghost"])
+def test_a_default_that_does_not_clip_is_found_out(
+    performance: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    equality = performance.equality
+    case = sys.modules["cases"].everyday(smoke=True)[0]
+    errors = equality.default_errors(case)
+    assert max(errors.values()) <= equality.TOLERANCE, errors
+    monkeypatch.setitem(equality.WAYS, name, equality.WAYS["plain"])
+    with pytest.raises(AssertionError, match=re.escape(f"[('logistic 20/32', '{name}'")):
+        equality.checked({case.name: equality.default_errors(case)})
+
+
+def test_who_does_not_train_a_case_is_left_out_but_for_ours(
+    performance: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench, case = performance.default_time, sys.modules["cases"].everyday(smoke=True)[0]
+    ways = {"plain": bench.WAYS["plain"], "Opacus": bench.WAYS["fit"], "fit": bench.WAYS["fit"]}
+
+    def slot(name: str, way: object) -> object:
+        if name == "Opacus":
+            raise NotImplementedError("no such layer")
+        return performance.step_time.Slot(lambda repeats: 1.0)
+
+    assert list(bench.measured(ways, case, slot, 1)) == ["plain", "fit"]
+    assert f"Opacus refuses {case.name}: no such layer" in capsys.readouterr().err
+    with pytest.raises(NotImplementedError):
+        bench.measured({"fit": ways["fit"]}, case, lambda name, way: slot("Opacus", way), 1)
+
+
+def test_a_run_is_made_to_its_last_step(performance: ModuleType) -> None:
+    bench, made = performance.default_time, []
+
+    def start(
+        case: object, model: object, data: object, setting: object, steps: int
+    ) -> Iterator:
+        return (made.append(step) for step in range(steps))
+
+    case, starts = sys.modules["cases"].everyday(smoke=True)[0], {"ours": []}
+    bench.run_slot(case, range(700), starts, "ours", bench.Way(start)).run(1)
+    assert made == [0, *range(21)]  # one step warms up
+    bench.run_slot(case, range(64), starts, "ours", bench.Way(start)).run(1)
+    assert len(made) == 23 + bench.LEAST_STEPS
+    assert len(starts["ours"]) == 2
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -241,10 +289,11 @@ def test_the_peak_counts_what_is_in_use_at_once(performance: ModuleType) -> None
 
 
 def test_the_memory_of_dense_rows_is_seen(performance: ModuleType) -> None:
-    case = performance.memory.cases(smoke=True)[2]
-    rows = 4 * len(case.batch[0]) * sum(p.numel() for p in case.model().parameters())
-    assert performance.memory.step_peak(case, "hooks") >= rows
-    assert performance.memory.step_peak(case, "loop") < rows / 2
+    case = sys.modules["cases"].everyday(smoke=True)[1]
+    case = replace(case, records=case.size)  # all are drawn
+    rows = 4 * case.size * sum(p.numel() for p in case.model().parameters())
+    assert performance.memory.step_peak(case, "Opacus") >= rows
+    assert performance.memory.step_peak(case, "plain") < rows / 2
 
 
 # -- peers and document -----------------------------------------------------------------------------------------------

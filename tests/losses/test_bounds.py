@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -97,3 +98,18 @@ def test_enforcement_refuses_what_it_cannot_bound() -> None:
         enforce_bounds(rows, torch.zeros(2), bound_x=1.0)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="targets must be floating point"):
         enforce_bounds(rows, torch.zeros(2, dtype=torch.long), bound_x=1.0, bound_y=1.0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"),
+    [(torch.float16, 1e-3), (torch.float32, 1e-40), (torch.float64, 1e-310)],
+)
+@pytest.mark.parametrize("dim", [3, 4000, 20_000])
+def test_bounds_near_the_least_number_of_a_dtype_are_enforced(
+    dtype: torch.dtype, bound: float, dim: int
+) -> None:
+    """Equal numbers of a row are all rounded in one direction, by half of the least number."""
+    for times in range(24):
+        limit = bound * (1 + times / 24)
+        found = enforce_bounds(torch.full((1, dim), 3.0, dtype=dtype), bound_x=limit)
+        assert Fraction(found[0, 0].item()) ** 2 * dim <= Fraction(limit) ** 2

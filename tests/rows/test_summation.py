@@ -314,7 +314,7 @@ def test_chunks_that_pass_the_planned_rows_stay_within_the_claim(extra):
 def test_a_clip_outside_of_the_range_of_float32_is_summed_in_float64(arithmetic):
     plan, dim = plan_for(64)
     rows = all_equal(plan.rows, dim)
-    for clip, in_float32 in ((1.0, True), (2.0**-41, False), (2.0**41, False)):
+    for clip, in_float32 in ((1.0, True), (2.0**-29, True), (2.0**-30, False), (2.0**41, False)):
         scaled = rows * min(clip, 2.0**41)
         oracle = Clipped(clip, 0.0, batch_size=64)
         mean = released(oracle, [torch.zeros(dim)], [GradBatch([DenseBlock(scaled)])])

@@ -72,6 +72,9 @@ class Preparation:
         check.positive(bound_x=self.bound_x)
         check.nonnegative(intercept=self.intercept)
         check.positive(before=self.before, allow_inf=True)
+        # PRIVACY: a share of less is subnormal, and leaves more of a row (test_bounds_below_all_lengths_are_refused)
+        check.between(_LEAST, math.inf, bound_x=self.bound_x)
+        check.between(_LEAST, math.inf, before=self.before)
         for value in self.center or ():
             check.finite(feature_center=value)
         for value in self.scale or ():

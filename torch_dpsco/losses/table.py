@@ -755,11 +755,18 @@ def _into_ball(block: Tensor, bound: float) -> Tensor:
     scale = torch.exp2(exponent.double())
     unit = rows / scale
     length = torch.linalg.vector_norm(unit, dim=1, keepdim=True)
-    # PRIVACY: the guard covers the norm and the final cast (test_enforced_norms_never_exceed_the_bound)
-    clipped = unit * (bound / length * (1 - guard))
+    # PRIVACY: the guard covers the norm and the final cast (test_enforced_norms_never_exceed_the_bound), and
+    # what a cast to a subnormal number adds (test_bounds_near_the_least_number_of_a_dtype_are_enforced)
+    added = 2 * _least(block.dtype) * math.sqrt(rows.shape[1])
+    clipped = unit * (bound / length * (1 - guard) - added / length).clamp(min=0.0)
     return (
         torch.where(length * scale > bound, clipped, rows).to(block.dtype).reshape(block.shape)
     )
+
+
+def _least(dtype: torch.dtype) -> float:
+    """Returns the least number of a dtype above 0."""
+    return torch.finfo(dtype).tiny * torch.finfo(dtype).eps
 
 
 def _into_interval(targets: Tensor, bound: float) -> Tensor:

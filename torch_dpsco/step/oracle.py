@@ -316,7 +316,7 @@ def clipped_slopes(rows: LinearBlock, clip: float) -> tuple[LinearBlock, Tensor]
 
 def in_float32(clip: float) -> bool:
     """Returns whether such rows are far from overflow and underflow of float32, which its error bounds leave out."""
-    return 2.0**-40 < clip < 2.0**40
+    return 2.0**-30 < clip < 2.0**40
 
 
 def joint_norm(tensors: Sequence[Tensor]) -> float:
