@@ -345,6 +345,35 @@ def test_a_compiled_model_keeps_slots() -> None:
     assert "compiled" in str(loader.isolation)
 
 
+def test_what_a_loop_does_to_inputs_keeps_slots() -> None:
+    """An elementwise function of all records at once has other bits at the end of the batch."""
+    model = dp.attach(net(), loss_reduction="sum")
+    for change, level in (
+        (torch.tanh, "slots"),
+        (lambda x: x.view(len(x), 20), "rounded"),
+        (lambda x: x.cpu(), "rounded"),
+    ):
+        model = dp.attach(net(), loss_reduction="sum")
+        optimizer = make_optimizer(model, Poisson(32, N), noise=1.0, adjacency="add_remove")
+        loader = optimizer.loader(records(), steps=2)
+        for x, y in loader:
+            SUM(model(change(x)), y).backward()
+            optimizer.step()
+        assert loader.isolation.level == level
+    assert "inputs of the model" not in str(loader.isolation)
+
+
+def test_what_a_loop_does_to_targets_counts() -> None:
+    """Sizes of a net without exp end in full vectors, where the loop may have used one for its targets."""
+
+    def loss(scores: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(scores[:, 0], y.float(), reduction="sum")
+
+    _, loader, _ = looped(net(), loss, steps=2)
+    assert loader.isolation.level == "rounded"
+    assert all(size % 32 == 0 for size in loader.isolation.tested.sizes)
+
+
 def test_a_loss_that_was_not_seen_keeps_slots() -> None:
     def weighted(scores: Tensor, y: Tensor) -> Tensor:
         return (SUM(scores, y) * float(scores.detach().abs().max() * 0 + 1)).sum()

@@ -40,7 +40,7 @@ from torch_dpsco.trial import (
     seed_torch,
 )
 from torch_dpsco.trial.loss import RepeatedLoss, plain, trace_outputs
-from torch_dpsco.trial.sizes import Sizes, torch_settings
+from torch_dpsco.trial.sizes import Sizes, memory_of, torch_settings
 
 # of synthetic batches: the first that is no other size of the model's tensors
 _SIZES = (7, 5, 11, 13, 17, 19, 23)
@@ -90,6 +90,7 @@ class FirstStep:
         self._dims: list[int | None] | None = (
             None  # of the model's outputs, as far as that was seen
         )
+        self._memory: frozenset[int] = frozenset()  # of its inputs, numbers that are not whole
         self.compiled = False  # whether the model is called through torch.compile
         self._replay: Replay | None = None  # how it was called, without data
         self._sizes: tuple[Any, Sizes | str] | None = None  # what was found for which draws
@@ -109,7 +110,13 @@ class FirstStep:
             self._replay.loss = loss
 
     def sizes(
-        self, model: nn.Module, usual: int, most: int, *, known: bool
+        self,
+        model: nn.Module,
+        usual: int,
+        most: int,
+        delivered: frozenset[int],
+        *,
+        known: bool,
     ) -> Sizes | str | None:
         """Returns in what sizes draws may be delivered, or why in one only; None if that is not known.
 
@@ -117,6 +124,7 @@ class FirstStep:
             model: attached, with no rows waiting.
             usual: rows of a usual draw.
             most: rows of a draw at most.
+            delivered: where the memory of the batch of the first step was.
             known: whether no test is made.
         """
         if self.compiled or any(map(is_compiled, model.modules())):
@@ -128,7 +136,7 @@ class FirstStep:
             return None
         if self._replay is None:
             return "the first step was not looked at"
-        self._sizes = asked, self._replay.sizes(model, usual, most)
+        self._sizes = asked, self._replay.sizes(model, usual, most, delivered)
         return self._sizes[1]
 
     def settle_probed(self, part: str) -> None:
@@ -141,10 +149,12 @@ class FirstStep:
         self.verdicts.update(other.verdicts)
         self._open.update(other._open)
 
-    def begin(self, layers: Sequence[nn.Module]) -> None:
-        """Notes what a model keeps before a training forward, after which it may be looked at."""
+    def begin(self, layers: Sequence[nn.Module], inputs: Any) -> None:
+        """Notes what a model keeps before a training forward, after which it may be looked at, and inputs' memory."""
         if self.asked and self._open["model"]:
             self._before = Memory(layers)
+            numbers = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
+            self._memory = memory_of([t for t in numbers if t.is_floating_point()])
 
     def look(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -196,7 +206,7 @@ class FirstStep:
             verdict = calls.problem or self._compared(calls)
             if any(dim is not None for dim in calls.dims):
                 self._dims = calls.dims
-                self._replay = calls.replay(self.reduction == "mean")
+                self._replay = calls.replay(self.reduction == "mean", self._memory)
                 break
         if verdict:  # else the batch was empty
             self.settle("model", verdict)
@@ -267,10 +277,10 @@ class _Calls:
             device = _CPU if self._on_cpu else t.device
             self.leaves.append(Leaf(tuple(t.shape), t.dtype, device, dim))
 
-    def replay(self, mean: bool) -> Replay:
+    def replay(self, mean: bool, memory: frozenset[int]) -> Replay:
         """Returns how the model is called, without data."""
         inputs = [self._without_data(k, t) for k, t in enumerate(self._inputs)]
-        return Replay(self._structure, inputs, self.dims, mean)
+        return Replay(self._structure, inputs, self.dims, mean, memory)
 
     def _without_data(self, place: int, t: Any) -> Any:
         if not isinstance(t, Tensor):

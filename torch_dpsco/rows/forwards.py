@@ -256,9 +256,11 @@ class Attachment:
                 " without retain_graph"
             )
 
-    def sizes(self, usual: int, most: int, *, known: bool = False) -> Sizes | str | None:
+    def sizes(
+        self, usual: int, most: int, delivered: frozenset[int], *, known: bool
+    ) -> Sizes | str | None:
         """Returns in what sizes draws may be delivered, see `FirstStep.sizes`, and is ready for them."""
-        found = self.first.sizes(self.layers[0], usual, most, known=known)
+        found = self.first.sizes(self.layers[0], usual, most, delivered, known=known)
         self.get_ready(found)
         return found
 
@@ -424,7 +426,7 @@ def _begin(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     if not leaves_rows:
         return None
     if attachment.looks:
-        attachment.first.begin(attachment.layers)
+        attachment.first.begin(attachment.layers, (args, kwargs))
     require_unwrapped(attachment.dense + attachment.factored)
     if dist.is_available() and dist.is_initialized():
         _require_alone(model)

@@ -36,6 +36,7 @@ class Replay:
         inputs: of the model: what tensors look like, and all else as it was.
         dims: where its outputs have the records, None where they have none.
         mean: whether the loss is a mean over the batch.
+        memory: where that of the inputs was.
         loss: it, once all of its operations were seen.
     """
 
@@ -43,19 +44,29 @@ class Replay:
     inputs: list[Any]
     dims: Sequence[int | None]
     mean: bool
+    memory: frozenset[int]
     loss: RepeatedLoss | None = None
 
-    def sizes(self, model: nn.Module, usual: int, most: int) -> Sizes | str:
+    def sizes(
+        self, model: nn.Module, usual: int, most: int, delivered: frozenset[int]
+    ) -> Sizes | str:
         """Returns in what sizes batches may come; see `trial.sizes.Trial`.
 
         Args:
             model: attached, with no rows waiting.
             usual: rows of a usual draw.
             most: rows of a draw at most.
+            delivered: where the memory of the batch of that step was.
         """
         loss = self.loss
         if loss is None:
             return "not all that the loop computes of the outputs was seen"
+        if not self.memory <= delivered:
+            # PRIVACY: what a loop computes for all records at once (test_what_a_loop_does_to_inputs_keeps_slots)
+            return (
+                "inputs of the model are not the tensors of the loader: do what the loop does to them in the model,"
+                " or in the data set"
+            )
         places = [k for k, leaf in enumerate(self.inputs) if isinstance(leaf, Leaf)]
         leaves = [*(self.inputs[k] for k in places), *loss.leaves]
         params = [p for p in model.parameters() if p.requires_grad]
@@ -70,7 +81,15 @@ class Replay:
             return rows_of_a_pass(params, known, loss.of(known, made[len(places) :]))
 
         with random_parameters(model):
-            return Trial(answers, leaves, self.mean, *of_passes(model), usual, most).sizes()
+            return Trial(
+                answers,
+                leaves,
+                self.mean,
+                *of_passes(model),
+                usual,
+                most,
+                loss.made_before(delivered),
+            ).sizes()
 
 
 def of_passes(model: nn.Module) -> tuple[Callable[[bool], None], Callable[[], bool]]:

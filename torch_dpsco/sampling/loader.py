@@ -48,7 +48,7 @@ from torch_dpsco.errors import UnitError
 from torch_dpsco.noise import Stream, sampling_generator
 from torch_dpsco.sampling.datasets import Gathered, one_by_one
 from torch_dpsco.sampling.samplers import Chunk, DesignSampler, records_of
-from torch_dpsco.trial.sizes import Sizes
+from torch_dpsco.trial.sizes import Sizes, memory_of
 
 _Indices = npt.NDArray[np.int64]
 _MOST_WORKERS = 1024  # processes
@@ -291,6 +291,8 @@ class PrivateLoader:
             log.deliver(chunk)
             if chunk.slots is not None:
                 batch = filled(batch, chunk.slots, chunk.size, filling)
+            if self.isolation.open:
+                self.isolation.delivered = memory_of(batch)
             if chunk.users is None:
                 yield batch
             else:
@@ -412,6 +414,7 @@ class Isolation:
         tested: sizes that have passed.
         checked: what a probe of made-up records has found of one size.
         why: why there are no batches of several sizes.
+        delivered: where the memory of the newest batch is, until that is known.
     """
 
     private: bool = False
@@ -420,6 +423,7 @@ class Isolation:
     tested: Sizes | None = None
     checked: str = "it was not checked"
     why: str = ""
+    delivered: frozenset[int] = frozenset()
 
     @property
     def level(self) -> str:

@@ -288,7 +288,8 @@ class RunOptimizer(CommonOptimizer):
         slots = self._isolation.slots
         assert slots is not None
         if len(models) == 1:
-            found = models[0].sizes(slots.usual, slots.most, known=known)
+            delivered = self._isolation.delivered
+            found = models[0].sizes(slots.usual, slots.most, delivered, known=known)
             if found is not None:
                 self._isolation.settle(found)
         elif not known:

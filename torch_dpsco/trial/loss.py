@@ -40,6 +40,7 @@ from torch_dpsco.trial import (
     rows_first,
     seed_torch,
 )
+from torch_dpsco.trial.sizes import memory_of
 
 
 class WatchedStep(Protocol):
@@ -390,16 +391,31 @@ class RepeatedLoss:
         self._root = root
         self._dim = outputs[0].dim or 0
         self._rows = outputs[0].shape[self._dim]
-        self.leaves: list[
-            Leaf
-        ] = []  # what tensors from elsewhere look like, of a loss without data
+        # of a loss without data: what tensors from elsewhere look like, and where their memory was
+        self.leaves: list[Leaf] = []
+        self.memory: list[frozenset[int]] = []
 
     def without_data(self) -> RepeatedLoss:
         """Returns the same loss, which holds shapes of tensors and none of them."""
         kept = copy.copy(self)
         kept.leaves = self._others(self._indices_of_records())
+        kept.memory = [memory_of(t) for t in self._elsewhere]
         kept._elsewhere = []
         return kept
+
+    def made_before(self, delivered: frozenset[int]) -> list[tuple[int, torch.dtype]]:
+        """Returns numbers by record, and types, of the tensors from elsewhere that are in no memory of the batch.
+
+        Args:
+            delivered: where the memory of the batch was.
+        """
+        found = []
+        for leaf, memory in zip(self.leaves, self.memory, strict=True):
+            if leaf.dim is not None and leaf.dtype.is_floating_point and not memory <= delivered:
+                found.append(
+                    (torch.Size(leaf.shape).numel() // leaf.shape[leaf.dim], leaf.dtype)
+                )
+        return found
 
     def of(self, outputs: Sequence[Tensor], elsewhere: Sequence[Tensor]) -> Tensor:
         """Returns the loss of outputs of the model, with made-up tensors in place of those that came from elsewhere."""

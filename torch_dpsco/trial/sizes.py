@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_dpsco.compat import tree_leaves
 from torch_dpsco.trial import SEED, Leaf, Refused, SyntheticBatches, attempt
 from torch_dpsco.trial.masks import secret_state
 
@@ -77,6 +78,12 @@ def torch_settings() -> tuple[Any, ...]:
         torch.is_autocast_enabled("cpu"),
         torch.backends.mkldnn.enabled,
     )
+
+
+def memory_of(tree: Any) -> frozenset[int]:
+    """Returns where the memory of nested tensors begins."""
+    leaves = [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
+    return frozenset(t.untyped_storage().data_ptr() for t in leaves if t.layout is torch.strided)
 
 
 class DrawsError(Exception):
@@ -152,6 +159,7 @@ class Trial:
         in_forward: returns whether the forward of the model runs.
         usual: rows of a usual batch.
         most: rows of a batch at most.
+        before: numbers by record, and types, of tensors that the loop makes of a batch before the loss.
     """
 
     answers: Callable[[list[Tensor]], Sequence[Tensor]]
@@ -161,6 +169,7 @@ class Trial:
     in_forward: Callable[[], bool]
     usual: int
     most: int
+    before: Sequence[tuple[int, torch.dtype]] = ()
 
     def sizes(self) -> Sizes | str:
         """Returns sizes under which records are apart, or in words why there are none; never raises."""
@@ -178,6 +187,8 @@ class Trial:
         made = SyntheticBatches(self.leaves, 13, None).batch()
         with watched:
             self.answers(made)
+        # PRIVACY: elementwise functions of the loop itself (test_what_a_loop_does_to_targets_counts)
+        watched.widths.update(self.before)
         if watched.random:
             secret_state()  # or none can be made
         records = max(_FEWEST, min(RECORDS, _STEPS * self.usual))
