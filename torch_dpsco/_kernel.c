@@ -35,6 +35,7 @@
 #define PANELS 4 /* of BROAD inputs, that stay in cache */
 #define BATCH 32       /* images of rows, that stay there */
 #define COLUMNS 5      /* of records: weight, target, limit of the slope, corner, loss there */
+#define FEW ((uint64_t)1 << 40) /* words whose V is not known well enough */
 #define TINY 1e-100    /* norms whose squares neither underflow */
 #define VAST 1e100     /* nor overflow */
 
@@ -157,6 +158,21 @@ API int64_t dpsco_linear(const float *rows, int64_t stride, int64_t records, con
     for (int64_t i = 0; index && i < n; i++) outside += index[i] < 0 || index[i] >= records;
     if (!outside) CALL(linear, &x, weight, bias, kind, targets, factors, limit, scale, out);
     return outside;
+}
+
+/* out[i] = the slope of row i, as above. */
+API void dpsco_slopes(const float *rows, int64_t stride, int64_t n, int64_t d, const float *weight, float bias,
+                      int64_t kind, const float *targets, float *out) {
+    rows_t x = {rows, 0, stride, n, d};
+    CALL(derivatives, &x, weight, bias, kind, targets, out);
+}
+
+/* places[0..k) = the positions in (last, size) of a Poisson sample, and one from `size` on if the words are enough: each
+   word is a gap, floor(log V / log_miss). Returns k, or -1 where a word that is needed does not decide its gap: V below
+   2^40 2^-63, or a quotient within `room` of an integer. */
+API int64_t dpsco_gaps(const char *words, int64_t n, double log_miss, double room, int64_t size, int64_t last,
+                       int64_t *places) {
+    return CALL(gaps, words, n, log_miss, room, size, last, places);
 }
 
 /* Shares of rows, before (n) and after (n), and norms of their images; 0 and infinite for one that is not finite. Scratch
@@ -462,6 +478,18 @@ TARGET static void NAME(linear)(const rows_t *x, const float *weight, float bias
     }
 }
 
+TARGET static void NAME(derivatives)(const rows_t *x, const float *weight, float bias, int64_t kind,
+                                     const float *targets, float *out) {
+    for (int64_t i = 0; i < x->n; i += GROUP) {
+        const float *p[GROUP];
+        d4 target = {0};
+        NAME(group)(x, i, p);
+        for (int64_t r = 0; r < GROUP && i + r < x->n; r++) target[r] = targets[i + r];
+        d4 found = NAME(slopes)(kind, NAME(scores)(p, weight, x->d) + (double)bias, target);
+        for (int64_t r = 0; r < GROUP && i + r < x->n; r++) out[i + r] = found[r];
+    }
+}
+
 /* Sum of n squares. */
 TARGET static inline double NAME(squares)(const double *p, int64_t n) {
     d4 a = {0}, b = {0};
@@ -745,6 +773,26 @@ TARGET static int64_t NAME(logs)(const char *words, int64_t n, double low, doubl
         inside[0] += v[k] > low && v[k] < high;
     }
     return n - inside[0] - inside[1] - inside[2] - inside[3];
+}
+
+TARGET static int64_t NAME(gaps)(const char *words, int64_t n, double log_miss, double room, int64_t size, int64_t last,
+                                 int64_t *places) {
+    const double most = size + 1.0; /* a gap that leads outside */
+    for (int64_t i = 0; i < n; i += 4) {
+        int64_t few = n - i < 4 ? n - i : 4;
+        u4 w = {0};
+        memcpy(&w, words + 8 * i, 8 * few);
+        w >>= 1;
+        d4 quotient = NAME(log4)(NAME(rounded)(w, 0.0, 0.5) * 0x1p-63) / log_miss;
+        for (int64_t r = 0; r < few; r++) {
+            int64_t gap = quotient[r] < most ? (int64_t)quotient[r] : size + 1;
+            double beside = quotient[r] - (double)gap;
+            if (w[r] < FEW || (quotient[r] <= most + room && !(beside > room && beside < 1.0 - room))) return -1;
+            places[i + r] = last += gap + 1;
+            if (last >= size) return i + r + 1;
+        }
+    }
+    return n;
 }
 
 /* Sine and cosine of 2 pi j / 2^64: to the nearest quarter of a turn, then Taylor's polynomials on [-pi/4, pi/4]. */

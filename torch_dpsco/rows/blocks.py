@@ -668,9 +668,8 @@ class LinearBlock(Block):
             return None
         factors = None if self._factors is None else self._factors.double().contiguous()
         total = torch.zeros(self.features.shape[1] + 1, dtype=torch.float64)
-        return native.add_linear(
-            self.features, self.slopes.contiguous(), factors, total, limit=limit, scale=scale
-        )
+        rows = native.Linear(self.features, self.slopes.contiguous(), factors)
+        return rows.add(total, limit, scale)
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds |s| |(x, 1)|: (B,) float64."""
