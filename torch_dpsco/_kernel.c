@@ -293,8 +293,9 @@ TARGET static inline f4 NAME(load_f4)(const float *p) {
     return v;
 }
 
-/* Products of GROUP rows with the weight; each by the same operations. */
-TARGET static inline d4 NAME(scores)(const float *const p[GROUP], const float *weight, int64_t d) {
+/* Products of GROUP rows with the weight; each by the same operations. Fetches rows that come later. */
+TARGET static inline d4 NAME(scores)(const float *const p[GROUP], const float *const later[GROUP], const float *weight,
+                                     int64_t d) {
     f8 a[GROUP] = {{0}}, b[GROUP] = {{0}};
     int64_t j = 0;
     for (; j + 16 <= d; j += 16) {
@@ -302,6 +303,7 @@ TARGET static inline d4 NAME(scores)(const float *const p[GROUP], const float *w
         for (int r = 0; r < GROUP; r++) {
             a[r] += NAME(load8)(p[r] + j) * low;
             b[r] += NAME(load8)(p[r] + j + 8) * high;
+            __builtin_prefetch(later[r] + j, 0, 1);
         }
     }
     d4 score;
@@ -452,13 +454,15 @@ TARGET static void NAME(linear)(const rows_t *x, const float *weight, float bias
     int64_t groups = CACHED / GROUP / (x->d > 0 ? x->d : 1);
     groups = groups > MOST ? MOST : groups < 1 ? 1 : groups;
     for (int64_t start = 0; start < x->n; start += groups * GROUP) {
-        const float *p[MOST + 1][GROUP]; /* of the block, and the group after it */
-        d4 w[MOST];
+        const float *p[2 * MOST][GROUP]; /* of the block, and of the one after it */
+        d4 w[MOST] = {{0}};
         int64_t count = (x->n - start + GROUP - 1) / GROUP;
         if (count > groups) count = groups;
-        for (int64_t g = 0; g <= count; g++) NAME(group)(x, start + g * GROUP, p[g]);
-        for (int64_t g = 0; g < count; g++)
-            w[g] = kind == GIVEN ? (d4){0} : NAME(scores)((const float *const *)p[g], weight, x->d);
+        for (int64_t g = 0; g < count + groups; g++) NAME(group)(x, start + g * GROUP, p[g]);
+        for (int64_t g = 0; g < count && kind != GIVEN; g++) {
+            const float *const *later = (const float *const *)p[groups > 1 ? g + groups : g];
+            w[g] = NAME(scores)((const float *const *)p[g], later, weight, x->d);
+        }
         for (int64_t g = 0; g < count; g++) {
             d4 target = {0}, factor = {INFINITY, INFINITY, INFINITY, INFINITY}; /* which counts for nothing */
             d4 norm = {0};
@@ -485,7 +489,7 @@ TARGET static void NAME(derivatives)(const rows_t *x, const float *weight, float
         d4 target = {0};
         NAME(group)(x, i, p);
         for (int64_t r = 0; r < GROUP && i + r < x->n; r++) target[r] = targets[i + r];
-        d4 found = NAME(slopes)(kind, NAME(scores)(p, weight, x->d) + (double)bias, target);
+        d4 found = NAME(slopes)(kind, NAME(scores)(p, p, weight, x->d) + (double)bias, target);
         for (int64_t r = 0; r < GROUP && i + r < x->n; r++) out[i + r] = found[r];
     }
 }

@@ -78,7 +78,7 @@ def normal_(out: Tensor, std: float, source: Source, mean: Tensor | None = None)
     _require(out, std)
     if not std:
         return out.zero_() if mean is None else out.copy_(mean.view(out.shape))
-    if out.device.type != "cpu" or not out.is_contiguous():
+    if not (out.is_cpu and out.is_contiguous()):
         out.copy_(add_normal_(torch.zeros_like(out), std, source))
         return out if mean is None else out.add_(mean.view(out.shape))
     stream = stream_of(source)
@@ -370,7 +370,7 @@ Source = Stream | torch.Generator  # a generator as it is stands for `Repeatable
 
 def stream_of(source: Source) -> Stream:
     """Returns the stream of a source."""
-    return source if isinstance(source, Stream) else Repeatable(source)
+    return Repeatable(source) if isinstance(source, torch.Generator) else source
 
 
 def noise_generator(

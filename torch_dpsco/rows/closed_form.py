@@ -70,7 +70,7 @@ class ClosedForm:
             self._rows = self._linear
             if native.suits(features) and layer.weight.is_contiguous() and slope in _IN_C:
                 self._rows = self._scored
-                self._records = native.Linear(*self._columns, _IN_C[slope])
+                self._all = _Scored(self._columns, self._params, slope)
                 return
         elif weight:
             factors = [input_factors(part, bias=bias) for part in features.split(_BLOCK_ROWS)]
@@ -89,9 +89,7 @@ class ClosedForm:
             yield self._rows(*columns)
 
     def _scored(self, index: Tensor | None) -> GradBatch:
-        return GradBatch(
-            [_Scored(self._records, self._columns, self._params, self._slope, index)]
-        )
+        return GradBatch([self._all if index is None else self._all.select(index)])
 
     def _linear(self, features: Tensor, targets: Tensor, factors: Tensor) -> GradBatch:
         weight, bias = self._params
@@ -115,27 +113,24 @@ class _Scored(LinearBlock):
     """Rows of records of the data set itself, which are scored, clipped and added in one reading, in C.
 
     Args:
-        records: all of them.
-        columns: their features, targets and factors.
+        columns: features, targets and factors of all records.
         params: weight and bias.
         slope: one of `_IN_C`.
-        index: of the records; None for all in their order.
     """
+
+    _index: Tensor | None = None  # of the records; None for all in their order
 
     def __init__(
         self,
-        records: native.Linear,
         columns: Sequence[Tensor],
         params: tuple[Tensor, Tensor | None],
         slope: _Slope,
-        index: Tensor | None,
     ) -> None:
         weight, bias = params
         assert bias is not None
-        self._records = records
+        self._records = native.Linear(*columns, _IN_C[slope])
         self._columns = columns
         self._slope = slope
-        self._index = index
         self._weight = weight
         self._bias = bias
         self.shapes = [weight.shape, bias.shape]
@@ -152,7 +147,8 @@ class _Scored(LinearBlock):
 
     def select(self, index: Tensor) -> _Scored:
         """Returns some of the rows."""
-        part = copy.copy(self)
+        part = object.__new__(_Scored)  # copy.copy costs three times as much
+        part.__dict__.update(self.__dict__)
         part._index = index if self._index is None else self._index[index]
         return part
 
