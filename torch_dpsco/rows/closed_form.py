@@ -141,9 +141,7 @@ class _Scored(LinearBlock):
 
     def clipped_sum(self, limit: float, scale: float) -> Tensor:
         """Returns the sum of the rows, see `LinearBlock.clipped_sum`."""
-        weight = self._weight
-        total = torch.zeros(weight.shape[1] + 1, dtype=torch.float64)
-        return self._records.add(total, limit, scale, weight, float(self._bias), self._index)
+        return self._records.sum(limit, scale, self._weight, float(self._bias), self._index)
 
     def select(self, index: Tensor) -> _Scored:
         """Returns some of the rows."""

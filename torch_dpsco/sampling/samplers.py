@@ -199,10 +199,11 @@ def poisson_positions(size: int, rate: float, rng: Stream) -> _Indices:
         if positions is None:
             words = np.frombuffer(bits, dtype=np.uint64) >> np.uint64(1)
             positions = last + np.cumsum(_gaps(words, rate, size, error, rng) + 1)
+            positions = positions[: positions.searchsorted(size) + 1]
         found.append(positions)
         last = int(positions[-1])
     joined = found[0] if len(found) == 1 else np.concatenate(found)
-    return joined[: joined.searchsorted(size)]
+    return joined[:-1]  # the last one is outside
 
 
 def _gaps(words: Any, rate: float, size: int, error: float, rng: Stream) -> _Indices:
