@@ -370,7 +370,10 @@ Source = Stream | torch.Generator  # a generator as it is stands for `Repeatable
 
 def stream_of(source: Source) -> Stream:
     """Returns the stream of a source."""
-    return Repeatable(source) if isinstance(source, torch.Generator) else source
+    # an abstract class is slow to ask
+    return (
+        source if type(source) is Keystream or isinstance(source, Stream) else Repeatable(source)
+    )
 
 
 def noise_generator(

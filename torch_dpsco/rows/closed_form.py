@@ -128,7 +128,8 @@ class _Scored(LinearBlock):
     ) -> None:
         weight, bias = params
         assert bias is not None
-        self._records = native.Linear(*columns, _IN_C[slope])
+        features, targets, factors = columns
+        self._records = native.Linear(features, targets, factors, _IN_C[slope])
         self._columns = columns
         self._slope = slope
         self._weight = weight

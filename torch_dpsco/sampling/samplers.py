@@ -202,7 +202,7 @@ def poisson_positions(size: int, rate: float, rng: Stream) -> _Indices:
             positions = positions[: positions.searchsorted(size) + 1]
         found.append(positions)
         last = int(positions[-1])
-    joined = found[0] if len(found) == 1 else np.concatenate(found)
+    joined: _Indices = found[0] if len(found) == 1 else np.concatenate(found)
     return joined[:-1]  # the last one is outside
 
 
@@ -212,7 +212,7 @@ def _gaps(words: Any, rate: float, size: int, error: float, rng: Stream) -> _Ind
     whole = np.floor(quotients)
     beside = np.abs(quotients - whole - 0.5)  # 1/2 at an integer
     # a gap of size + 1 already leads outside, larger ones only risk an overflow
-    gaps = np.minimum(whole, size + 1).astype(np.int64)
+    gaps: _Indices = np.minimum(whole, size + 1).astype(np.int64)
     if not (beside.max() < 0.5 - error and words.min() >= _FEW):
         unsure = (beside >= 0.5 - error) & (quotients <= size + 1 + error)
         for place in np.flatnonzero(unsure | (words < _FEW)):
