@@ -16,7 +16,9 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
+import mpmath
 import numpy as np
 import pytest
 import torch
@@ -239,6 +241,18 @@ def test_norms_in_c_cover_what_is_read_as_zero():
         torch.set_flush_denormal(False)
 
 
+def add_linear(
+    rows: Tensor,
+    targets: Tensor,
+    factors: Tensor | None,
+    total: Tensor,
+    *,
+    slope: str = "given",
+    **given: Any,
+) -> Tensor:
+    return total.add_(native.Linear(rows, targets, factors, slope).sum(**given))
+
+
 # -- the linear step --------------------------------------------------------------------------------------------------
 
 SLOPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -272,7 +286,7 @@ def check_linear() -> None:
             lengths = (rows.double().square().sum(1) + 1.0).sqrt()
             for factors in (None, lengths * (1 + 2.0**-30)):
                 for index in (None, torch.arange(n).flip(0)[: n // 2 + 1]):
-                    total = native.add_linear(
+                    total = add_linear(
                         rows, targets, factors, torch.zeros(d + 1, dtype=torch.float64), limit=0.7, scale=0.25,
                         slope=kind, weight=weight, bias=0.3, index=index,
                     )  # fmt: skip
@@ -300,7 +314,7 @@ def check_clip() -> None:
             rows, targets, weight = problem(9, 20)
             rows, longest = rows / rows.norm(dim=1, keepdim=True) * size, Fraction(0)
             for i in range(len(rows)):
-                total = native.add_linear(
+                total = add_linear(
                     rows[i : i + 1], 1e6 * targets[i : i + 1], None, torch.zeros(21, dtype=torch.float64), limit=0.5,
                     scale=1.0, slope=kind, weight=weight, bias=0.3,
                 )  # fmt: skip
@@ -316,7 +330,7 @@ def check_bad_rows() -> None:
         for place, kind in ((0, "sign"), (5, "logistic"), (11, "square"), (2, "given")):
             mine, labels = rows.clone(), targets.clone()
             keep = torch.tensor([i for i in range(12) if i != place])
-            clean = native.add_linear(
+            clean = add_linear(
                 rows, targets, None, torch.zeros(21, dtype=torch.float64), limit=0.5, scale=1.0, slope=kind,
                 weight=weight, index=keep,
             )  # fmt: skip
@@ -324,7 +338,7 @@ def check_bad_rows() -> None:
                 labels[place] = NAN
             else:
                 mine[place, 3] = bad
-            found = native.add_linear(
+            found = add_linear(
                 mine, labels, None, torch.zeros(21, dtype=torch.float64), limit=0.5, scale=1.0, slope=kind,
                 weight=weight,
             )  # fmt: skip
@@ -336,11 +350,11 @@ def check_bad_rows() -> None:
         labels[4], factors[4] = slope, factor
         mine = rows.clone()
         mine[4] = 1e18
-        total = native.add_linear(
+        total = add_linear(
             mine, labels, factors, torch.zeros(21, dtype=torch.float64), limit=0.5, scale=1.0
         )
         labels[4], factors[4] = 0.0, 2.0
-        without = native.add_linear(
+        without = add_linear(
             rows, labels, factors, torch.zeros(21, dtype=torch.float64), limit=0.5, scale=1.0
         )
         torch.testing.assert_close(total, without, rtol=0.0, atol=1e-14)
@@ -359,7 +373,7 @@ def check_isolation() -> None:
             factors = torch.full((23,), INF, dtype=torch.float64)  # the others count for nothing
             factors[place] = 3.0
             for index in (None, torch.arange(23).roll(place)):
-                found = native.add_linear(
+                found = add_linear(
                     mine, labels, factors, torch.zeros(38, dtype=torch.float64), limit=0.5, scale=1.0, slope="sign",
                     weight=weight, bias=0.1, index=index,
                 )  # fmt: skip
@@ -367,10 +381,120 @@ def check_isolation() -> None:
                 alone = found
 
 
+def check_slopes() -> None:
+    """Slopes alone are those of the step: of the exact score, and of the record alone."""
+    for kind, slope in SLOPES.items():
+        for n, d in ((0, 3), (1, 1), (5, 17), (37, 100)):
+            rows, targets, weight = problem(n, d)
+            found = native.slopes(rows, targets, weight, 0.3, kind)
+            scores = rows.double() @ weight.double() + 0.3
+            size = rows.double().abs() @ weight.double().abs() + 0.3
+            error = STEEPEST[kind] * float(V) * (d + 4) * size + 2 * float(V) * (
+                1 + scores.abs()
+            )
+            assert ((found - slope(scores, targets.double())).abs() <= error + 2.0**-28).all()
+            for i in range(n):
+                part = slice(i, i + 1)
+                assert torch.equal(
+                    native.slopes(rows[part], targets[part], weight, 0.3, kind), found[part]
+                )
+
+
+def check_hard_rows() -> None:
+    """The sum is that of single rows, whatever is among them: subnormal, huge, equal, opposite or not finite ones."""
+    tiny, huge = torch.full((20,), 1e-42), torch.full((20,), 1e30)
+    base = torch.linspace(-1.0, 1.0, 20)
+    some = [
+        tiny,
+        huge,
+        base,
+        -base,
+        1e18 * base,
+        1e-20 * base,
+        torch.full((20,), NAN),
+        INF * base,
+    ]
+    some += [torch.zeros(20), *[base] * 41, *[1e6 * base, -1e6 * base] * 7]
+    rows, weight = torch.stack(some), torch.linspace(1.0, 2.0, 20)
+    targets = torch.ones(len(rows))
+    for kind in SLOPES:
+        for n in (1, 2, 9, len(rows)):
+            single = [
+                add_linear(
+                    rows, targets, None, torch.zeros(21, dtype=torch.float64), limit=0.5,
+                    scale=0.125, slope=kind, weight=weight, bias=-0.2, index=torch.tensor([i]),
+                )
+                for i in range(n)
+            ]  # fmt: skip
+            exact = [
+                sum((Fraction(float(v[j])) for v in single), Fraction(0)) for j in range(21)
+            ]
+            terms = torch.stack(single).abs().sum(0).tolist()
+            total = add_linear(
+                rows[:n], targets[:n], None, torch.zeros(21, dtype=torch.float64), limit=0.5,
+                scale=0.125, slope=kind, weight=weight, bias=-0.2,
+            )  # fmt: skip
+            for j in range(21):
+                assert abs(Fraction(float(total[j])) - exact[j]) <= (n + 2) * U * Fraction(
+                    terms[j]
+                )
+            assert all(float(v.norm()) <= 0.5 * 0.125 * (1 + 2.0**-48) for v in single)
+
+
+def true_gap(word: int, rate: float) -> tuple[int, int]:
+    """Returns the gaps at both ends of what a word says of V."""
+    with mpmath.mp.workprec(300):
+        ends = [mpmath.mpf(word + end) / 2**63 for end in (0, 1)]
+        miss = mpmath.log1p(-mpmath.mpf(rate))
+        return tuple(int(mpmath.floor(mpmath.log(v) / miss)) if v else 2**80 for v in ends)
+
+
+def check_gaps() -> None:
+    """Positions are those of true gaps; a word that does not decide its own is never taken."""
+    for rate in (1e-6, 256 / 60_000, 0.3, 0.97):
+        room = -(2.0**-40) / math.log1p(-rate)
+        words = np.random.default_rng(1).integers(0, 2**63, 50).tolist()
+        for k in (1, 2, 30):  # where a gap ends, and on either side of it, farther and farther
+            with mpmath.mp.workprec(300):
+                edge = int((1 - mpmath.mpf(rate)) ** k * 2**63)
+            words += [edge, *(edge + s * 2**b for b in (0, 4, 20, 24, 30, 45) for s in (-1, 1))]
+        words += [0, 1, 2**39, 2**40 + 2**20, 2**63 - 1, 2**63 - 2**30, 2**63 - 2**45]
+        words = [word for word in words if 0 <= word < 2**63]
+        decided = 0
+        for word in words:
+            low, high = true_gap(word, rate)
+            found = native.gaps(
+                (2 * word).to_bytes(8, "little"), math.log1p(-rate), room, 10**9, -1
+            )
+            assert found is None or found.tolist() == [low] == [high], (rate, word)
+            decided += found is not None
+        assert decided >= 50
+        bits = np.array(words[:50], dtype=np.uint64) * 2
+        expected = np.cumsum([true_gap(word, rate)[0] + 1 for word in words[:50]]) + 4
+        for size in (10**9, int(expected[7]), int(expected[7]) + 1, 6):
+            inside = int((expected < size).sum())
+            found = native.gaps(bits.tobytes(), math.log1p(-rate), room, size, 4)
+            assert found.tolist()[:inside] == expected[:inside].tolist()
+            assert len(found) == min(50, inside + 1)
+            assert (found[inside:] >= size).all()
+
+
 @needed
-@pytest.mark.parametrize("check", [check_linear, check_clip, check_bad_rows, check_isolation])
+@pytest.mark.parametrize(
+    "check", [check_linear, check_clip, check_bad_rows, check_isolation, check_hard_rows]
+)
 def test_the_linear_step_in_c(check: Callable[[], None]):
     check()
+
+
+@needed
+def test_slopes_in_c_are_those_of_the_linear_step():
+    check_slopes()
+
+
+@needed
+def test_gaps_in_c_are_the_true_ones_or_left_to_more_bits():
+    check_gaps()
 
 
 @needed
@@ -379,7 +503,7 @@ def test_records_outside_of_the_data_set_are_refused(bad: int):
     rows, targets, weight = problem(9, 4)
     total = torch.zeros(5, dtype=torch.float64)
     with pytest.raises(IndexError, match=r"index must be in \[0, 9\)"):
-        native.add_linear(
+        add_linear(
             rows,
             targets,
             None,
@@ -495,11 +619,11 @@ def test_memory_of_another_kind_is_refused():
     refused: list[Callable[[], object]] = [
         lambda: native.add_weighted(rows, weights[:3], total[:3]),
         lambda: native.add_weighted(rows, weights, total),
-        lambda: native.add_linear(rows, targets[:3], None, total, limit=1.0, scale=1.0),
-        lambda: native.add_linear(rows, strided, None, total, limit=1.0, scale=1.0),
-        lambda: native.add_linear(rows, targets.double(), None, total, limit=1.0, scale=1.0),
-        lambda: native.add_linear(rows, targets, weights.float(), total, limit=1.0, scale=1.0),
-        lambda: native.add_linear(
+        lambda: add_linear(rows, targets[:3], None, total, limit=1.0, scale=1.0),
+        lambda: add_linear(rows, strided, None, total, limit=1.0, scale=1.0),
+        lambda: add_linear(rows, targets.double(), None, total, limit=1.0, scale=1.0),
+        lambda: add_linear(rows, targets, weights.float(), total, limit=1.0, scale=1.0),
+        lambda: add_linear(
             rows,
             targets,
             None,
@@ -508,12 +632,11 @@ def test_memory_of_another_kind_is_refused():
             scale=1.0,
             index=torch.arange(4, dtype=torch.int32),
         ),
-        lambda: native.add_linear(
+        lambda: add_linear(
             rows, targets, None, total, limit=1.0, scale=1.0, index=torch.arange(8)[::2]
         ),
-        lambda: native.add_linear(rows, targets, weights[:3], total, limit=1.0, scale=1.0),
-        lambda: native.add_linear(rows, targets, None, total[:3], limit=1.0, scale=1.0),
-        lambda: native.add_linear(
+        lambda: add_linear(rows, targets, weights[:3], total, limit=1.0, scale=1.0),
+        lambda: add_linear(
             rows, targets, None, total, limit=1.0, scale=1.0, slope="sign", weight=weight[:2]
         ),
         lambda: native.outer_sums(rows, rows, weights[:3], 4),
@@ -538,8 +661,23 @@ ALL = (
     check_isolation,
     check_noise,
 )
-ALL += (check_edges_of_noise,)
+ALL += (check_edges_of_noise, check_slopes, check_hard_rows, check_gaps)
 MUTATIONS = {
+    "gaps that words do not decide": ("!(beside > room && beside < 1.0 - room)", "0"),
+    "a gap below an integer": ("beside > room && beside", "beside"),
+    "a gap above an integer": ("&& beside < 1.0 - room", ""),
+    "few bits of a gap": ("w[r] < FEW || ", ""),
+    "a bit of a gap twice": ("w >>= 1;", ""),
+    "a position twice": ("last += gap + 1", "last += gap"),
+    "a position outside": ("if (last >= size)", "if (last > size)"),
+    "a long gap": (
+        "quotient[r] < most ? (int64_t)quotient[r] : size + 1",
+        "(int64_t)quotient[r] & 15",
+    ),
+    "slopes without their bias": (
+        "weight, x->d) + (double)bias, target);",
+        "weight, x->d), target);",
+    ),
     "no clip": ("length > most, most,", "length > most, length,"),
     "no clip below": ("length < -most, -most, length", "length < -most, length, length"),
     "infinite rows count": ("(length < infinite) & ", ""),

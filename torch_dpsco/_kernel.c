@@ -35,6 +35,7 @@
 #define PANELS 4 /* of BROAD inputs, that stay in cache */
 #define BATCH 32       /* images of rows, that stay there */
 #define COLUMNS 5      /* of records: weight, target, limit of the slope, corner, loss there */
+#define FEW ((uint64_t)1 << 40) /* words whose V is not known well enough */
 #define TINY 1e-100    /* norms whose squares neither underflow */
 #define VAST 1e100     /* nor overflow */
 
@@ -144,7 +145,7 @@ API void dpsco_sum(const float *rows, int64_t stride, int64_t n, int64_t d, cons
     CALL(weighted, &x, weights, out);
 }
 
-/* out[0..d] += sum_i w_i (x_i, 1): w_i the slope of row i, clipped to limit / factors[i] and times scale.
+/* out[0..d] = sum_i w_i (x_i, 1): w_i the slope of row i, clipped to limit / factors[i] and times scale.
 
    The slope is that of a loss (kind) at the score x_i . weight + bias, or targets[i] itself (GIVEN). Targets and
    factors, bounds of |(x, 1)|, are taken at the place of the row; factors that are not given are computed. Returns how
@@ -154,9 +155,25 @@ API int64_t dpsco_linear(const float *rows, int64_t stride, int64_t records, con
                          double limit, double scale, double *out) {
     rows_t x = {rows, index, stride, n, d};
     int64_t outside = 0;
+    memset(out, 0, 8 * (d + 1));
     for (int64_t i = 0; index && i < n; i++) outside += index[i] < 0 || index[i] >= records;
     if (!outside) CALL(linear, &x, weight, bias, kind, targets, factors, limit, scale, out);
     return outside;
+}
+
+/* out[i] = the slope of row i, as above. */
+API void dpsco_slopes(const float *rows, int64_t stride, int64_t n, int64_t d, const float *weight, float bias,
+                      int64_t kind, const float *targets, float *out) {
+    rows_t x = {rows, 0, stride, n, d};
+    CALL(derivatives, &x, weight, bias, kind, targets, out);
+}
+
+/* places[0..k) = the positions in (last, size) of a Poisson sample, and one from `size` on if the words are enough: each
+   word is a gap, floor(log V / log_miss). Returns k, or -1 where a word that is needed does not decide its gap: V below
+   2^40 2^-63, or a quotient within `room` of an integer. */
+API int64_t dpsco_gaps(const char *words, int64_t n, double log_miss, double room, int64_t size, int64_t last,
+                       int64_t *places) {
+    return CALL(gaps, words, n, log_miss, room, size, last, places);
 }
 
 /* Shares of rows, before (n) and after (n), and norms of their images; 0 and infinite for one that is not finite. Scratch
@@ -277,8 +294,9 @@ TARGET static inline f4 NAME(load_f4)(const float *p) {
     return v;
 }
 
-/* Products of GROUP rows with the weight; each by the same operations. */
-TARGET static inline d4 NAME(scores)(const float *const p[GROUP], const float *weight, int64_t d) {
+/* Products of GROUP rows with the weight; each by the same operations. Fetches rows that come later. */
+TARGET static inline d4 NAME(scores)(const float *const p[GROUP], const float *const later[GROUP], const float *weight,
+                                     int64_t d) {
     f8 a[GROUP] = {{0}}, b[GROUP] = {{0}};
     int64_t j = 0;
     for (; j + 16 <= d; j += 16) {
@@ -286,6 +304,7 @@ TARGET static inline d4 NAME(scores)(const float *const p[GROUP], const float *w
         for (int r = 0; r < GROUP; r++) {
             a[r] += NAME(load8)(p[r] + j) * low;
             b[r] += NAME(load8)(p[r] + j + 8) * high;
+            __builtin_prefetch(later[r] + j, 0, 1);
         }
     }
     d4 score;
@@ -436,13 +455,15 @@ TARGET static void NAME(linear)(const rows_t *x, const float *weight, float bias
     int64_t groups = CACHED / GROUP / (x->d > 0 ? x->d : 1);
     groups = groups > MOST ? MOST : groups < 1 ? 1 : groups;
     for (int64_t start = 0; start < x->n; start += groups * GROUP) {
-        const float *p[MOST + 1][GROUP]; /* of the block, and the group after it */
-        d4 w[MOST];
+        const float *p[2 * MOST][GROUP]; /* of the block, and of the one after it */
+        d4 w[MOST] = {{0}};
         int64_t count = (x->n - start + GROUP - 1) / GROUP;
         if (count > groups) count = groups;
-        for (int64_t g = 0; g <= count; g++) NAME(group)(x, start + g * GROUP, p[g]);
-        for (int64_t g = 0; g < count; g++)
-            w[g] = kind == GIVEN ? (d4){0} : NAME(scores)((const float *const *)p[g], weight, x->d);
+        for (int64_t g = 0; g < count + groups; g++) NAME(group)(x, start + g * GROUP, p[g]);
+        for (int64_t g = 0; g < count && kind != GIVEN; g++) {
+            const float *const *later = (const float *const *)p[groups > 1 ? g + groups : g];
+            w[g] = NAME(scores)((const float *const *)p[g], later, weight, x->d);
+        }
         for (int64_t g = 0; g < count; g++) {
             d4 target = {0}, factor = {INFINITY, INFINITY, INFINITY, INFINITY}; /* which counts for nothing */
             d4 norm = {0};
@@ -459,6 +480,18 @@ TARGET static void NAME(linear)(const rows_t *x, const float *weight, float bias
             NAME(add)(p[g], found, (const float *const *)p[g + 1], x->d, out);
             out[x->d] += (found[0] + found[1]) + (found[2] + found[3]);
         }
+    }
+}
+
+TARGET static void NAME(derivatives)(const rows_t *x, const float *weight, float bias, int64_t kind,
+                                     const float *targets, float *out) {
+    for (int64_t i = 0; i < x->n; i += GROUP) {
+        const float *p[GROUP];
+        d4 target = {0};
+        NAME(group)(x, i, p);
+        for (int64_t r = 0; r < GROUP && i + r < x->n; r++) target[r] = targets[i + r];
+        d4 found = NAME(slopes)(kind, NAME(scores)(p, p, weight, x->d) + (double)bias, target);
+        for (int64_t r = 0; r < GROUP && i + r < x->n; r++) out[i + r] = found[r];
     }
 }
 
@@ -745,6 +778,26 @@ TARGET static int64_t NAME(logs)(const char *words, int64_t n, double low, doubl
         inside[0] += v[k] > low && v[k] < high;
     }
     return n - inside[0] - inside[1] - inside[2] - inside[3];
+}
+
+TARGET static int64_t NAME(gaps)(const char *words, int64_t n, double log_miss, double room, int64_t size, int64_t last,
+                                 int64_t *places) {
+    const double most = size + 1.0; /* a gap that leads outside */
+    for (int64_t i = 0; i < n; i += 4) {
+        int64_t few = n - i < 4 ? n - i : 4;
+        u4 w = {0};
+        memcpy(&w, words + 8 * i, 8 * few);
+        w >>= 1;
+        d4 quotient = NAME(log4)(NAME(rounded)(w, 0.0, 0.5) * 0x1p-63) / log_miss;
+        for (int64_t r = 0; r < few; r++) {
+            int64_t gap = quotient[r] < most ? (int64_t)quotient[r] : size + 1;
+            double beside = quotient[r] - (double)gap;
+            if (w[r] < FEW || (quotient[r] <= most + room && !(beside > room && beside < 1.0 - room))) return -1;
+            places[i + r] = last += gap + 1;
+            if (last >= size) return i + r + 1;
+        }
+    }
+    return n;
 }
 
 /* Sine and cosine of 2 pi j / 2^64: to the nearest quarter of a turn, then Taylor's polynomials on [-pi/4, pi/4]. */

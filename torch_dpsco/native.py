@@ -9,10 +9,12 @@ errors are smaller, and each row is read by itself. `TORCH_DPSCO_NATIVE=off` in 
 | `norms` | `rows.blocks.row_norms` |
 | `add_weighted` | `rows.blocks.weighted_rows` |
 | `outer_sums` | `rows.blocks.FactoredBlock` |
-| `add_linear` | scores, slopes, clip and sum of a linear model: `rows.closed_form`, `ClippedMean` |
+| `Linear` | scores, slopes, clip and sum of a linear model: `rows.closed_form`, `ClippedMean` |
 | `Table.images` | `estimators.preparation.Preparation` |
 | `Table.gram` | `estimators.objectives.base.Records.gram` |
 | `Table.logistic` | losses, gradients and curvatures of records: `estimators.objectives.linear` |
+| `slopes` | those scores and slopes alone |
+| `gaps` | `sampling.samplers.poisson_positions` |
 | `logs`, `gaussians` | `noise` |
 
 How precise torch's own products are is told here as well: float32 sums and the 1/B of a mean loss rely on full
@@ -37,6 +39,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
@@ -65,6 +68,8 @@ _ARGUMENTS = {
     "outer": "piipiiipippp",
     "outer_space": "ii",
     "linear": "piipiipfippddp",
+    "slopes": "piiipfipp",
+    "gaps": "ciddiip",
     "measure": "piiipiippp",  # first number, wide, stride, d, numbers, width, ..
     "images": "piiipipiiipp",
     "gram": "piiipipiiippipp",
@@ -72,7 +77,8 @@ _ARGUMENTS = {
     "logs": "piddp",
     "gaussians": "ciidddppp",
 }
-_COUNTS = ("linear", "logs", "gaussians", "outer_space")  # what returns a number
+_Byte = ctypes.c_char * 1
+_COUNTS = ("linear", "gaps", "logs", "gaussians", "outer_space")  # what returns a number
 
 
 @lru_cache(maxsize=1)
@@ -232,64 +238,88 @@ def outer_sums(
     return total, bias
 
 
-def add_linear(
-    rows: Tensor,
-    targets: Tensor,
-    factors: Tensor | None,
-    total: Tensor,
-    *,
-    limit: float,
-    scale: float,
-    slope: str = "given",
-    weight: Tensor | None = None,
-    bias: float = 0.0,
-    index: Tensor | None = None,
-) -> Tensor:
-    """Adds the clipped rows of a linear model, sum_i w_i (x_i, 1), to a total, and returns it.
+class Linear:
+    """Records of a linear model, whose clipped rows are scored and added in one reading.
 
-    w_i is the slope of record i, cut so that |w_i| factors[i] <= limit, times scale; 0 where slope times factor is
-    not finite, or the factor not below 2^64.
+    Row i is w_i (x_i, 1): w_i is the slope of record i, cut so that |w_i| factors[i] <= limit, times scale; 0 where
+    slope times factor is not finite, or the factor not below 2^64.
 
     Args:
         rows: (n, d) features that suit.
         targets: (n,) float32, contiguous; for "given" the slopes themselves.
         factors: (n,) float64, contiguous: bounds of |(x, 1)|; None computes them.
-        total: (d + 1,) float64, contiguous.
-        limit: largest length of a row.
-        scale: of all rows.
         slope: derivative of the loss in the score x.weight + bias, a name in `SLOPES`.
-        weight: (d,) or (1, d) float32, contiguous; not needed for "given".
-        bias: of the score.
-        index: (m,) int64 contiguous, the records that count, each in [0, n); default all.
     """
+
+    def __init__(
+        self, rows: Tensor, targets: Tensor, factors: Tensor | None, slope: str = "given"
+    ) -> None:
+        self._n, self._d = rows.shape
+        _require(targets, self._n, torch.float32)
+        _require(factors, self._n, torch.float64)
+        # detached: what others do to the shapes of theirs is not seen here
+        self._rows = rows.detach()
+        self._kept = targets.detach(), None if factors is None else factors.detach()
+        self._stride = rows.stride(0)
+        self._slope = SLOPES[slope]
+
+    def sum(
+        self,
+        limit: float,
+        scale: float,
+        weight: Tensor | None = None,
+        bias: float = 0.0,
+        index: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the sum of rows, in new memory: (d + 1,) float64.
+
+        Args:
+            limit: largest length of a row.
+            scale: of all rows.
+            weight: (d,) or (1, d) float32, contiguous; not needed for "given".
+            bias: of the score.
+            index: (m,) int64 contiguous, the records that count, each in [0, n); default all.
+        """
+        n = self._n
+        taken = n
+        first = at = None
+        if index is not None:
+            taken = index.numel()
+            first = index.data_ptr()
+            _require(index, taken, torch.int64)
+        if weight is not None:
+            at = weight.data_ptr()
+            _require(weight, self._d, torch.float32)
+        total = torch.empty(self._d + 1, dtype=torch.float64)
+        targets, factors = self._kept
+        bounds = None if factors is None else factors.data_ptr()
+        known = at, bias, self._slope, targets.data_ptr(), bounds
+        outside = _found()[0].dpsco_linear(
+            self._rows.data_ptr(),
+            self._stride,
+            n,
+            first,
+            taken,
+            self._d,
+            *known,
+            limit,
+            scale,
+            total.data_ptr(),
+        )
+        if outside:
+            raise IndexError(f"index must be in [0, {n}), the records of the data set")
+        return total
+
+
+def slopes(rows: Tensor, targets: Tensor, weight: Tensor, bias: float, slope: str) -> Tensor:
+    """Returns the slopes of `Linear`, each by code that sees no other record: (n,) float32."""
     n, d = rows.shape
-    for part, size, dtype in (
-        (targets, n, torch.float32),
-        (factors, n, torch.float64),
-        (total, d + 1, torch.float64),
-        (weight, d, torch.float32),
-        (index, 0 if index is None else index.numel(), torch.int64),
-    ):
-        _require(part, size, dtype)
-    outside = _found()[0].dpsco_linear(
-        rows.data_ptr(),
-        rows.stride(0),
-        rows.shape[0],
-        None if index is None else index.data_ptr(),
-        rows.shape[0] if index is None else index.shape[0],
-        rows.shape[1],
-        None if weight is None else weight.data_ptr(),
-        bias,
-        SLOPES[slope],
-        targets.data_ptr(),
-        None if factors is None else factors.data_ptr(),
-        limit,
-        scale,
-        total.data_ptr(),
-    )
-    if outside:
-        raise IndexError(f"index must be in [0, {len(rows)}), the records of the data set")
-    return total
+    found = torch.empty_like(targets)
+    for part, size in (targets, n), (weight, d):
+        _require(part, size, torch.float32)
+    given = weight.data_ptr(), bias, SLOPES[slope], targets.data_ptr(), found.data_ptr()
+    _found()[0].dpsco_slopes(rows.data_ptr(), rows.stride(0), n, d, *given)
+    return found
 
 
 class Table:
@@ -404,6 +434,28 @@ class Table:
         return torch.cat([sums[:, : self.width], sums[:, padded:]], dim=1)
 
 
+def gaps(
+    bits: bytes, log_miss: float, room: float, size: int, last: int
+) -> npt.NDArray[np.int64] | None:
+    """Returns the next positions of a Poisson sample, up to one from `size` on or the end of the words.
+
+    Args:
+        bits: words of 8 bytes, a gap each.
+        log_miss: log(1 - rate).
+        room: within which of an integer the quotient by it decides no gap.
+        size: of the sample's universe.
+        last: position before.
+
+    Returns:
+        None where a word does not decide its gap, see `sampling.samplers.poisson_positions`.
+    """
+    n = len(bits) // 8
+    places = bytearray(8 * n)  # whose address costs less than that of an array
+    given = log_miss, room, size, last
+    found = _found()[0].dpsco_gaps(bits, n, *given, _Byte.from_buffer(places))
+    return None if found < 0 else np.frombuffer(places, np.int64, found)
+
+
 def logs(words: npt.NDArray[Any], low: float, high: float, out: npt.NDArray[Any]) -> bool:
     """Writes log V of words of 64 bits into float64 numbers; returns whether all are in (low, high)."""
     outside = _found()[0].dpsco_logs(words.ctypes.data, len(words), low, high, out.ctypes.data)
@@ -433,17 +485,16 @@ def gaussians(
     Returns:
         How many of the logarithms that were not given are outside of (low, high).
     """
-    _require(mean, out.numel(), torch.float64)
-    if len(bits) < (out.numel() + 1) // 2 * (8 + out.element_size()):
+    n = out.numel()
+    wide = out.dtype is torch.float64
+    _require(mean, n, torch.float64)
+    if len(bits) < (n + 1) // 2 * (16 if wide else 12):
         # PRIVACY: what is read beyond them is not random (test_too_few_bits_are_refused)
-        raise ValueError(
-            f"bits must be enough for {out.numel()} numbers (got {len(bits)} bytes)"
-        )
+        raise ValueError(f"bits must be enough for {n} numbers (got {len(bits)} bytes)")
     given = None if logarithms is None else logarithms.ctypes.data
     plus = None if mean is None else mean.data_ptr()
-    numbers = out.numel(), out.dtype is torch.float64
     outside: int = _found()[0].dpsco_gaussians(
-        bits, *numbers, scale, low, high, given, plus, out.data_ptr()
+        bits, n, wide, scale, low, high, given, plus, out.data_ptr()
     )
     return outside
 

@@ -78,12 +78,16 @@ def normal_(out: Tensor, std: float, source: Source, mean: Tensor | None = None)
     _require(out, std)
     if not std:
         return out.zero_() if mean is None else out.copy_(mean.view(out.shape))
-    if out.device.type != "cpu" or not out.is_contiguous():
+    if not (out.is_cpu and out.is_contiguous()):
         out.copy_(add_normal_(torch.zeros_like(out), std, source))
         return out if mean is None else out.add_(mean.view(out.shape))
     stream = stream_of(source)
+    size = out.numel()
+    if size <= 2 * _PAIRS:  # views cost as much as small noise
+        _write(out, std, stream, mean)
+        return out
     numbers = out.detach().view(-1)
-    for start in range(0, out.numel(), 2 * _PAIRS):
+    for start in range(0, size, 2 * _PAIRS):
         part = slice(start, start + 2 * _PAIRS)
         _write(numbers[part], std, stream, None if mean is None else mean[part])
     return out
@@ -151,7 +155,7 @@ def words(shape: Sequence[int], bits: int, source: Source) -> Tensor:
 
 
 def _write(part: Tensor, std: float, stream: Stream, mean: Tensor | None = None) -> None:
-    """Fills a vector of the CPU, of at most 2 `_PAIRS` numbers, with noise around a mean.
+    """Fills a tensor of the CPU, of at most 2 `_PAIRS` numbers, with noise around a mean.
 
     Args:
         part: float32 or float64, contiguous.
@@ -165,15 +169,15 @@ def _write(part: Tensor, std: float, stream: Stream, mean: Tensor | None = None)
         _write(wide, std, stream, mean)
         part.copy_(wide)
         return
-    size = part.element_size()  # bytes of an angle
+    size = 8 if part.dtype is torch.float64 else 4  # bytes of an angle
     # PRIVACY: float32 would round a standard deviation down (test_a_standard_deviation_is_never_rounded_down)
     scale = std if size == 8 else std * (1.0 + 2.0**-22)
     count = (part.numel() + 1) // 2
     bits = stream.read(count * (8 + size))
     if not native.is_available():
-        _write_in_torch(part, scale, stream, bits)
+        _write_in_torch(part.detach().view(-1), scale, stream, bits)
         if mean is not None:
-            part.add_(mean)
+            part.add_(mean.view(part.shape))
     elif native.gaussians(bits, part, scale, _LOW, _HIGH, mean):
         logs = _logarithms(np.frombuffer(bits, np.int64, count), stream, np.empty(count))
         native.gaussians(bits, part, scale, _LOW, _HIGH, mean, logs)
@@ -366,7 +370,10 @@ Source = Stream | torch.Generator  # a generator as it is stands for `Repeatable
 
 def stream_of(source: Source) -> Stream:
     """Returns the stream of a source."""
-    return source if isinstance(source, Stream) else Repeatable(source)
+    # an abstract class is slow to ask
+    return (
+        source if type(source) is Keystream or isinstance(source, Stream) else Repeatable(source)
+    )
 
 
 def noise_generator(

@@ -22,6 +22,7 @@ from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows import closed_form as module
 from torch_dpsco.rows.closed_form import closed_form
 from torch_dpsco.sampling import PrivateLoader, samplers
+from torch_dpsco.sampling import loader as loader_module
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{words}:torch_dpsco.errors.UtilityWarning")
@@ -618,3 +619,63 @@ def test_given_rows_are_refused_beside_those_of_a_backward() -> None:
     with torch.no_grad():
         optimizer.step_on(next(form.batches(loader)))
     assert len(optimizer.accountant) == optimizer.steps == 1
+
+
+def row_of(others: int, oracle: type[dp.oracles.Clipped], d: int = 300) -> list[Tensor]:
+    """Returns the norm and the slope of one record as an oracle of one's own sees them, and its row, in a fit."""
+    generator = torch.Generator().manual_seed(others)
+    features = torch.randn(others + 1, d, generator=generator)
+    features[others // 2] = torch.linspace(-1.0, 1.1, d)
+    seen: list[Tensor] = []
+
+    class Looks(oracle):  # type: ignore[misc, valid-type]
+        def observe(self, rows: Any, users: Any = None) -> None:
+            one = rows.blocks[0].select(torch.tensor([others // 2]))
+            seen.extend([rows.norms()[others // 2], one.slopes[0], one.clipped_sum(0.5, 1.0)])
+            super().observe(rows, users)
+
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = nn.Linear(d, 1)
+    n = others + 1
+    data = TensorDataset(features, torch.ones(n, 1))
+    looks = optimizer_of(model, Full(n), oracle=Looks(0.7, 0.5, n))
+    dp.fit(model, looks, data, BCE, steps=1, progress=False)
+    return seen
+
+
+def test_rows_of_a_fit_in_c_are_the_same_beside_any_others(where: str) -> None:
+    """Norm, slope and clipped row, to the last bit: torch's products round by the number of rows."""
+    if where != "C":
+        pytest.skip("rows in torch stand in blocks of one size")
+    alone = row_of(0, dp.oracles.Clipped)
+    for others in (1, 2, 3, 4, 15, 31, 64, 200, 999):
+        for mine, theirs in zip(row_of(others, dp.oracles.Clipped), alone, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.cases(1, 1)
+def test_a_fit_in_c_draws_no_places_and_a_draw_that_comes_again_has_one_set_of_them(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, dataset = linear(), records(BCE)
+    optimizer = optimizer_of(model, Poisson(20, N))
+    monkeypatch.setitem(optimizer.oracle.__dict__, "observe", lambda rows, users: 1 / 0)
+    drawn: list[int] = []
+    places = loader_module.Slots.places
+    monkeypatch.setattr(
+        loader_module.Slots,
+        "places",
+        lambda self, units: drawn.append(units) or places(self, units),
+    )
+    with pytest.raises(ZeroDivisionError):
+        dp.fit(model, optimizer, dataset, BCE, steps=1, progress=False)
+    assert len(drawn) == (0 if where == "C" else 1)
+    found = []
+    for _ in range(3):  # nobody chooses places by having them drawn anew
+        [features, _] = next(iter(optimizer.loader(dataset, steps=1, resume=True)))
+        found.append(features)
+        optimizer.discard()
+    assert len(drawn) == 1
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])

@@ -100,10 +100,9 @@ class FixedNumber(Stream):
         self.word, *self.further = bits
         self.asked = 0
 
-    def words(self, count: int) -> np.ndarray:
-        return np.full(count, 2 * self.word, dtype=np.uint64).view(np.int64)
-
     def read(self, size: int) -> bytes:
+        if size > 8:  # a chunk of words
+            return (2 * self.word).to_bytes(8, "little") * (size // 8)
         self.asked += 1
         return self.further[(self.asked - 1) % len(self.further)].to_bytes(size, "little")
 

@@ -674,10 +674,7 @@ class LinearBlock(Block):
         if not single or not native.suits(self.features):
             return None
         factors = None if self._factors is None else self._factors.double().contiguous()
-        total = torch.zeros(self.features.shape[1] + 1, dtype=torch.float64)
-        return native.add_linear(
-            self.features, self.slopes.contiguous(), factors, total, limit=limit, scale=scale
-        )
+        return native.Linear(self.features, self.slopes.contiguous(), factors).sum(limit, scale)
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds |s| |(x, 1)|: (B,) float64."""

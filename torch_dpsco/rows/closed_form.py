@@ -70,6 +70,7 @@ class ClosedForm:
             self._rows = self._linear
             if native.suits(features) and layer.weight.is_contiguous() and slope in _IN_C:
                 self._rows = self._scored
+                self._all = _Scored(self._columns, self._params, slope)
                 return
         elif weight:
             factors = [input_factors(part, bias=bias) for part in features.split(_BLOCK_ROWS)]
@@ -78,13 +79,17 @@ class ClosedForm:
     def batches(self, loader: PrivateLoader) -> Iterator[GradBatch]:
         """Yields the rows of each batch that the loader delivers, at the parameters as they are then."""
         if self._rows == self._scored:
-            yield from map(self._scored, loader.positions())
+            # PRIVACY: no places, no filling: a row in C has the same bits wherever it stands, whatever the others are
+            # (test_rows_of_a_fit_in_c_are_the_same_beside_any_others)
+            bare = copy.copy(loader)
+            bare.slots = None
+            yield from map(self._scored, bare.positions())
             return
         for columns in loader.read_only(self._columns):
             yield self._rows(*columns)
 
     def _scored(self, index: Tensor | None) -> GradBatch:
-        return GradBatch([_Scored(self._columns, self._params, self._slope, index)])
+        return GradBatch([self._all if index is None else self._all.select(index)])
 
     def _linear(self, features: Tensor, targets: Tensor, factors: Tensor) -> GradBatch:
         weight, bias = self._params
@@ -111,21 +116,22 @@ class _Scored(LinearBlock):
         columns: features, targets and factors of all records.
         params: weight and bias.
         slope: one of `_IN_C`.
-        index: of the records, -1 for a row of zeros; None for all in their order.
     """
+
+    _index: Tensor | None = None  # of the records; None for all in their order
 
     def __init__(
         self,
         columns: Sequence[Tensor],
         params: tuple[Tensor, Tensor | None],
         slope: _Slope,
-        index: Tensor | None,
     ) -> None:
         weight, bias = params
         assert bias is not None
+        features, targets, factors = columns
+        self._records = native.Linear(features, targets, factors, _IN_C[slope])
         self._columns = columns
         self._slope = slope
-        self._index = index
         self._weight = weight
         self._bias = bias
         self.shapes = [weight.shape, bias.shape]
@@ -136,31 +142,22 @@ class _Scored(LinearBlock):
 
     def clipped_sum(self, limit: float, scale: float) -> Tensor:
         """Returns the sum of the rows, see `LinearBlock.clipped_sum`."""
-        features, targets, factors = self._columns
-        return native.add_linear(
-            features,
-            targets,
-            factors,
-            torch.zeros(self._weight.shape[1] + 1, dtype=torch.float64),
-            limit=limit,
-            scale=scale,
-            slope=_IN_C[self._slope],
-            weight=self._weight,
-            bias=float(self._bias),
-            index=self._index,
-        )
+        return self._records.sum(limit, scale, self._weight, float(self._bias), self._index)
 
     def select(self, index: Tensor) -> _Scored:
         """Returns some of the rows."""
-        part = copy.copy(self)
+        part = object.__new__(_Scored)  # copy.copy costs three times as much
+        part.__dict__.update(self.__dict__)
         part._index = index if self._index is None else self._index[index]
         return part
 
     def _factored(self) -> FactoredBlock:
         """Returns the rows as an oracle sees them that does not let them be clipped in C."""
         features, targets, factors = map(self._taken, self._columns)
-        slopes = self._slope(
-            torch.mv(features, self._weight.squeeze(0)).add_(self._bias), targets
+        # PRIVACY: torch's products round by the number of rows, which is private
+        # (test_rows_of_a_fit_in_c_are_the_same_beside_any_others)
+        slopes = native.slopes(
+            features, targets, self._weight, float(self._bias), _IN_C[self._slope]
         )
         return FactoredBlock(features, slopes.unsqueeze(1), factors=factors)
 
@@ -170,11 +167,7 @@ class _Scored(LinearBlock):
         return self._factored().backprops[:, 0]
 
     def _taken(self, column: Tensor) -> Tensor:
-        if self._index is None:
-            return column
-        rows = column.index_select(0, self._index.clamp(min=0))
-        rows[self._index < 0] = 0
-        return rows
+        return column if self._index is None else column.index_select(0, self._index)
 
 
 def closed_form(

@@ -48,6 +48,7 @@ from torch import Tensor
 from torch.utils.data import Sampler, TensorDataset
 
 from torch_dpsco import _validate as check
+from torch_dpsco import native
 from torch_dpsco._validate import type_members, typed
 from torch_dpsco.accounting.designs import (
     Assigned,
@@ -190,22 +191,34 @@ def poisson_positions(size: int, rate: float, rng: Stream) -> _Indices:
     last = -1
     found = []
     while last < size:
-        words = rng.words(chunk).view(np.uint64) >> np.uint64(1)
-        quotients = np.log((words + 0.5) * 2.0**-63) / log_miss
-        whole = np.floor(quotients)
-        beside = np.abs(quotients - whole - 0.5)  # 1/2 at an integer
-        # a gap of size + 1 already leads outside, larger ones only risk an overflow
-        gaps = np.minimum(whole, size + 1).astype(np.int64)
-        if not (beside.max() < 0.5 - error and words.min() >= _FEW):
-            unsure = (beside >= 0.5 - error) & (quotients <= size + 1 + error)
-            for place in np.flatnonzero(unsure | (words < _FEW)):
-                # PRIVACY: the rate is that of the charge (test_gaps_have_exactly_the_law_of_the_rate_that_is_charged)
-                gaps[place] = min(_sure_gap(int(words[place]), rate, rng), size + 1)
-        positions = last + np.cumsum(gaps + 1)
+        bits = rng.read(8 * chunk)
+        positions = None
+        if native.is_available():
+            # PRIVACY: None where a word decides no gap (test_gaps_in_c_are_the_true_ones_or_left_to_more_bits)
+            positions = native.gaps(bits, log_miss, error, size, last)
+        if positions is None:
+            words = np.frombuffer(bits, dtype=np.uint64) >> np.uint64(1)
+            positions = last + np.cumsum(_gaps(words, rate, size, error, rng) + 1)
+            positions = positions[: positions.searchsorted(size) + 1]
         found.append(positions)
         last = int(positions[-1])
-    joined = np.concatenate(found) if found else np.empty(0, dtype=np.int64)
-    return joined[joined < size]
+    joined: _Indices = found[0] if len(found) == 1 else np.concatenate(found)
+    return joined[:-1]  # the last one is outside
+
+
+def _gaps(words: Any, rate: float, size: int, error: float, rng: Stream) -> _Indices:
+    """Returns the gap of each word of 63 bits, at most size + 1; `error`: of a quotient."""
+    quotients = np.log((words + 0.5) * 2.0**-63) / math.log1p(-rate)
+    whole = np.floor(quotients)
+    beside = np.abs(quotients - whole - 0.5)  # 1/2 at an integer
+    # a gap of size + 1 already leads outside, larger ones only risk an overflow
+    gaps: _Indices = np.minimum(whole, size + 1).astype(np.int64)
+    if not (beside.max() < 0.5 - error and words.min() >= _FEW):
+        unsure = (beside >= 0.5 - error) & (quotients <= size + 1 + error)
+        for place in np.flatnonzero(unsure | (words < _FEW)):
+            # PRIVACY: the rate is that of the charge (test_gaps_have_exactly_the_law_of_the_rate_that_is_charged)
+            gaps[place] = min(_sure_gap(int(words[place]), rate, rng), size + 1)
+    return gaps
 
 
 # a word of 2^40 or more, its half added, gives log V to 2^-41, and arithmetic is off by less than 2^-44 (numpy's log: 4
