@@ -14,9 +14,11 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.algorithms import user_runs as runs
 from tests.problems import make_optimizer
+from torch_dpsco import native
 from torch_dpsco.accounting.designs import Assigned, Design, Full, Poisson
 from torch_dpsco.accounting.events import ADJACENCIES
 from torch_dpsco.errors import SequenceError
+from torch_dpsco.rows import closed_form
 from torch_dpsco.rows.means import Source, averaged, next_power
 from torch_dpsco.rows.replay import random_parameters
 from torch_dpsco.sampling import PrivateLoader
@@ -590,11 +592,47 @@ def test_fit_tests_before_its_first_draw() -> None:
     assert "rounded" in str(optimizer.report(1e-5))
 
 
+@pytest.mark.parametrize("outputs", [1, CLASSES])
+def test_a_closed_form_is_tested_by_itself(
+    outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its products are other ones than those of a forward, which the doctor has tried."""
+    x, y = records().tensors
+    data = TensorDataset(x.double(), y if outputs > 1 else (y[:, None] > 1).double())
+    loss = nn.CrossEntropyLoss() if outputs > 1 else nn.BCEWithLogitsLoss()
+    levels = []
+    for broken in (False, True):
+        if broken:
+            slopes = closed_form._softmax_slope if outputs > 1 else closed_form._logistic_slope
+
+            def moved(scores: Tensor, targets: Tensor, slopes: object = slopes) -> Tensor:
+                return Place()(slopes(scores, targets))
+
+            monkeypatch.setattr(closed_form, slopes.__name__, moved)
+        model = nn.Linear(20, outputs).double()
+        optimizer = make_optimizer(model, Poisson(32, N), noise=1.0, adjacency="add_remove")
+        dp.fit(model, optimizer, data, loss, steps=2, progress=False)
+        levels.append(optimizer._isolation.level)
+    assert levels == ["rounded", "slots"]
+
+
+def test_rows_in_c_need_no_filling() -> None:
+    if not native.is_available():
+        pytest.skip("there is no accelerator here")
+    x, y = records().tensors
+    data = TensorDataset(x, (y[:, None] > 1).float())
+    model = nn.Linear(20, 1)
+    optimizer = make_optimizer(model, Poisson(32, N), noise=1.0, adjacency="add_remove")
+    dp.fit(model, optimizer, data, nn.BCEWithLogitsLoss(), steps=2, progress=False)
+    assert optimizer._isolation.level == "alone"
+    assert "nothing is filled up" in " ".join(str(optimizer.report(1e-5)).split())
+
+
 def test_a_trial_never_raises() -> None:
     def broken(made: list[Tensor]) -> list[Tensor]:
         raise RuntimeError("shapes")
 
-    found = Trial(broken, [], False, lambda exact: None, lambda: False, 8, 16).sizes()
+    found = Trial(broken, [], 8, 16).sizes()
     assert isinstance(found, str)
     assert "RuntimeError" in found
 

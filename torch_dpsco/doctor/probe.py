@@ -374,10 +374,10 @@ class _Probe:
             trial = Trial(
                 answers,
                 self.synthetic.leaves,
-                self.evidence.mean_rows,
-                *of_passes(module),
                 slots.usual,
                 slots.most,
+                self.evidence.mean_rows,
+                *of_passes(module),
             )
             return trial.sizes()
 

@@ -20,7 +20,6 @@ Source: docs/proofs/rounding.md#closed-forms-and-other-rows.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +34,10 @@ from torch_dpsco.losses.base import CHANCE, CLASS, REAL, SIGN, Loss, read
 from torch_dpsco.losses.table import Logistic
 from torch_dpsco.rows import FactoredBlock, GradBatch, LinearBlock, input_factors, linear_factors
 from torch_dpsco.rows.layers.kinds import is_recorded
-from torch_dpsco.sampling import PrivateLoader
+from torch_dpsco.rows.replay import random_parameters
+from torch_dpsco.sampling import PrivateLoader, Slots
+from torch_dpsco.trial import Leaf
+from torch_dpsco.trial.sizes import Sizes, Trial
 
 # scores (B, K) or (B,), targets -> derivatives of the losses, as scores
 _Slope = Callable[[Tensor, Tensor], Tensor]
@@ -56,6 +58,7 @@ class ClosedForm:
         self, layer: nn.Linear, slope: _Slope, features: Tensor, targets: Tensor
     ) -> None:
         self._slope = slope
+        self._layer = layer
         self._params: tuple[Tensor, Tensor | None] = layer.weight, layer._parameters["bias"]
         trained = {name for name, p in layer.named_parameters() if p.requires_grad}
         weight = "weight" in trained
@@ -81,12 +84,29 @@ class ClosedForm:
         if self._rows == self._scored:
             # PRIVACY: no places, no filling: a row in C has the same bits wherever it stands, whatever the others are
             # (test_rows_of_a_fit_in_c_are_the_same_beside_any_others)
-            bare = copy.copy(loader)
-            bare.slots = None
-            yield from map(self._scored, bare.positions())
+            yield from map(self._scored, loader.positions())
             return
+        if loader.slots is not None and loader.isolation.allowed:
+            # PRIVACY: of these products, not of those of a forward (test_a_closed_form_is_tested_by_itself)
+            loader.isolation.settle(self._sizes(loader.slots))
         for columns in loader.read_only(self._columns):
             yield self._rows(*columns)
+
+    def _sizes(self, slots: Slots) -> Sizes | str:
+        """Returns in what sizes draws may be delivered."""
+        features, targets = self._columns[:2]
+
+        def answers(made: list[Tensor]) -> list[Tensor]:
+            factors = [known.new_ones(len(made[0])) for known in self._columns[2:]]
+            (block,) = self._rows(*made, *factors).blocks
+            assert isinstance(block, (FactoredBlock, LinearBlock))
+            slopes = block.slopes if isinstance(block, LinearBlock) else block.backprops
+            return [slopes, block.norms()]
+
+        leaves = [Leaf((1, *t.shape[1:]), t.dtype, t.device, 0) for t in (features, targets)]
+        trial = Trial(answers, leaves, usual=slots.usual, most=slots.most)
+        with random_parameters(self._layer):
+            return trial.sizes()
 
     def _scored(self, index: Tensor | None) -> GradBatch:
         return GradBatch([self._all if index is None else self._all.select(index)])

@@ -84,10 +84,10 @@ class Replay:
             return Trial(
                 answers,
                 leaves,
-                self.mean,
-                *of_passes(model),
                 usual,
                 most,
+                self.mean,
+                *of_passes(model),
                 loss.made_before(delivered),
             ).sizes()
 

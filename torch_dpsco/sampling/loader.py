@@ -268,19 +268,22 @@ class PrivateLoader:
         return self.slots is None and isinstance(self.design, Full)
 
     def positions(self) -> Iterator[Tensor | None]:
-        """Iterates over the positions of the records of each batch: (B,) int64, -1 for rows of the filling.
+        """Iterates over the positions of the records of each draw: (B,) int64, None for all in their order.
 
-        None for all records in their order.
+        For rows that are computed one by one, which have the same bits wherever they stand: nothing is filled up.
         """
-        size = len(self.dataset) if self._shares else -1
+        self.isolation.alone = True
+        bare = copy.copy(self)
+        bare.slots = None
+        size = len(self.dataset) if bare._shares else -1
 
         def index(part: _Indices) -> Tensor | None:
             return None if len(part) == size else torch.from_numpy(part)
 
-        return self._delivered(lambda parts: map(index, parts), -1)
+        return bare._delivered(lambda parts: map(index, parts))
 
     def _delivered(
-        self, batches: Callable[[Iterator[_Indices]], Iterator[Any]], filling: int = 0
+        self, batches: Callable[[Iterator[_Indices]], Iterator[Any]]
     ) -> Iterator[Any]:
         log = self.batch_sampler.log
         log.restart()
@@ -290,7 +293,7 @@ class PrivateLoader:
             chunk = chunks.popleft()
             log.deliver(chunk)
             if chunk.slots is not None:
-                batch = filled(batch, chunk.slots, chunk.size, filling)
+                batch = filled(batch, chunk.slots, chunk.size)
             if self.isolation.open:
                 self.isolation.delivered = memory_of(batch)
             if chunk.users is None:
@@ -414,6 +417,7 @@ class Isolation:
         tested: sizes that have passed.
         checked: what a probe of made-up records has found of one size.
         why: why there are no batches of several sizes.
+        alone: whether each row is computed by itself, so that nothing need be filled up.
         delivered: where the memory of the newest batch is, until that is known.
     """
 
@@ -423,11 +427,14 @@ class Isolation:
     tested: Sizes | None = None
     checked: str = "it was not checked"
     why: str = ""
+    alone: bool = False
     delivered: frozenset[int] = frozenset()
 
     @property
     def level(self) -> str:
-        """The one of `LEVELS` that holds for the next draw."""
+        """The one of `LEVELS` that holds for the next draw, or "alone"."""
+        if self.alone:
+            return "alone"
         if self.slots is None:
             return "none"
         return "rounded" if self.tested is not None else "slots"
@@ -469,6 +476,11 @@ class Isolation:
             yield slice(start, start + part), torch.arange(part), size
 
     def __str__(self) -> str:
+        if self.alone:
+            return (
+                "isolation of records: each row is computed by itself, in C, by the same instructions wherever it"
+                " stands, so that nothing is filled up"
+            )
         if self.tested is not None:
             sizes = self.tested.sizes
             return (

@@ -154,21 +154,21 @@ class Trial:
     Args:
         answers: of a batch of made-up tensors: tensors with a row for each record.
         leaves: what the tensors look like.
+        usual: rows of a usual batch.
+        most: rows of a batch at most.
         mean: whether the loss is a mean over the batch, which powers of 2 divide exactly.
         use_exact_means: makes such means exact for all sizes, or not, where that is possible.
         in_forward: returns whether the forward of the model runs.
-        usual: rows of a usual batch.
-        most: rows of a batch at most.
         before: numbers by record, and types, of tensors that the loop makes of a batch before the loss.
     """
 
     answers: Callable[[list[Tensor]], Sequence[Tensor]]
     leaves: Sequence[Leaf]
-    mean: bool
-    use_exact_means: Callable[[bool], None]
-    in_forward: Callable[[], bool]
     usual: int
     most: int
+    mean: bool = False
+    use_exact_means: Callable[[bool], None] = lambda exact: None
+    in_forward: Callable[[], bool] = lambda: False
     before: Sequence[tuple[int, torch.dtype]] = ()
 
     def sizes(self) -> Sizes | str:
