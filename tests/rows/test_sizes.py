@@ -288,6 +288,39 @@ def test_models_that_draw_other_things_than_masks_keep_slots(model: nn.Module, w
     assert why in str(loader.isolation)
 
 
+def test_a_forward_under_autocast_after_the_test_is_refused() -> None:
+    model = net()
+    optimizer, loader, _ = looped(model, SUM, steps=2)
+    assert loader.isolation.level == "rounded"
+    for x, _ in loader:
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(SequenceError, match="must not run under autocast"),
+        ):
+            model(x)
+        break
+    optimizer.discard()
+
+
+def test_a_model_under_autocast_keeps_slots() -> None:
+    model = dp.attach(net(), loss_reduction="sum")
+    optimizer = make_optimizer(model, Poisson(32, N), noise=1.0, adjacency="add_remove")
+    loader = optimizer.loader(records(), steps=2)
+    for x, y in loader:
+        with torch.autocast("cpu", torch.bfloat16):
+            scores = model(x)
+        SUM(scores.float(), y).backward()
+        optimizer.step()
+    assert loader.isolation.level == "slots"
+    assert "autocast" in str(loader.isolation)
+
+
+def test_the_private_mean_stays_on_the_parameters_after_the_test() -> None:
+    model = net()
+    looped(model, SUM, steps=1)
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_masks_of_a_model_are_secret() -> None:
     """After `torch.manual_seed` the masks of all would show how many numbers were drawn before."""
     model = net(nn.Dropout(0.5))

@@ -91,6 +91,7 @@ class FirstStep:
             None  # of the model's outputs, as far as that was seen
         )
         self._memory: frozenset[int] = frozenset()  # of its inputs, numbers that are not whole
+        self.autocast = False  # whether its first forward ran under autocast
         self.compiled = False  # whether the model is called through torch.compile
         self._replay: Replay | None = None  # how it was called, without data
         self._sizes: tuple[Any, Sizes | str] | None = None  # what was found for which draws
@@ -129,6 +130,8 @@ class FirstStep:
         """
         if self.compiled or any(map(is_compiled, model.modules())):
             return COMPILED
+        if self.autocast:
+            return "batches of several sizes are not tested under autocast"
         asked = usual, most, torch_settings()
         if self._sizes is not None and self._sizes[0] == asked:
             return self._sizes[1]
@@ -153,6 +156,7 @@ class FirstStep:
         """Notes what a model keeps before a training forward, after which it may be looked at, and inputs' memory."""
         if self.asked and self._open["model"]:
             self._before = Memory(layers)
+            self.autocast = torch.is_autocast_enabled("cpu")
             numbers = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
             self._memory = memory_of([t for t in numbers if t.is_floating_point()])
 

@@ -93,6 +93,7 @@ class PassCounter:
         exact: number of the last backward that was seen to run in full precision.
         differentiated: whether a backward of the running batch is to be differentiated itself (create_graph=True).
         sizes: that the batch of the running pass may have, if they are known.
+        rounded: whether batches may come in several sizes.
         exact_means: whether a mean over the batch is divided by a power of 2, see `rows.means`.
         averaged: number of the last backward that such a mean was in.
         secret_masks: whether forwards draw from a secret state of torch's generator, see `trial.masks`.
@@ -107,6 +108,7 @@ class PassCounter:
         self.exact = -1
         self.differentiated = False
         self.sizes: frozenset[int] | None = None
+        self.rounded = False
         self.exact_means = False
         self.averaged = -1
         self.secret_masks = False
@@ -266,11 +268,10 @@ class Attachment:
 
     def get_ready(self, found: Sizes | str | None) -> None:
         """Makes means over the batch exact and masks secret, if the sizes of batches need it."""
+        self.passes.rounded = isinstance(found, Sizes)
         if isinstance(found, Sizes):
             self.passes.exact_means = found.exact_means
             self.passes.secret_masks = found.secret_masks
-        elif found is not None:
-            self.passes.exact_means = self.passes.secret_masks = False
 
     def refuse(self, message: str) -> NoReturn:
         """Drops all rows that wait, since a part of the refused backward may be among them, and raises."""
@@ -425,6 +426,9 @@ def _begin(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     attachment.carried.begin((args, kwargs), leaves_rows=leaves_rows)
     if not leaves_rows:
         return None
+    if attachment.passes.rounded and torch.is_autocast_enabled("cpu"):
+        # PRIVACY: other kernels than those of the test (test_a_forward_under_autocast_after_the_test_is_refused)
+        raise SequenceError(_AUTOCAST)
     if attachment.looks:
         attachment.first.begin(attachment.layers, (args, kwargs))
     require_unwrapped(attachment.dense + attachment.factored)
@@ -528,6 +532,10 @@ def _averaged(leaf: Any, source: Source) -> Any:
     return averaged(leaf, source) if known else leaf
 
 
+_AUTOCAST = (
+    "model must not run under autocast (got torch.autocast on the CPU), as it did not in its first step: run all steps"
+    " alike, or give isolation='slots' to optimizer.loader(...)"
+)
 _NO_MEAN = (
     "loss must be the mean over the batch that it was in the first steps, of a criterion of torch or by"
     " mean(), since batches come in several sizes now: keep the loss as it is, or give"

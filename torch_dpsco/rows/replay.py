@@ -185,10 +185,10 @@ def random_parameters(model: nn.Module) -> Iterator[None]:
                     p.data.copy_(_random_like(p, generator))
             yield
     finally:
-        state.restore()
         for attachment in attachments(params):
             attachment.reset()
         clear_rows(params)
+        state.restore()
 
 
 def _random_like(p: Tensor, generator: torch.Generator) -> Tensor:
