@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_dpsco.doctor import Diagnosis, Finding
+from torch_dpsco.diagnosis import Diagnosis, Finding
 from torch_dpsco.errors import PrivacyError
 
 ROOT = Path(__file__).parents[2]

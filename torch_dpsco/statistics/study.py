@@ -47,10 +47,11 @@ from torch_dpsco.estimators.released import Released
 from torch_dpsco.estimators.schema import ROW, Category, Schema, Table
 from torch_dpsco.show import card, plots
 from torch_dpsco.show.preview import Preview
-from torch_dpsco.statistics import Summary, scores
+from torch_dpsco.statistics import scores
 from torch_dpsco.statistics.conformal import MOST, ConformalSets, conformal, conformal_event
 from torch_dpsco.statistics.held_out import split
 from torch_dpsco.statistics.search import PrivateSearch
+from torch_dpsco.statistics.summary import Summary
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
