@@ -22,7 +22,7 @@ def names_in_the_code() -> set[str]:
     place, found = {"Finding": 1, "critical": 0, "error": 0, "warning": 0}, set()
     for name in ("checks", "promises"):
         tree = ast.parse(
-            (ROOT / "torch_dpsco" / "doctor" / f"{name}.py").read_text(encoding="utf-8")
+            (ROOT / "torch_dpsco" / "diagnosis" / f"{name}.py").read_text(encoding="utf-8")
         )
         for node in ast.walk(tree):
             if (
