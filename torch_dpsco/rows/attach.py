@@ -24,10 +24,9 @@ import torch
 from torch import nn
 
 from torch_dpsco import _validate as check
-from torch_dpsco._loaded import of_opacus
 from torch_dpsco._validate import typed
 from torch_dpsco.acts import act
-from torch_dpsco.compat import BatchNorm, DropoutNd
+from torch_dpsco.compat import BatchNorm, DropoutNd, of_opacus
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.native import HALF
 from torch_dpsco.rows.batch import clear_rows
