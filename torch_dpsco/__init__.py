@@ -121,7 +121,7 @@ __all__ = sorted((*_PLACES, *_PARTS))
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
 def _load_all() -> None:

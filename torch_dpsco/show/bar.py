@@ -17,7 +17,7 @@ def bar_of(progress: bool | None, steps: int) -> Iterator[Callable[[str], None]]
     from tqdm.auto import tqdm
 
     with tqdm(total=steps, disable=None if progress is None else not progress) as bar:
-        begun = []
+        begun: list[str] = []
 
         def begin(step: str) -> None:
             bar.update(len(begun) - bar.n)
