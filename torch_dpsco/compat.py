@@ -32,7 +32,7 @@ _CLIPPED = "HolderSGD and ClippedSGD do without"
 
 
 def _need(owner: Any, name: str, *, for_: str = "", instead: str = "") -> Any:
-    """Returns an attribute of a module; raises ImportError, with what it is for and what does without, if it has none."""
+    """Returns an attribute of a module; raises ImportError, with what does without it, if it has none."""
     if hasattr(owner, name):
         return getattr(owner, name)
     raise ImportError(
