@@ -10,8 +10,8 @@ import pytest
 
 @pytest.fixture
 def dp_check() -> Callable[..., Any]:
-    """Runs `torch_dpsco.audit.check_training` with the arguments given, and fails if the claim is refuted."""
-    from torch_dpsco.audit import check_training
+    """Runs `torch_dpsco.audits.check_training` with the arguments given, and fails if the claim is refuted."""
+    from torch_dpsco.audits import check_training
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True

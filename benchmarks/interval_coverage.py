@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators import HuberRegressor, LogisticRegression, Ridge
 from torch_dpsco.estimators.objective import ObjectivePlan
-from torch_dpsco.statistics import debias, reach
+from torch_dpsco.statistics.debiased import debias
+from torch_dpsco.statistics.summary import reach
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import table_rows

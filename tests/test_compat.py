@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from torch_dpsco import compat
-from torch_dpsco._loaded import of_opacus
+from torch_dpsco.compat import of_opacus
 from torch_dpsco.step import run
 from torch_dpsco.step.run import is_watched
 

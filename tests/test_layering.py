@@ -30,7 +30,7 @@ size = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(size)  # type: ignore[union-attr]
 # Files import from their own row or from rows above it (but for those that gather public names).
 ORDER = (
-    "errors acts _loaded _validate compat native",
+    "errors acts _validate compat native",
     "accounting.analysis",
     "algorithms.correlated_numbers"
     " algorithms.heavy_tailed_numbers algorithms.holder_numbers algorithms.localized_numbers"
@@ -41,8 +41,8 @@ ORDER = (
     "step.oracle step.phased algorithms.clips algorithms.oracles algorithms.user_oracles",
     "step algorithms estimators show.look streams",
     "oracles",
-    "doctor audit",
-    "show train make_private statistics",
+    "diagnosis audits",
+    "show train private_loop statistics",
     "estimators.base estimators.models",
     "statistics.held_out",
     "statistics.prepare",
@@ -356,12 +356,12 @@ def forbidden(tree: ast.Module, name: str) -> Iterator[str]:
             and not isinstance(node.ctx, ast.Load)
         ):
             yield f"line {node.lineno}: __class__"
-    bars = (f"{PACKAGE}.train", f"{PACKAGE}.show.cli")
+    bars = [f"{PACKAGE}.{place}" for place in ("train", "show.bar")]
     if name not in bars and any(inside(target, "tqdm") for target in imports(tree, name)):
-        yield "tqdm outside train.py and cli.py"
+        yield "tqdm outside train.py and bar.py"
 
 
-def test_no_prints_no_blanket_except_nothing_global_no_progress_bar_outside_train_and_cli():
+def test_no_prints_no_blanket_except_nothing_global_no_progress_bar_outside_of_train_and_bar():
     assert offenders(lambda name: forbidden(parsed(name), name)) == {}
 
 
@@ -377,6 +377,79 @@ def test_the_top_level_has_at_most_44_names_and_says_where_others_are():
             getattr(torch_dpsco, name)
     with pytest.raises(AttributeError, match="module 'torch_dpsco' has no attribute 'Typo'"):
         _ = torch_dpsco.Typo
+
+
+# -- what is loaded ---------------------------------------------------------------------------------------------------
+
+_HEAVY = (
+    *("torch", "opacus", "scipy", "sklearn", "pandas", "matplotlib", "tqdm"),
+    *(f"{PACKAGE}.{part}" for part in ("accounting", "rows", "step", "estimators", "diagnosis")),
+)
+# models, and what they are fitted by, need no loop of training
+_OF_TRAINING = ("train", "private_loop", "diagnosis", "audits", "algorithms", "fast.compiled")
+_SAVED = """
+import torch_dpsco as dp
+problem = dp.losses.Logistic().problem(bound_x=1.0)
+plan = dp.HolderSGD.plan(problem=problem, n=100, noise_multiplier=1.0, steps=3, batch_size=10)
+print(json.dumps(plan.to_dict()))
+"""
+_READ = """
+from torch_dpsco.step.plan import Plan
+saved = json.loads(sys.argv[1])
+assert "torch_dpsco.algorithms.holder" not in sys.modules
+assert Plan.from_dict(saved).to_dict() == saved
+"""
+
+
+def said(code: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", f"import json, sys\n{code}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def loaded_by(code: str) -> set[str]:
+    return set(said(f"{code}\nprint(*sys.modules)").split())
+
+
+def test_the_package_loads_nothing_before_it_is_asked() -> None:
+    assert those_inside(loaded_by("import torch_dpsco"), *_HEAVY) == set()
+    found = loaded_by("import torch_dpsco as dp; dp.Budget(1.0, 1e-6)")
+    assert f"{ACCOUNTING}.budgets" in found
+    assert those_inside(found, "torch", "opacus", f"{PACKAGE}.step") == set()
+
+
+@pytest.mark.slow
+def test_estimators_load_nothing_of_training_loops() -> None:
+    found = loaded_by("import torch_dpsco.estimators.models")
+    assert (
+        those_inside(found, "opacus", *(f"{PACKAGE}.{part}" for part in _OF_TRAINING)) == set()
+    )
+
+
+def test_public_names_are_there_for_type_checkers_for_dir_and_for_use() -> None:
+    checked = next(
+        node
+        for node in parsed(PACKAGE).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    homes = {
+        alias.asname: node.module
+        for node in checked.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert sorted(homes, key=str) == torch_dpsco.__all__
+    shown = [name for name in dir(torch_dpsco) if not name.startswith("__")]
+    assert shown == torch_dpsco.__all__
+    for name, home in homes.items():
+        value = getattr(torch_dpsco, name)
+        assert value is getattr(importlib.import_module(home), name)
+        # a module of this name would take its place in the package as soon as it is imported
+        assert isinstance(value, ModuleType) or f"{PACKAGE}.{name}" not in FILES
+
+
+@pytest.mark.slow
+def test_a_saved_plan_is_read_before_its_optimizer_was_used() -> None:
+    said(_READ, said(_SAVED))
 
 
 # The checks themselves: each must see what it is there to see.
@@ -459,7 +532,7 @@ def f():
         "register_module_backward_hook",
         "register_module_forward_pre_hook",
     ]
-    assert "tqdm outside train.py and cli.py" in found
+    assert "tqdm outside train.py and bar.py" in found
     assert list(forbidden(ast.parse("from tqdm import tqdm"), f"{PACKAGE}.train")) == []
 
 
@@ -488,7 +561,7 @@ def test_everything_is_caught_in_one_place_only():
         node for node in ast.walk(parsed(MAY_CATCH_ALL)) if isinstance(node, ast.ExceptHandler)
     ]
     assert [ast.unparse(node.type) for node in handlers] == ["Exception"]
-    assert len(list(forbidden(parsed(MAY_CATCH_ALL), f"{PACKAGE}.doctor.probe"))) == 1
+    assert len(list(forbidden(parsed(MAY_CATCH_ALL), f"{PACKAGE}.diagnosis.probe"))) == 1
 
 
 def test_foreign_packages_are_told_from_the_standard_library():

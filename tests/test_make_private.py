@@ -22,7 +22,7 @@ from torch_dpsco.errors import (
     UnitError,
     UnknownSamplerError,
 )
-from torch_dpsco.make_private import make_private
+from torch_dpsco.private_loop import make_private
 from torch_dpsco.rows.attach import is_attached
 
 N, BATCH, DIM = 60, 12, 3

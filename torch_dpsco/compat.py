@@ -11,14 +11,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from torch_dpsco._loaded import need as _need
-
+_RUN_WITH = "torch 2.6 and 2.14 with opacus 1.6"  # what .ci/weekly has run; see setup.cfg
 _GLOBAL_HOOKS = (
     "_global_backward_pre_hooks",
     "_global_backward_hooks",
@@ -29,6 +29,18 @@ _GLOBAL_HOOKS = (
 )
 _UNKNOWN = {-1: None}  # hooks, where those that there are cannot be read
 _CLIPPED = "HolderSGD and ClippedSGD do without"
+
+
+def _need(owner: Any, name: str, *, for_: str = "", instead: str = "") -> Any:
+    """Returns an attribute of a module; raises ImportError, with what does without it, if it has none."""
+    if hasattr(owner, name):
+        return getattr(owner, name)
+    raise ImportError(
+        f"torch_dpsco needs {owner.__name__}.{name}{for_ and f' for {for_}'}, which torch"
+        f" {version('torch')} with opacus {version('opacus')} does not have:"
+        f" {instead and f'{instead}; '}it was run with {_RUN_WITH}; install one of these"
+    )
+
 
 without_subclasses = torch.DisableTorchFunctionSubclass
 BatchNorm: tuple[type[nn.Module], ...] = (
@@ -72,6 +84,19 @@ OPTIMIZER_HOOKS: list[dict[int, Any]] = [
 unsafe_view: Callable[..., Any] = getattr(
     torch.ops.aten, "_unsafe_view", lambda tensor, shape: tensor.clone()
 )
+
+
+def of_opacus(*names: str) -> tuple[Any, ...]:
+    """Returns classes of Opacus by their dotted names, where their module was imported: else no object is of them.
+
+    Example:
+        >>> of_opacus("nowhere.Nothing")
+        ()
+    """
+    places = [f"opacus.{name}".rpartition(".") for name in names]
+    return tuple(
+        _need(sys.modules[module], name) for module, _, name in places if module in sys.modules
+    )
 
 
 def is_replicated(model: nn.Module) -> bool:

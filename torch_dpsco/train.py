@@ -25,6 +25,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.ledger_file import sync_folder
+from torch_dpsco.acts import act
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.compat import own_step
 from torch_dpsco.errors import (
@@ -38,10 +39,10 @@ from torch_dpsco.errors import (
 from torch_dpsco.estimators.solved import SolvedOptimizer
 from torch_dpsco.losses.base import as_module
 from torch_dpsco.losses.per_record import PerRecord
-from torch_dpsco.make_private import attach_sound, loss_of, note_probed, require_sound
+from torch_dpsco.private_loop import attach_sound, loss_of, note_probed, require_sound
 from torch_dpsco.rows.attach import attach, detach, first_step_of, is_attached
 from torch_dpsco.rows.closed_form import ClosedForm, closed_form
-from torch_dpsco.rows.layers.kinds import ENGINES, Engine
+from torch_dpsco.rows.layers.kinds import Engine
 from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.sampling.loader import to_device
 from torch_dpsco.step import checks
@@ -397,7 +398,7 @@ def _compiled(
     else:
         known = first_step_of(model)
         detach(model)
-        rows = ENGINES["compiled"](model, loss_fn, loader)
+        rows: Engine | str = act("rows.compiled")(model, loss_fn, loader)
         if not isinstance(rows, str):
             loader.isolation.settle("rows are compiled for batches of one size")
             return rows

@@ -18,22 +18,16 @@ from tests.reference.allocation_literal import (
     bracket,
     ratio,
     sampled,
-    sum_law,
     two_steps,
 )
-from tests.reference.papers.allocation import allocation_delta, allocation_epsilon
+from tests.reference.papers.allocation import allocation_epsilon
 from torch_dpsco.accounting.analysis import allocation, allocation_sums
-from torch_dpsco.accounting.analysis import allocation as allocation_rdp
 from torch_dpsco.accounting.analysis.allocation import (
     AllocationLoss,
-    _integral,
-    added,
     allocation_law,
-    allocation_renyi,
     epsilon_at,
     log_delta,
     profile,
-    removed,
 )
 from torch_dpsco.accounting.analysis.allocation_sums import Hinge, Sum, Term, spread
 from torch_dpsco.accounting.analysis.gaussian import (
@@ -42,7 +36,6 @@ from torch_dpsco.accounting.analysis.gaussian import (
 )
 from torch_dpsco.accounting.analysis.pld import pld_delta
 from torch_dpsco.accounting.analysis.pld_laws import GaussianLoss, GridLaw, Window
-from torch_dpsco.accounting.analysis.rdp import rdp_epsilon
 
 WAYS = ("remove", "add", "replace")
 
@@ -531,135 +524,6 @@ def test_a_permutation_cut_into_batches_is_not_covered():
     )
     gain = -np.expm1(np.minimum(epsilon - loss, 0.0))
     assert gain.mean() - 4.9 * gain.std() / math.sqrt(draws) > 1e-3
-
-
-# Renyi divergences.
-
-
-def _exact_moments(noise, steps, largest):
-    """Returns log E M^a for a = 0 .. `largest`, in 40 digits: a power of a series by repeated products."""
-    with mp.workdps(40):
-        series = [
-            mp.exp(mp.mpf(k * (k - 1)) / (2 * mp.mpf(noise) ** 2)) / mp.factorial(k)
-            for k in range(largest + 1)
-        ]
-        total, left = [mp.mpf(1)] + [mp.mpf(0)] * largest, steps
-        while left:
-            if left % 2:
-                total = [mp.fdot(total[: k + 1], series[k::-1]) for k in range(largest + 1)]
-            series = [mp.fdot(series[: k + 1], series[k::-1]) for k in range(largest + 1)]
-            left //= 2
-        return [
-            mp.log(total[a] * mp.factorial(a) / mp.mpf(steps) ** a) for a in range(largest + 1)
-        ]
-
-
-@pytest.mark.parametrize(
-    ("noise", "steps"), [(0.25, 1000), (0.5, 7), (1.0, 100), (20.0, 1000), (100.0, 10**6)]
-)
-def test_renyi_divergences_are_not_below_exact_moments(noise, steps):
-    exact = [float(value) for value in _exact_moments(noise, steps, 24)]
-    orders = np.arange(2.0, 25.0)
-    found = removed(noise, steps, orders) * (orders - 1)
-    assert np.all(found >= exact[2:])
-    assert np.all(found <= np.array(exact[2:]) * (1 + 1e-9) + 2e-12 * orders)
-    assert removed(noise, steps, np.array([1 + 1e-9, 1.1])) == pytest.approx(
-        removed(noise, steps, orders[:1])[0], rel=1e-6
-    )
-    between = removed(noise, steps, orders + 0.5) * (orders - 0.5)
-    assert np.all(
-        np.diff(found) / 2 <= np.diff(between) * (1 + 1e-9) + 1e-11
-    )  # chords of a convex curve
-
-
-def _moments_of_two(noise, powers, way):
-    """Returns log E M^-b (add), or log E M^(b+1) M'^-b (replace), for T = 2, on a square of points."""
-    x = np.arange(-14 * noise, 14 * noise + 2, 0.04 * noise) if way == "add" else None
-    out = []
-    for b in powers:
-        if way == "replace":
-            x = np.arange(-14 * noise, 14 * noise + 2 * b + 1, 0.06 * noise)
-        left = x - (b + 1) * (way == "add")  # where e^(-bx) puts the mass
-        density = -((left / noise) ** 2) / 2 + math.log(
-            (x[1] - x[0]) / noise / math.sqrt(2 * math.pi)
-        )
-        log_l, log_r = (2 * left - 1) / (2 * noise**2), (-2 * left - 1) / (2 * noise**2)
-        one, two = (np.logaddexp(each[:, None], each) - math.log(2) for each in (log_l, log_r))
-        total = (
-            density[:, None] + density + (-b * one if way == "add" else (b + 1) * one - b * two)
-        )
-        out.append(float(np.logaddexp.reduce(total, axis=None)))
-    return np.array(out)
-
-
-@pytest.mark.cases(0, 1)
-@pytest.mark.parametrize("noise", [0.25, 0.5, 1.0, 4.0, 100.0])
-def test_the_integral_for_adding_is_not_below_moments(noise):
-    """One step in closed form, two by a square of points, several by the bracket of their law."""
-    b = np.array([1e-3, 0.3, 1.0, 2.5])
-    exact = b * (b + 1) / (2 * noise**2)
-    found = _integral(noise, 1, b)
-    assert np.all(found >= exact)
-    assert np.all(found[:2] <= exact[:2] * (1 + 1e-8) + 1e-3 * (noise < 0.5))
-    orders = np.array([1.2, 2.0, 4.0])
-    exact = _moments_of_two(noise, orders - 1, "add")
-    found = added(noise, 2, orders) * (orders - 1)
-    assert np.all(found >= exact * (1 - 1e-12) - 1e-12)
-    assert np.all(found <= exact * 1.05)
-    for steps in (16, 1000):
-        low, high = (sum_law(noise, steps, 20, spread) for spread in (False, True))
-        for order in (1.5, 3.0, 10.0):
-            found = math.exp((order - 1) * added(noise, steps, np.array([order]))[0])
-            bounds = [
-                float(mass @ (np.maximum(values, 1e-12) / steps) ** (1 - order))
-                for values, mass in (low, high)
-            ]
-            assert bounds[0] <= found
-            if low[0].min() > 0 and order < 4:
-                assert found <= 1 + 1.04 * max(bounds[1] - 1, bounds[0] - 1)
-
-
-def test_renyi_divergences_cover_both_directions(monkeypatch):
-    orders = np.array([1.3, 2.0, 3.5])
-    for noise in (0.5, 1.0, 3.0):
-        exact = _moments_of_two(noise, orders - 1, "replace") / (orders - 1)
-        found = allocation_renyi(noise, 2, orders, "replace_one")
-        assert np.all(found >= exact * (1 - 1e-12))
-        assert np.all(found <= 2 * exact)
-        assert (
-            allocation_renyi(noise, 2, 2.0, "add_remove")
-            == allocation_renyi(noise, 2, 2.0, "zero_out")
-            < found[1]
-        )
-    monkeypatch.setattr(allocation_rdp, "added", lambda noise, steps, orders: orders / 9.0)
-    assert allocation_renyi(1.0, 100, 2.0, "zero_out") == 2 / 9
-    assert allocation_renyi(1.0, 100, 2.0, "replace_one") > 4 / 9
-
-
-def test_renyi_divergences_are_those_of_one_release_where_nothing_better_is_known():
-    orders = np.array([1.5, 4.0, 64.0, 1e4])
-    for adjacency, squared in (("add_remove", 1), ("replace_one", 4)):
-        for noise, steps in ((2.0, 1), (0.2, 50)):
-            found = allocation_renyi(noise, steps, orders, adjacency)
-            assert found == pytest.approx(orders * squared / (2 * noise**2), rel=1e-12)
-        assert np.all(
-            allocation_renyi(2.0, 7, orders, adjacency) <= orders * squared / 8 * (1 + 1e-12)
-        )
-        assert allocation_renyi(0.0, 7, 2.0, adjacency) == math.inf
-    with pytest.raises(ValueError, match="order"):
-        allocation_renyi(1.0, 7, 1.0, "zero_out")
-
-
-@pytest.mark.slow
-def test_epsilon_of_the_divergences_is_above_that_of_the_sums():
-    orders = np.arange(2.0, 60.0)
-    for adjacency in ("add_remove", "replace_one"):
-        loose = rdp_epsilon(orders, allocation_renyi(1.0, 100, orders, adjacency), 1e-5).epsilon
-        assert (
-            allocation_delta(1.0, 100, loose, adjacency)
-            < 1e-5
-            < allocation_delta(1.0, 100, loose / 3, adjacency)
-        )
 
 
 # -- another library ---------------------------------------------------------------------------------------------------

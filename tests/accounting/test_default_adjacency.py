@@ -115,7 +115,7 @@ def planned(name: str, budget: dp.Budget | None = None) -> tuple[Any, str]:
 def test_every_optimizer_with_a_plan_is_here() -> None:
     named = {
         kind
-        for kind in vars(dp).values()
+        for kind in (getattr(dp, name) for name in dp.__all__)
         if inspect.isclass(kind) and hasattr(kind, "plan") and hasattr(kind, "plans")
     }
     assert named == {kind for kind, *_ in PLANS.values()}

@@ -15,7 +15,7 @@ from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
 )
-from torch_dpsco.doctor import doctor
+from torch_dpsco.diagnosis import doctor
 from torch_dpsco.errors import BudgetExceeded, SequenceError, UtilityWarning
 
 # -- the hook ---------------------------------------------------------------------------------------------------------

@@ -274,7 +274,8 @@ def test_designs_are_values(design: Any) -> None:
     assert hash(design) == hash(dataclasses.replace(design))
     with pytest.raises(dataclasses.FrozenInstanceError):
         design.n = 7
-    assert eval(repr(design), vars(dp)) == design  # it enters the digests of checkpoints
+    names = {name: getattr(dp, name) for name in dp.__all__}
+    assert eval(repr(design), names) == design  # it enters the digests of checkpoints
 
 
 # -- deciding ---------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch_dpsco.algorithms import output_sgd_numbers as bolt_on
 from torch_dpsco.algorithms import output_sgd_numbers as bolt_on_plan
 from torch_dpsco.algorithms import row_free
 from torch_dpsco.algorithms.output_sgd_numbers import HIT_CONSTANTS
-from torch_dpsco.audit import Audit
+from torch_dpsco.audits import Audit
 from torch_dpsco.errors import (
     AdjacencyError,
     ConditionError,

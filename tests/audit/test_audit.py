@@ -20,7 +20,7 @@ import torch_dpsco as dp
 from tests.streams import picks
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import Event, Gaussian, PoissonGaussian, Repeat, WORGaussian
-from torch_dpsco.audit.repeated import _epsilon_lower, choose, judge
+from torch_dpsco.audits.repeated import _epsilon_lower, choose, judge
 from torch_dpsco.errors import AdjacencyError, SequenceError, UtilityWarning
 from torch_dpsco.step.oracle import ClippedMean
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
-from torch_dpsco.audit import OneRunAudit, canaries, check_training, loss_scores
+from torch_dpsco.audits import OneRunAudit, canaries, check_training, loss_scores
 from torch_dpsco.errors import PrivacyError
 
 pytest_plugins = ["pytester"]
@@ -177,7 +177,7 @@ import torch
 import torch_dpsco as dp
 from torch import nn
 from torch.utils.data import TensorDataset
-from torch_dpsco.audit import canaries
+from torch_dpsco.audits import canaries
 
 LOSS = dp.losses.Logistic()
 MADE = canaries(200, like=(torch.zeros(200), torch.ones(1)), bound_x=1.0, labels=(-1, 1))
@@ -231,7 +231,7 @@ def test_the_tutorial_does_what_it_says(pytester: pytest.Pytester) -> None:
     )
     (test,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     (own,) = (i for i, cell in enumerate(cells) if "def setup(dataset)" in cell)
-    one_run = "from torch_dpsco.audit import OneRunAudit\n"
+    one_run = "from torch_dpsco.audits import OneRunAudit\n"
     pytester.makepyfile(
         "\n".join([cells[0], one_run, *cells[own:], "assert found.contradicts(claimed)", test])
     )

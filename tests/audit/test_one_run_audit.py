@@ -18,7 +18,7 @@ from scipy.stats import binom, norm
 from torch.utils.data import TensorDataset
 
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
-from torch_dpsco.audit import OneRunAudit, epsilon_of_guesses, mu_of_guesses, one_run
+from torch_dpsco.audits import OneRunAudit, epsilon_of_guesses, mu_of_guesses, one_run
 from torch_dpsco.errors import SequenceError
 
 CANARIES, AUDITS = 200, 1000

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from opacus.accountants import RDPAccountant
 
-from torch_dpsco.audit import epsilon_of_guesses
+from torch_dpsco.audits import epsilon_of_guesses
 
 CANARIES, GUESSES, STEPS, RATE, NOISE = 12000, 200, 32, 0.05, 2.0
 DELTA, CONFIDENCE = 1e-14, 1 - 1e-9  # a false alarm in 1,000 draws has probability <= 1e-6

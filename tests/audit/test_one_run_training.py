@@ -19,7 +19,7 @@ from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
-from torch_dpsco.audit import OneRunAudit, OneRunResult, loss_scores
+from torch_dpsco.audits import OneRunAudit, OneRunResult, loss_scores
 from torch_dpsco.step import oracle as clipped
 
 pytestmark = pytest.mark.slow

@@ -58,7 +58,7 @@ def test_every_public_optimizer_and_oracle_has_a_row() -> None:
     optimizers = [row.make().opt for row in ROWS]
     public = {
         v
-        for v in vars(dp).values()
+        for v in (getattr(dp, name) for name in dp.__all__)
         if isinstance(v, type) and issubclass(v, dp.PrivateOptimizer)
     }
     assert public == {type(opt) for opt in optimizers}

@@ -148,7 +148,9 @@ class Broken:
 
 def test_every_public_optimizer_that_makes_no_private_steps_has_a_row() -> None:
     public = {
-        v for v in vars(dp).values() if isinstance(v, type) and issubclass(v, CommonOptimizer)
+        v
+        for v in (getattr(dp, name) for name in dp.__all__)
+        if isinstance(v, type) and issubclass(v, CommonOptimizer)
     }
     assert {v for v in public if not issubclass(v, dp.PrivateOptimizer)} == {
         row.cls for row in ONCE

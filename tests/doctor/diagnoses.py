@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import torch_dpsco as dp
 from tests.doctor.scripts import DIM, Parts, private, regression_data
 from tests.doctor.scripts import with_opacus as opacus
-from torch_dpsco.doctor import Diagnosis, Finding
+from torch_dpsco.diagnosis import Diagnosis, Finding
 
 RECORD = (torch.zeros(DIM), torch.zeros(1))
 

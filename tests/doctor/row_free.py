@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.doctor import Diagnosis
+from torch_dpsco.diagnosis import Diagnosis
 from torch_dpsco.losses import Hinge
 
 N, DIM = 60, 3

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_dpsco.doctor import Diagnosis, Finding
+from torch_dpsco.diagnosis import Diagnosis, Finding
 from torch_dpsco.errors import PrivacyError
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ def names_in_the_code() -> set[str]:
     place, found = {"Finding": 1, "critical": 0, "error": 0, "warning": 0}, set()
     for name in ("checks", "promises"):
         tree = ast.parse(
-            (ROOT / "torch_dpsco" / "doctor" / f"{name}.py").read_text(encoding="utf-8")
+            (ROOT / "torch_dpsco" / "diagnosis" / f"{name}.py").read_text(encoding="utf-8")
         )
         for node in ast.walk(tree):
             if (

@@ -11,7 +11,7 @@ import torch_dpsco as dp
 from tests.problems import make_optimizer
 from torch_dpsco.accounting.designs import Design, Fixed, Poisson
 from torch_dpsco.accounting.events import ADJACENCIES
-from torch_dpsco.doctor import Diagnosis
+from torch_dpsco.diagnosis import Diagnosis
 from torch_dpsco.trial import Isolation, Rows, isolation
 
 DATA = TensorDataset(torch.ones(32, 3), torch.ones(32, 2))

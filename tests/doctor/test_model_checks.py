@@ -24,7 +24,7 @@ from tests.doctor.scripts import (
 from tests.doctor.scripts import with_opacus as opacus
 from tests.problems import Folded
 from tests.reference.exact import Exact
-from torch_dpsco.doctor.probe import JointRows
+from torch_dpsco.diagnosis.probe import JointRows
 from torch_dpsco.rules import SGD
 from torch_dpsco.trial import Rows, moved
 

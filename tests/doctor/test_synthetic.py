@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from torch_dpsco.doctor.probe import SyntheticRecords
-from torch_dpsco.doctor.script import Script
+from torch_dpsco.diagnosis.probe import SyntheticRecords
+from torch_dpsco.diagnosis.script import Script
 from torch_dpsco.trial import SyntheticBatches
 
 

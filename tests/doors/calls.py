@@ -16,14 +16,14 @@ from torch.utils.data import DataLoader
 
 import torch_dpsco as dp
 from torch_dpsco import estimators
-from torch_dpsco.audit import (
+from torch_dpsco.audits import (
     OneRunAudit,
     canaries,
     epsilon_of_guesses,
     loss_scores,
     mu_of_guesses,
 )
-from torch_dpsco.doctor import Diagnosis, Finding
+from torch_dpsco.diagnosis import Diagnosis, Finding
 from torch_dpsco.estimators import Category, Number, objectives, solvers
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.integrations import opacus

@@ -33,7 +33,7 @@ from tests.doors.shared import (
 from torch_dpsco import estimators
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.analysis.risk import Risk
-from torch_dpsco.audit import OneRunAudit
+from torch_dpsco.audits import OneRunAudit
 from torch_dpsco.estimators import Category, Number, Ordered
 from torch_dpsco.estimators.released import Released
 from torch_dpsco.integrations import engines, lightning, opacus

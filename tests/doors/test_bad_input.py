@@ -40,8 +40,7 @@ EXEMPT = {
     *(
         "show.preview.*",
         "statistics.[!p]*",
-        "statistics.p_value",
-        "audit.OneRunResult",
+        "audits.OneRunResult",
         "step.plan.Plan",
     ),
     "accounting.report.PrivacyReport",
@@ -134,7 +133,7 @@ EXEMPT = {
     *(
         "integrations.engines.ray_partitions",
         "statistics.study.Study.coefficients",
-        "audit.check_training",
+        "audits.check_training",
     ),
 }
 

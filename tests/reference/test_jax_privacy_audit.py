@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.reference.jax_privacy_audit import CASES, FIGURES, scores
-from torch_dpsco.audit import OneRunAudit
+from torch_dpsco.audits import OneRunAudit
 
 THEIRS = json.loads(FIGURES.read_text(encoding="utf-8"))["figures"]
 

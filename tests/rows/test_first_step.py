@@ -23,12 +23,11 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco import trial
-from torch_dpsco.doctor.probe import Evidence
+from torch_dpsco import acts, trial
+from torch_dpsco.diagnosis.probe import Evidence
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rows import GradBatch, clear_rows, first_step
 from torch_dpsco.rows.attach import first_step_of
-from torch_dpsco.rows.layers.kinds import ENGINES
 from torch_dpsco.trial import loss as loss_trace
 
 B = 9
@@ -883,7 +882,7 @@ def test_fit_looks_once_by_its_probes_and_reports_that(
     )
     if how == "attached before":
         dp.attach(model)
-    monkeypatch.setitem(ENGINES, "compiled", lambda *args: "not now")
+    monkeypatch.setitem(acts._KNOWN, "rows.compiled", lambda *args: "not now")
     opt = optimizer_of(model)
     dp.fit(model, opt, DATA, nn.MSELoss(), steps=2, progress=False, compile=how == "compile")
     known = "checked by the probes of dp.doctor on made-up records: none reaches another"

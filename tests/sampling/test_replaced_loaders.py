@@ -28,7 +28,7 @@ from torch_dpsco.errors import UnitError, UnknownSamplerError, UtilityWarning
 from torch_dpsco.integrations.accelerate import prepare
 from torch_dpsco.integrations.lightning import _require_train_loader
 from torch_dpsco.integrations.opacus import PrivacyEngine
-from torch_dpsco.make_private import require_replaceable
+from torch_dpsco.private_loop import require_replaceable
 
 N, BATCH = 60, 12
 BUDGET = dp.Budget(1.0, 1e-3)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.audit import Audit
+from torch_dpsco.audits import Audit
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import PrivateLoader, make_sampler
 from torch_dpsco.step.oracle import ClippedMean

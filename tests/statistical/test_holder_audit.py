@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.streams import picks
 from torch_dpsco.algorithms.output_sgd_numbers import HIT_CONSTANTS
-from torch_dpsco.audit import Audit
+from torch_dpsco.audits import Audit
 from torch_dpsco.step.oracle import ClippedMean
 
 pytestmark = pytest.mark.filterwarnings(

@@ -15,9 +15,9 @@ import torch_dpsco as dp
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators import Category, HuberRegressor, LogisticRegression, Number, Ridge
 from torch_dpsco.estimators.released import Released
+from torch_dpsco.estimators.solvers import needed_eigenvalue
 from torch_dpsco.show import plots
 from torch_dpsco.show.cli import main
-from torch_dpsco.statistics import needed_eigenvalue
 from torch_dpsco.statistics import study as module
 from torch_dpsco.statistics.study import Study, study
 

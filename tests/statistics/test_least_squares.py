@@ -16,7 +16,7 @@ from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators import Ridge
 from torch_dpsco.estimators import least_squares as adassp
-from torch_dpsco.statistics import least_squares
+from torch_dpsco.statistics.debiased import least_squares
 from torch_dpsco.step import exact_noise as vector_noise
 
 TRUTH = np.array([0.5, -0.5, 0.1])

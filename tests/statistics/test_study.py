@@ -419,6 +419,38 @@ def test_a_study_is_saved_into_a_new_folder(tmp_path):
     assert "finalize" not in str(found.report())  # a study has none
 
 
+@pytest.mark.parametrize("level", [None, 0.9])
+def test_a_bar_names_the_step_that_runs_where_it_is_asked_for_or_seen(
+    level, capsys, monkeypatch
+):
+    steps = ["read", "rehearse on made-up rows", "fit LogisticRegression", "score auc"]
+    steps += [] if level is None else ["calibrate predictions"]
+    made(level=level, check=False)
+    assert capsys.readouterr() == ("", "")  # no terminal
+    made(level=level, check=False, progress=True)
+    out, err = capsys.readouterr()
+    assert out == ""
+    seen = re.findall(r"([a-zA-Z][\w -]*): +\d+%[^\r]*?(\d+)/(\d+)", err)
+    assert list(dict.fromkeys(name for name, *_ in seen)) == steps
+    assert seen[-1][1:] == (str(len(steps)),) * 2
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    made(level=level, check=False, progress=False)
+    assert capsys.readouterr().err == ""
+    made(level=level, check=False)
+    assert "score auc" in capsys.readouterr().err
+
+
+def test_the_bar_stops_where_a_study_does(capsys, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(LogisticRegression, "fit", broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        made(check=False, progress=True)
+    assert "2/5" in (err := capsys.readouterr().err)
+    assert "3/5" not in err
+
+
 # -- the look before --------------------------------------------------------------------------------------------------
 
 

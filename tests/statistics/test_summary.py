@@ -15,7 +15,9 @@ from scipy import stats
 
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators import LogisticRegression, QuantileRegressor
-from torch_dpsco.statistics import debias, needed_eigenvalue, p_value, reach
+from torch_dpsco.estimators.solvers import needed_eigenvalue
+from torch_dpsco.statistics.debiased import debias
+from torch_dpsco.statistics.summary import p_value, reach
 
 SETTINGS = {
     "epsilon": 4.0,

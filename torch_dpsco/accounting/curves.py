@@ -29,7 +29,7 @@ import numpy as np
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting import events
-from torch_dpsco.accounting.analysis.allocation import allocation_law, allocation_renyi
+from torch_dpsco.accounting.analysis.allocation import allocation_law
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
 from torch_dpsco.accounting.analysis.objective import Change, objpert_rdp
 from torch_dpsco.accounting.analysis.pld import pld_delta, pld_epsilon
@@ -230,20 +230,12 @@ def _(event: events.WORGaussian, adjacency: Adjacency, orders: FloatArray) -> Co
 
 @_cost.register
 def _(event: events.RandomAllocation, adjacency: Adjacency, orders: FloatArray) -> Cost:
-    sensitivity = CLIP_UNITS[adjacency]
+    # at most what one unsampled release costs: docs/proofs/allocation.md#one-pass
+    found = _cost(Gaussian(event.noise, {adjacency: CLIP_UNITS[adjacency]}), adjacency, orders)
     if event.steps == 1 or event.noise == 0:
-        return _cost(Gaussian(event.noise, {adjacency: sensitivity}), adjacency, orders)
+        return found
     # PRIVACY: mu^2 is left out, since epsilon would be read off it (test_a_pass_has_no_exact_gaussian_figure)
-    return Cost(
-        allocation_renyi(event.noise, event.steps, orders, adjacency),
-        None,
-        _rho(event.noise, adjacency),
-    )
-
-
-def _rho(noise: float, adjacency: Adjacency) -> float:
-    ratio = CLIP_UNITS[adjacency] / noise
-    return ratio * ratio / 2.0
+    return replace(found, mu_squared=None)
 
 
 def _of_pure(epsilon: float, orders: FloatArray, rdp: FloatArray | None = None) -> Cost:

@@ -469,7 +469,7 @@ class LinearModel(BaseEstimator):
         return make_statement(self.privacy_, run)
 
     def summary(self, level: float = 0.95) -> Any:
-        """Returns estimates, standard errors, p-values and intervals for raw features: `statistics.Summary`.
+        """Returns estimates, standard errors, p-values and intervals for raw features: `statistics.summary.Summary`.
 
         The estimates are `coef_` and `intercept_` without the bias of the regularizer. No budget is spent.
 

@@ -1,6 +1,6 @@
-"""Faster ways to the same rows, which register themselves in `rows.layers.kinds`, as a stranger would."""
+"""Faster ways to the same rows: stacks of recorded layers, for `attach`, and compiled rows, for `fit`."""
 
-from torch_dpsco.fast.compiled import CompiledRows
-from torch_dpsco.fast.stack import run_as_one
+from torch_dpsco.acts import register
 
-__all__ = ["CompiledRows", "run_as_one"]
+register("rows.stacks", "torch_dpsco.fast.stack:run_as_one")
+register("rows.compiled", "torch_dpsco.fast.compiled:try_compile")

@@ -59,7 +59,6 @@ from torch_dpsco.errors import PrivacyError, SequenceError, warn
 from torch_dpsco.losses.base import as_module, read_for
 from torch_dpsco.rows.attach import is_attached, require_supported
 from torch_dpsco.rows.batch import forget_rows, leave_rows
-from torch_dpsco.rows.layers.kinds import ENGINES
 from torch_dpsco.sampling import PrivateLoader, UserLoader
 from torch_dpsco.sampling.loader import to_device
 from torch_dpsco.step.checks import require_same_parameters
@@ -563,8 +562,6 @@ def try_compile(model: nn.Module, loss_fn: _LossFn, loader: PrivateLoader) -> Co
     made = attempt("compiling", compiled)
     return str(made) if isinstance(made, Refused) else made
 
-
-ENGINES["compiled"] = try_compile
 
 _CALL = 8  # c, in records: measured 1 for a transformer block and 15 for a small network of convolutions
 _LEAST, _MOST = 8, 512  # records at once

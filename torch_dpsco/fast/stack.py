@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_dpsco import compat
-from torch_dpsco.rows.layers.kinds import SHORTCUTS, is_recorded
+from torch_dpsco.rows.layers.kinds import is_recorded
 from torch_dpsco.rows.layers.recorded import Use, make_ready, reaches, records
 
 _ops: Any = torch.ops.aten
@@ -207,6 +207,3 @@ def run_as_one(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         if isinstance(module, nn.Sequential) and _has_stack(module):
             module.forward = StackedForward(module)  # type: ignore[method-assign]
-
-
-SHORTCUTS.append(run_as_one)

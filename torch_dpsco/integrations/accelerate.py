@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from torch_dpsco import _validate as check
 from torch_dpsco.errors import PrivacyError, SequenceError, UnknownSamplerError
-from torch_dpsco.make_private import require_replaceable
+from torch_dpsco.private_loop import require_replaceable
 from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.sampling.loader import to_device
 from torch_dpsco.step.checks import require_same_parameters

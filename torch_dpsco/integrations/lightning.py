@@ -43,15 +43,15 @@ from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
-from torch_dpsco.doctor.script import OfBatch
+from torch_dpsco.diagnosis.script import OfBatch
 from torch_dpsco.errors import PrivacyError, SequenceError, warn
-from torch_dpsco.make_private import (
+from torch_dpsco.noise import SecretState
+from torch_dpsco.private_loop import (
     attach_sound,
     note_probed,
     require_replaceable,
     require_sound,
 )
-from torch_dpsco.noise import SecretState
 from torch_dpsco.rows.attach import detach, is_attached
 from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.show.loggers import Logger, in_single, public_numbers

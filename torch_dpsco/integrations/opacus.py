@@ -35,9 +35,9 @@ from torch_dpsco.accounting.designs import Poisson
 from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT
 from torch_dpsco.algorithms.heavy_plan import ClippedPlan
 from torch_dpsco.algorithms.heavy_tailed import ClippedSGD
-from torch_dpsco.doctor.script import grad_sample_hooks
+from torch_dpsco.diagnosis.script import grad_sample_hooks
 from torch_dpsco.errors import PrivacyError, SequenceError, UnknownSamplerError, warn
-from torch_dpsco.make_private import attach_sound, require_replaceable
+from torch_dpsco.private_loop import attach_sound, require_replaceable
 from torch_dpsco.problem import Phase
 from torch_dpsco.rows.attach import require_supported
 from torch_dpsco.rules import Groups, State, TorchRule, trained

@@ -40,7 +40,7 @@ from torch_dpsco.algorithms.heavy_tailed import ClippedSGD
 from torch_dpsco.compat import tree_leaves
 from torch_dpsco.errors import SequenceError, UnknownSamplerError
 from torch_dpsco.losses.per_record import per_record
-from torch_dpsco.make_private import PART, WEIGHTS, attach_sound, note_probed
+from torch_dpsco.private_loop import PART, WEIGHTS, attach_sound, note_probed
 from torch_dpsco.rows.attach import detach, is_attached
 from torch_dpsco.rules import TorchRule
 from torch_dpsco.show.loggers import public_numbers

@@ -24,16 +24,15 @@ import torch
 from torch import nn
 
 from torch_dpsco import _validate as check
-from torch_dpsco._loaded import of_opacus
 from torch_dpsco._validate import typed
-from torch_dpsco.compat import BatchNorm, DropoutNd
+from torch_dpsco.acts import act
+from torch_dpsco.compat import BatchNorm, DropoutNd, of_opacus
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.native import HALF
 from torch_dpsco.rows.batch import clear_rows
 from torch_dpsco.rows.first_step import FirstStep
 from torch_dpsco.rows.forwards import Attachment, PassCounter
 from torch_dpsco.rows.layers.kinds import (
-    SHORTCUTS,
     can_record,
     is_recorded,
     start_recording,
@@ -132,8 +131,7 @@ def attach(
     hooks = _dense_hooks(model, factored, passes, loss_reduction, batch_first)
     for layer in factored:  # after all that may raise
         start_recording(layer, passes, scale_by_batch=mean)
-    for start in SHORTCUTS:
-        start(list(model.modules()))
+    act("rows.stacks")(list(model.modules()))
     attachment = Attachment(model, factored, hooks, passes, mean, first, 0 if batch_first else 1)
     if hooks is not None:
         hooks.refuse = attachment.refuse

@@ -439,7 +439,7 @@ def _check(args: argparse.Namespace) -> Result:
 
 def _doctor(args: argparse.Namespace) -> Result:
     """Looks for mistakes in a training script; the function returns the arguments of dp.doctor, as a tuple or dict."""
-    from torch_dpsco.doctor import doctor
+    from torch_dpsco.diagnosis import doctor
 
     call = _call(doctor, args.target, {})
     diagnosis = doctor(*call.args, **call.kwargs)
@@ -453,7 +453,7 @@ def _doctor(args: argparse.Namespace) -> Result:
 
 def _audit(args: argparse.Namespace) -> Result:
     """Bounds epsilon from below by experiment; the function returns a mechanism and a pair of inputs for dp.audit."""
-    from torch_dpsco.audit import audit
+    from torch_dpsco.audits import audit
 
     call = _call(audit, args.target, {name: vars(args)[name] for name in _AUDIT if name in args})
     mechanism = call.arguments["mechanism"]

@@ -9,6 +9,7 @@ that gives units a name, ids that repeat where the schema takes each row for a u
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -324,3 +325,23 @@ def _rows(table: Table) -> Iterator[Finding]:
             yield Finding(
                 "", f"{share:.1%} of rows repeat others", "See whether records are there twice"
             )
+
+
+def require_readable(schema: Schema, frame: Any) -> None:
+    """Looks at a table beside its schema, and stops before a budget is spent on what cannot be read. NOT private.
+
+    What `Schema.check` finds is written to standard error, for the eyes of who holds the data, and nowhere else.
+
+    Raises:
+        ValueError: something that stops a study was found, which the message does not say.
+    """
+    found = schema.check(frame)
+    if found.findings:
+        sys.stderr.write(f"{found}\n")
+    if found.stops:
+        # PRIVACY: errors travel further than a terminal (test_what_the_look_finds_is_on_standard_error_alone)
+        raise ValueError(
+            "the table must be one that its schema can read: what does not fit is on standard"
+            " error, for whoever holds the data. Mend the table or the schema, or pass check=False"
+            " (dpsco fit --unchecked). Nothing was spent"
+        )

@@ -7,18 +7,5 @@
 """
 
 from torch_dpsco.acts import register
-from torch_dpsco.estimators.solvers import needed_eigenvalue
-from torch_dpsco.statistics.debiased import Debiased, debias, least_squares
-from torch_dpsco.statistics.summary import Summary, p_value, reach, summarize
 
-register("model.summary", summarize)
-
-__all__ = [
-    "Debiased",
-    "Summary",
-    "debias",
-    "least_squares",
-    "needed_eigenvalue",
-    "p_value",
-    "reach",
-]
+register("model.summary", "torch_dpsco.statistics.summary:summarize")

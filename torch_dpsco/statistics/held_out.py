@@ -24,6 +24,7 @@ from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency
 from torch_dpsco.errors import AdjacencyError, NotCertifiedError, UnitError, warn
 from torch_dpsco.estimators.reading import as_codes, as_column, as_features, require_dtype
+from torch_dpsco.estimators.schema import Table
 from torch_dpsco.noise import Keystream, Stream, sampling_generator
 from torch_dpsco.sampling.loader import free_slots, user_ids
 from torch_dpsco.trial import RandomStreams, Refused, attempt
@@ -265,3 +266,11 @@ def split(
         return np.asarray(source.integers(2**53, units) < round(share * 2**53))
     held[source.subset(units, round(share * units))] = True
     return held
+
+
+def units_of(table: Table) -> tuple[int, NDArray[Any]]:
+    """Returns the number of units, and the place of each row's unit among them."""
+    if table.groups is None:
+        return len(table.X), np.arange(len(table.X))
+    names, places = np.unique(table.groups, return_inverse=True)
+    return len(names), places

@@ -18,7 +18,6 @@ from __future__ import annotations
 import inspect
 import os
 import secrets
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -46,11 +45,14 @@ from torch_dpsco.estimators.models import (
 from torch_dpsco.estimators.released import Released
 from torch_dpsco.estimators.schema import ROW, Category, Schema, Table
 from torch_dpsco.show import card, plots
+from torch_dpsco.show.bar import bar_of
+from torch_dpsco.show.look import require_readable
 from torch_dpsco.show.preview import Preview
-from torch_dpsco.statistics import Summary, scores
+from torch_dpsco.statistics import scores
 from torch_dpsco.statistics.conformal import MOST, ConformalSets, conformal, conformal_event
-from torch_dpsco.statistics.held_out import split
+from torch_dpsco.statistics.held_out import split, units_of
 from torch_dpsco.statistics.search import PrivateSearch
+from torch_dpsco.statistics.summary import Summary
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -181,6 +183,7 @@ class StudyPlan:
         *,
         ledger_path: str | os.PathLike[str] | None = None,
         check: bool = True,
+        progress: bool | None = None,
     ) -> Study:
         """Carries it out.
 
@@ -188,6 +191,7 @@ class StudyPlan:
             frame: the private table, as `Schema.read` takes it.
             ledger_path: of the ledger file; None keeps the ledger in memory.
             check: whether the table is looked at first, see `require_readable`.
+            progress: whether a bar on standard error names the step that runs; None where that is a terminal.
 
         Raises:
             UnitError: the table has not n units, where their number is public; nothing was spent.
@@ -195,6 +199,11 @@ class StudyPlan:
         """
         if check:
             require_readable(self.schema, frame)
+        with bar_of(progress, len(self._charges()["held"]) + 3) as begin:
+            return self._run(frame, ledger_path, begin)
+
+    def _run(self, frame: Any, ledger_path: Any, begin: Callable[[str], None]) -> Study:
+        begin("read")
         table = self.schema.read(frame)
         units, places = units_of(table)
         if self.budget.adjacency != ADD_REMOVE and units != self.n:
@@ -203,6 +212,7 @@ class StudyPlan:
                 f" {self.n})"
             )
         charges = self._charges()
+        begin("rehearse on made-up rows")
         self._rehearse(charges)
         ledger = Accountant(self.budget, ledger_path=ledger_path)
         model: Any = type(self.model)(
@@ -212,10 +222,11 @@ class StudyPlan:
         held = split(units, self.held / self.n, self.budget.adjacency)[places]
 
         def fitted() -> LinearModel:
+            begin(f"fit {type(model).__name__}")
             found = model.fit(**_rows(table, ~held))
             return found.best_estimator_ if isinstance(found, PrivateSearch) else found
 
-        return self._carried_out(ledger, charges, fitted, _rows(table, held))
+        return self._carried_out(ledger, charges, fitted, _rows(table, held), begin)
 
     def _charges(self) -> dict[str, tuple[Event, ...]]:
         """Returns what is charged on each part."""
@@ -228,6 +239,7 @@ class StudyPlan:
         charges: dict[str, tuple[Event, ...]],
         fitted: Callable[[], LinearModel],
         held: dict[str, Any],
+        begin: Callable[[str], None] = lambda step: None,
     ) -> Study:
         """Returns the study: a fit that charges the first part, measured on the rows of the second."""
         charged: dict[str, Any] = {"budget": self._shared, "accountant": ledger}
@@ -240,6 +252,7 @@ class StudyPlan:
         with parts(), ledger.phase("held", partition=name, kind=cut[0], key_public=cut[1]):
             bins = scores.default_bins(self._scored, self.held)
             scored = charged | {"budget": self._scored}
+            begin(f"score {self.metric}")
             found = scores.score(
                 model,
                 metric=self.metric,
@@ -250,6 +263,7 @@ class StudyPlan:
             )
             sets = None
             if self.level is not None:
+                begin("calibrate predictions")
                 sets = conformal(
                     model,
                     level=self.level,
@@ -636,34 +650,6 @@ def _one_of(model: LinearModel | PrivateSearch) -> LinearModel:
     return found
 
 
-def require_readable(schema: Schema, frame: Any) -> None:
-    """Looks at a table beside its schema, and stops before a budget is spent on what cannot be read. NOT private.
-
-    What `Schema.check` finds is written to standard error, for the eyes of who holds the data, and nowhere else.
-
-    Raises:
-        ValueError: something that stops a study was found, which the message does not say.
-    """
-    found = schema.check(frame)
-    if found.findings:
-        sys.stderr.write(f"{found}\n")
-    if found.stops:
-        # PRIVACY: errors travel further than a terminal (test_what_the_look_finds_is_on_standard_error_alone)
-        raise ValueError(
-            "the table must be one that its schema can read: what does not fit is on standard"
-            " error, for whoever holds the data. Mend the table or the schema, or pass check=False"
-            " (dpsco fit --unchecked). Nothing was spent"
-        )
-
-
-def units_of(table: Table) -> tuple[int, NDArray[Any]]:
-    """Returns the number of units, and the place of each row's unit among them."""
-    if table.groups is None:
-        return len(table.X), np.arange(len(table.X))
-    names, places = np.unique(table.groups, return_inverse=True)
-    return len(names), places
-
-
 def _rows(table: Table, chosen: NDArray[np.bool_]) -> dict[str, Any]:
     return {name: values[chosen] for name, values in table.arguments().items()}
 
@@ -678,6 +664,7 @@ def study(
     show: Callable[[str], Any] | None = print,
     ledger_path: str | os.PathLike[str] | None = None,
     check: bool = True,
+    progress: bool | None = None,
     **settings: Any,
 ) -> Study:
     """Looks at the table, plans a study, shows the plan, and carries it out.
@@ -691,6 +678,7 @@ def study(
         ledger_path: of the ledger file; None keeps the ledger in memory.
         check: whether the table is looked at first, without noise and on your machine: what does not fit its schema is
             written to standard error, and nothing is spent on a table that cannot be read (`require_readable`).
+        progress: see `StudyPlan.run`.
         settings: see `plan_study`.
 
     Guarantee:
@@ -709,4 +697,4 @@ def study(
     plan = plan_study(schema, budget, n=n, **settings)
     if show is not None:
         show(str(plan))
-    return plan.run(frame, ledger_path=ledger_path, check=False)
+    return plan.run(frame, ledger_path=ledger_path, check=False, progress=progress)

@@ -260,6 +260,8 @@ class Plan(ABC):
             raise ValueError(
                 f"version of a saved plan must be {_VERSION} (got {row.get('version')!r})"
             )
+        if all(kind.__name__ != row.get("type") for kind in _subclasses(cls)):
+            act("plan.kinds")()  # the library's, whose files are imported on first use
         kinds = {kind.__name__: kind for kind in _subclasses(cls)}
         kind = kinds.get(row.get("type", ""))
         if kind is None:

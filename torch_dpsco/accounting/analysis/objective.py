@@ -183,8 +183,10 @@ def _window(
     for _ in range(12):
         grid = np.linspace(left, right, 129)
         best = int(np.argmax(log_f(grid)))
-        left = float(grid[max(best - 1, 0)])
-        right = float(grid[min(best + 1, 128)])
+        nearer = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, 128)])
+        if nearer == (left, right):
+            break
+        left, right = nearer
     peak = (left + right) / 2
     floor = float(np.max(log_f(np.array([left, peak, right])))) - _DEPTH
 
@@ -192,12 +194,16 @@ def _window(
         inside = peak
         if float(log_f(np.array([outside]))[0]) >= floor:
             return outside
-        for _ in range(20):  # the outer end is kept: too wide is safe
-            middle = (inside + outside) / 2
-            if float(log_f(np.array([middle]))[0]) >= floor:
-                inside = middle
-            else:
-                outside = middle
+        for _ in range(4):  # five halvings at once; the outer end is kept: too wide is safe
+            points = np.full(33, inside)
+            points[-1] = outside
+            for step in (16, 8, 4, 2, 1):
+                points[step :: 2 * step] = (
+                    points[: -1 : 2 * step] + points[2 * step :: 2 * step]
+                ) / 2
+            first = int(np.argmin(log_f(points) >= floor))
+            inside = float(points[first - 1])
+            outside = float(points[first])
         return outside
 
     return end(low), end(high)
@@ -246,6 +252,7 @@ def least_noise(
         InfeasibleError: no sigma up to 2^40 times the start works.
     """
     delta = check.open_interval(0.0, 1.0, delta=delta)
+    delta_of = functools.cache(delta_of)
     high = start
     for _ in range(_DOUBLINGS):
         if delta_of(high) <= delta:
@@ -257,16 +264,38 @@ def least_noise(
     while delta_of(low) <= delta and low > start * 2.0**-_DOUBLINGS:
         high = low
         low = low / 2
+    below, above = _near_root(delta_of, delta, low, high)
     while high > low * (1 + 1e-10):
         middle = math.sqrt(low) * math.sqrt(high)
         if not low < middle < high:
             break
-        if delta_of(middle) <= delta:
+        if middle >= above or (middle > below and delta_of(middle) <= delta):
             high = middle
         else:
             low = middle
-    # PRIVACY: the end of the bracket that was checked (test_the_noise_meets_its_delta_and_hardly_less_does_not)
-    return high
+    # PRIVACY: an end of a bracket that was checked (test_the_noise_meets_its_delta_and_hardly_less_does_not)
+    return high if delta_of(high) <= delta else above
+
+
+def _near_root(
+    delta_of: Callable[[float], float], delta: float, low: float, high: float
+) -> tuple[float, float]:
+    """Returns (below, above) with delta_of(below) > delta >= delta_of(above), close to each other, in few calls."""
+
+    def excess(sigma: float) -> float:
+        return math.log1p(max((delta_of(sigma) - delta) / delta, 1e-16 - 1))
+
+    if not excess(low) > 0 >= excess(high):
+        return low, high
+    root = float(scipy.optimize.brentq(excess, low, high, xtol=low * 1e-11))
+    for sigma in (root * (1 - 2e-11), root * (1 + 2e-11)):
+        if not low < sigma < high:
+            continue
+        if delta_of(sigma) <= delta:
+            high = sigma
+        else:
+            low = sigma
+    return low, high
 
 
 def log_normal_cdf(x: float) -> float:

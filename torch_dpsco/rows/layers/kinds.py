@@ -19,21 +19,21 @@ record is y = n(x) w + c, so its rows are n(x) grad and grad, summed over places
 
 Kinds that are not the library's are tried on synthetic records before they see real ones.
 
-The forms of rows, and what is registered from outside: shortcuts through recorded layers, and engines of `fit`.
+The forms of rows; the last two are registered in `acts`, from outside.
 
 | form | where | who chooses it |
 |---|---|---|
 | recorded: a layer's backward keeps its rows | `layers.kinds`, more by `layers.register` | `attach` |
 | dense: Opacus' hooks, or `torch.func` where it has none | `hooks` | `attach`, for all other layers |
 | closed: of a linear model, from its data | `closed_form` | `fit`, where nobody could see the difference |
-| shortcuts: several recorded layers as one, with the same bits | `SHORTCUTS` | `attach` |
-| engines: in place of forward and backward | `ENGINES` | `fit`, or a loop |
+| stacks: several recorded layers as one, with the same bits | `rows.stacks` | `attach` |
+| engines: in place of forward and backward | `rows.compiled` | `fit`, or a loop |
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -550,9 +550,3 @@ class Engine(Protocol):
         self, optimizer: Any, inputs: Any, targets: Any, *, users: Tensor | None = None
     ) -> None:
         """Makes one private step from a batch."""
-
-
-# faster ways through recorded layers: each gives some modules of a model a `forward` that says `of_class`
-SHORTCUTS: list[Callable[[Sequence[nn.Module]], None]] = []
-# by name: (model, loss_fn, loader) -> engine, or why there is none
-ENGINES: dict[str, Callable[[nn.Module, Any, Any], Engine | str]] = {}

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco.compat import hooks_made, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch_dpsco.doctor.script import Finding, OfBatch, Script, is_ghost_loss_value
+from torch_dpsco.diagnosis.script import Finding, OfBatch, Script, is_ghost_loss_value
 from torch_dpsco.native import HALF
 from torch_dpsco.rows import Tape, clear_rows
 from torch_dpsco.rows.attach import attach, first_step_of

@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 
-from torch_dpsco._loaded import of_opacus
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Poisson
 from torch_dpsco.accounting.events import NonPrivate
-from torch_dpsco.compat import BatchNorm
-from torch_dpsco.doctor.probe import Check, Evidence, NotScalarError, tolerance
-from torch_dpsco.doctor.script import (
+from torch_dpsco.compat import BatchNorm, of_opacus
+from torch_dpsco.diagnosis.probe import Check, Evidence, NotScalarError, tolerance
+from torch_dpsco.diagnosis.script import (
     Finding,
     Script,
     critical,

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
-from torch_dpsco.doctor.checks import CHECKS
-from torch_dpsco.doctor.probe import examine
-from torch_dpsco.doctor.promises import ROW_FREE_CHECKS
-from torch_dpsco.doctor.script import NO_RECORD, Diagnosis, Finding, Script
+from torch_dpsco.diagnosis.checks import CHECKS
+from torch_dpsco.diagnosis.probe import examine
+from torch_dpsco.diagnosis.promises import ROW_FREE_CHECKS
+from torch_dpsco.diagnosis.script import NO_RECORD, Diagnosis, Finding, Script
 from torch_dpsco.estimators.solved import SolvedOptimizer
 from torch_dpsco.rows.attach import first_step_of
 

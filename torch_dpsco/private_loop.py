@@ -36,7 +36,7 @@ from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.algorithms.holder import HolderSGD
 from torch_dpsco.algorithms.row_free import BoundedLoader, RowFreeOptimizer
 from torch_dpsco.compat import tree_leaves
-from torch_dpsco.doctor import Diagnosis, doctor
+from torch_dpsco.diagnosis import Diagnosis, doctor
 from torch_dpsco.errors import DpscoError, SequenceError, UnknownSamplerError, warn
 from torch_dpsco.losses.base import read_for
 from torch_dpsco.problem import Problem

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from torch_dpsco.algorithms.output_sgd import BoltOnPSGD, HolderOutputSGD
-from torch_dpsco.doctor.checks import CLOSE, some
-from torch_dpsco.doctor.probe import ROUNDING, Check, Evidence
-from torch_dpsco.doctor.script import Finding, Script, critical
+from torch_dpsco.diagnosis.checks import CLOSE, some
+from torch_dpsco.diagnosis.probe import ROUNDING, Check, Evidence
+from torch_dpsco.diagnosis.script import Finding, Script, critical
 
 
 def single_precision(script: Script, evidence: Evidence) -> Iterator[Finding]:

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from torch_dpsco import _validate as check
-from torch_dpsco._loaded import of_opacus
 from torch_dpsco._validate import check_fields, typed
 from torch_dpsco.algorithms.row_free import BoundedLoader, RowFreeOptimizer, bounded
+from torch_dpsco.compat import of_opacus
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.rows.attach import is_attached
 from torch_dpsco.step.step import PrivateOptimizer

@@ -4,7 +4,7 @@
 and makes and scores them for any loop.
 """
 
-from torch_dpsco.audit.one_run import (
+from torch_dpsco.audits.one_run import (
     OneRunAudit,
     OneRunResult,
     canaries,
@@ -13,7 +13,7 @@ from torch_dpsco.audit.one_run import (
     loss_scores,
     mu_of_guesses,
 )
-from torch_dpsco.audit.repeated import Audit, audit, audit_outputs, audit_training
+from torch_dpsco.audits.repeated import Audit, audit, audit_outputs, audit_training
 
 __all__ = [
     "Audit",

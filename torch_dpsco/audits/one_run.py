@@ -31,8 +31,8 @@ from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
 from torch_dpsco.accounting.calibrate import rounded_up
-from torch_dpsco.audit.repeated import LowerBound, rounded_down
-from torch_dpsco.doctor import doctor
+from torch_dpsco.audits.repeated import LowerBound, rounded_down
+from torch_dpsco.diagnosis import doctor
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.sampling.loader import to_device
 
