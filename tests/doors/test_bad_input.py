@@ -101,7 +101,6 @@ EXEMPT = {
         for name in (
             "Chunk",
             "DrawLog",
-            "Isolation",
             "Partition",
             "Slots",
             "Spilled",

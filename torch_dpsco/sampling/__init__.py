@@ -2,7 +2,6 @@
 
 from torch_dpsco.sampling.datasets import Spilled
 from torch_dpsco.sampling.loader import (
-    Isolation,
     PrivateLoader,
     Slots,
     UserLoader,
@@ -43,7 +42,6 @@ __all__ = [
     "DrawLog",
     "FixedSampler",
     "FullSampler",
-    "Isolation",
     "OnePassSampler",
     "Partition",
     "PartsSampler",

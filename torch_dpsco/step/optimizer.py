@@ -37,7 +37,6 @@ from torch_dpsco.rows.batch import GradBatch, note_owner
 from torch_dpsco.rules import UpdateRule
 from torch_dpsco.sampling import (
     DesignSampler,
-    Isolation,
     Partition,
     PrivateLoader,
     RecordIds,
@@ -45,7 +44,7 @@ from torch_dpsco.sampling import (
     UserLoader,
     user_ids,
 )
-from torch_dpsco.sampling.loader import LEVELS
+from torch_dpsco.sampling.loader import LEVELS, Isolation
 from torch_dpsco.step import checks
 from torch_dpsco.step.batch import LogicalBatch
 from torch_dpsco.step.checkpoint import (
