@@ -145,7 +145,7 @@ def tables(
     return {
         "step": table(heads, steps),
         "step-unfilled": table(
-            ["case", "plain, ms", "ours, sum", "`padding=False`, sum"], unfilled
+            ["case", "plain, ms", "ours, sum", "isolation='none', sum"], unfilled
         ),
         "runs": table([*run_heads, "start of plain, ms", "start of ours, ms"], runs),
     }

@@ -52,9 +52,10 @@ class Own:
 OURS = {
     "ours, mean": Own(),
     "ours, sum": Own(reduction="sum"),
+    "ours, slots": Own(loader={"isolation": "slots"}),
 }
 UNFILLED = Own(
-    loader={"padding": False}, reduction="sum"
+    loader={"isolation": "none"}, reduction="sum"
 )  # for who may know how many were drawn
 
 
