@@ -160,11 +160,14 @@ class _Stack(torch.autograd.Function):
         ctx.save_for_backward(*kept, *params)
         ctx.steps = steps
         ctx.tag = steps[0].module.passes.tag
+        ctx.dpsco_watch = None  # as of a recorded layer
         out = values[-1]
         return compat.unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.dpsco_watch is not None:
+            ctx.dpsco_watch(grad)
         steps = ctx.steps
         saved = ctx.saved_tensors
         wanted = ctx.needs_input_grad[0]

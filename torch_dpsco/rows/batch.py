@@ -52,14 +52,16 @@ def clear_rows(params: Sequence[nn.Parameter]) -> None:
     """Forgets all per-sample gradients of the parameters, and their non-private `grad`."""
     for p in params:
         held = p.__dict__
-        if "grad_factors" in held:
-            held["grad_factors"].uses = []
-        if held.get("grad_sample") is not None:
+        tape = held.get("grad_factors")
+        if tape is not None:
+            tape.uses = []
+        if "grad_sample" in held:
             held["grad_sample"] = None
         if "dpsco_passes" in held:
             held["dpsco_passes"] = []
-        held.pop("dpsco_first_backward", None)
-        held.pop(_LEFT, None)
+            held.pop("dpsco_first_backward", None)
+        if _LEFT in held:
+            del held[_LEFT]
         p.grad = None
 
 
@@ -75,8 +77,12 @@ def retire_forwards(params: Sequence[nn.Parameter], filled: int | None = None) -
         params: of the optimizer.
         filled: rows of the batch that comes next, if some of them may be filling.
     """
-    for attachment in attachments(params):
-        attachment.retire(filled)
+    done = None
+    for p in params:
+        attachment = p.__dict__.get("dpsco")
+        if attachment is not None and attachment is not done:
+            attachment.retire(filled)
+            done = attachment
 
 
 def _check_backwards(params: Sequence[nn.Parameter]) -> None:
@@ -125,19 +131,19 @@ def _dense_rows(p: nn.Parameter, place: int) -> Tensor:
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
 
-def _passes(params: Sequence[nn.Parameter]) -> int:
-    """Returns the number of backward passes; raises SequenceError if a parameter was not in all of them."""
-    attached: set[tuple[int, ...]] = set()
+def _passes(tapes: Sequence[Any], loose: Sequence[nn.Parameter]) -> int:
+    """Returns the number of backward passes; raises SequenceError if a parameter was not in all of them.
+
+    Args:
+        tapes: of recorded layers.
+        loose: parameters with rows of Opacus' hooks.
+    """
+    # parts of the model that were called on their own have no number, and one pass
+    attached = {tuple(sorted({tag or 0 for tag, _ in tape.uses})) for tape in tapes} - {(0,)}
     sizes: set[tuple[int, ...]] = set()  # for rows that Opacus' own modules made
-    for p in params:
-        tape = p.__dict__.get("grad_factors")
+    for p in loose:
         rows = getattr(p, "grad_sample", None)
-        if tape is not None and tape.uses:
-            tags = {tag for tag, _ in tape.uses}
-            # parts of the model that were called on their own have no number, and one pass
-            if tags != {None}:
-                attached.add(tuple(sorted(tag or 0 for tag in tags)))
-        elif hasattr(p, "dpsco_passes"):
+        if hasattr(p, "dpsco_passes"):
             attached.add(tuple(p.dpsco_passes))
         else:
             chunks = rows if isinstance(rows, list) else [rows]
@@ -183,8 +189,9 @@ class GradBatch:
         self.passes = passes
         self.averaged = averaged
         self._scale = 1.0
-        n_tensors = sum(len(block.shapes) for block in blocks)
-        self.order = list(range(n_tensors)) if order is None else list(order)
+        if order is None:
+            order = range(sum(len(block.shapes) for block in blocks))
+        self.order = list(order)
 
     @classmethod
     def consume(cls, params: Sequence[nn.Parameter]) -> GradBatch:
@@ -205,6 +212,7 @@ class GradBatch:
             blocks: list[Block] = []
             order: list[int] = []
             loose: list[nn.Parameter] = []
+            tapes: list[Any] = []
             for i, p in enumerate(params):
                 tape = p.__dict__.get("grad_factors")
                 if tape is None or not tape.uses:
@@ -212,11 +220,12 @@ class GradBatch:
                     blocks.append(DenseBlock(_dense_rows(p, i)))
                     order.append(i)
                 elif p is tape.weight or places.get(id(tape.weight)) is None:  # once for both
-                    weight, bias = (places.get(id(q)) for q in (tape.weight, tape.bias))
+                    tapes.append(tape)
+                    weight = places.get(id(tape.weight))
+                    bias = places.get(id(tape.bias))
                     blocks += tape.blocks(weight=weight is not None, bias=bias is not None)
                     order += [index for index in (weight, bias) if index is not None]
-            sizes = {len(block) for block in blocks}
-            if len(sizes) > 1:
+            if len(blocks) > 1 and len(sizes := {len(block) for block in blocks}) > 1:
                 raise SequenceError(
                     "all parameters must have the same rows, but layers saw different numbers of"
                     f" them (got {len(sizes)} different numbers): run the whole model on every"
@@ -231,7 +240,7 @@ class GradBatch:
                     raise SequenceError(problem)
             if len(blocks) > 1:
                 blocks = joined(blocks)
-            return cls(blocks, order, _passes(params), averaged)
+            return cls(blocks, order, _passes(tapes, loose), averaged)
         finally:
             clear_rows(params)
 
@@ -258,8 +267,9 @@ class GradBatch:
 
     def among(self, index: Tensor) -> GradBatch:
         """Returns the batch of some rows of a block of fixed size, whose norms are computed with all of them."""
-        rows = copy.copy(self)
-        rows.blocks = [OccupiedBlock(block, index) for block in self.blocks]
+        blocks = [OccupiedBlock(block, index) for block in self.blocks]
+        rows = GradBatch(blocks, self.order, self.passes, self.averaged)
+        rows._scale = self._scale
         return rows
 
     def linear(self) -> LinearBlock | None:

@@ -227,34 +227,32 @@ class LogicalBatch:
             return self._log.take()
         return self._log.taken
 
-    def admit(self, rows: int, passes: int, partial: bool) -> Tensor | None:
+    def admit(
+        self, rows: int, passes: int, partial: bool, users: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Checks rows against the current chunk.
 
         Args:
             rows: number of them, with the filling.
             passes: number of backward passes that they come from.
             partial: whether more rows of the chunk follow.
+            users: of the rows, as given to the step.
 
         Returns:
-            Which of them are records and no filling; None for all of them.
+            Which of them are records and no filling, None for all of them; and their users as the loader knows them,
+            or as given without a declared sampling.
 
         Raises:
             SequenceError: more rows than were drawn, or more than one backward without a declared sampling.
+            UnitError: other ids than delivered are given; or the loader drew no users, and ids are given.
         """
         if not self.declared:
-            if partial or passes > 1:
-                raise SequenceError(_SEVERAL)
-            if rows > self.design.batch_size:
-                # PRIVACY: e.g. a model that folds time into the batch has several rows per record
-                # (test_more_rows_than_a_batch_has_are_refused_without_a_declared_sampling)
-                raise SequenceError(
-                    f"a step must use at most batch_size={self.design.batch_size} rows, and got"
-                    f" more; {ONE_MODULE}"
-                )
-            return None
+            self._require_one(rows, passes, partial)
+            return None, users
         taken = self._log.taken
         assert taken is not None
-        kept = taken.records(self._seen, rows)
+        first = self._seen
+        kept = taken.records(first, rows)
         self._seen += rows
         self._draw_rows += rows if kept is None else len(kept)
         if self._seen > taken.size or self._draw_rows > taken.draw.size:
@@ -263,28 +261,29 @@ class LogicalBatch:
                 "a step must use at most the rows of one draw, and got more: use only batches of"
                 f" this optimizer's loader, one backward for each; {ONE_MODULE}"
             )
-        return kept
+        if taken.users is None and users is None:
+            return kept, None
+        return kept, self._known_users(taken, first, users)
 
-    def users(self, rows: int, given: Tensor | None) -> Tensor | None:
-        """Returns the users of the newest rows, as the loader knows them; without a declared sampling, as given.
+    def _require_one(self, rows: int, passes: int, partial: bool) -> None:
+        """Raises SequenceError for more than one backward, or batch, where no sampling was declared."""
+        if partial or passes > 1:
+            raise SequenceError(_SEVERAL)
+        if rows > self.design.batch_size:
+            # PRIVACY: e.g. a model that folds time into the batch has several rows per record
+            # (test_more_rows_than_a_batch_has_are_refused_without_a_declared_sampling)
+            raise SequenceError(
+                f"a step must use at most batch_size={self.design.batch_size} rows, and got"
+                f" more; {ONE_MODULE}"
+            )
 
-        Raises:
-            UnitError: other ids than delivered are given; or the loader drew no users, and ids are given.
-        """
-        if not self.declared:
-            return given
-        assert self._log.taken is not None
-        known = self._log.taken.users
-        if known is not None:
-            known = known[self._seen - rows : self._seen]
-        nothing = (
-            not rows and not self._log.taken.rows
-        )  # the filling of an empty draw needs no rows
-        if (
-            given is not None
-            and not nothing
-            and (known is None or not torch.equal(given.cpu(), known))
-        ):
+    def _known_users(self, taken: Chunk, first: int, given: Tensor | None) -> Tensor | None:
+        """Returns the users of the rows from the first on, which must be those that are given, if some are."""
+        known = None if taken.users is None else taken.users[first : self._seen]
+        # the filling of an empty draw needs no rows
+        nothing = first == self._seen and not taken.rows
+        other = given is not None and (known is None or not torch.equal(given.cpu(), known))
+        if other and not nothing:
             # PRIVACY: rows under invented ids count once each (test_ids_that_were_not_delivered_are_refused)
             raise UnitError(
                 "users must be the ids that the loader delivered with the batch, in its order:"

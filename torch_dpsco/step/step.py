@@ -285,14 +285,19 @@ class PrivateOptimizer(RunOptimizer):
             )
         retire_forwards(params)
         n_rows = 0 if rows is None else len(rows)
-        kept = batch.admit(n_rows, 1 if rows is None else rows.passes, partial)
-        users = batch.users(n_rows, users)
+        passes = 1 if rows is None else rows.passes
+        kept, users = batch.admit(n_rows, passes, partial, users)
         if rows is not None and kept is not None:
             # PRIVACY: the filling is no record (test_rows_of_the_filling_contribute_exactly_nothing)
             rows = rows.among(kept.to(params[0].device))
             users = users if users is None else users[kept]
             n_rows = len(kept)
-        elif rows is not None and rows.averaged and self._is_private_mean(rows):
+        elif (
+            rows is not None
+            and rows.averaged
+            and run.sizes_are_private
+            and not (run.takes_means_of_one_output and rows.has_one_output)
+        ):
             # PRIVACY: 1/B is rounded, and another B moves ALL rows (test_a_mean_of_a_private_number_is_refused)
             raise SequenceError(_PRIVATE_MEAN)
         if not batch.opened:
@@ -305,14 +310,6 @@ class PrivateOptimizer(RunOptimizer):
         if scale != self._grad_scale:
             self._grad_scale = scale
         return batch.close(chunk) if not partial else None
-
-    def _is_private_mean(self, rows: GradBatch) -> bool:
-        """Whether rows depend on a private number of them by more than the declared rounding."""
-        # PRIVACY: all norms may pass a threshold together (test_a_pilot_refuses_means_of_a_private_number)
-        exact = any(oracle.jumps for oracle in self.oracle.members)
-        return self.sizes_are_private and not (
-            self.oracle.unit == "example" and rows.has_one_output and not exact
-        )
 
     def _taken(self, params: list[nn.Parameter], scale: float | None) -> GradBatch | None:
         """Returns the rows that a backward has left on the parameters, None if no batch or an empty one is due."""
