@@ -82,7 +82,9 @@ class StackedForward:
         modules = list(self._module._modules.values())
         start = 0
         while start < len(modules):
-            stack = modules[start : _end(modules, start)]
+            after = type(modules[start + 1]) if start + 1 < len(modules) else None
+            may_stack = after is nn.Linear or after in _ACTIVATIONS
+            stack = modules[start : _end(modules, start) if may_stack else start + 1]
             several = len(stack) > 1 and type(input) is Tensor
             if several and not torch.is_autocast_enabled(input.device.type):
                 input = _run(stack, input)

@@ -10,6 +10,7 @@ outside of itself are called and written some sixteen times more.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -269,11 +270,12 @@ class _Calls:
         return [rows_first(t, 0) for t in outputs if isinstance(t, Tensor) and t.dim()]
 
     def _rewind(self) -> None:
-        self._state.rewind()
-        self._before.rewind()
+        self._state.rewind(self._before)
 
     @contextmanager
     def _open(self) -> Iterator[None]:
+        collects = gc.isenabled()
+        gc.disable()  # copies of thousands of attributes would be looked through many times
         self._state, after = Untouched(self._model), Memory(list(self._model.modules()))
         self._copy: dict[str, Tensor] = {}
         if self._on_cpu:
@@ -290,6 +292,8 @@ class _Calls:
         finally:
             self._state.restore()
             after.rewind()
+            if collects:
+                gc.enable()
 
     def __call__(self, made: list[Tensor]) -> list[Rows]:
         """Returns the outputs for synthetic records, records first."""
@@ -304,6 +308,8 @@ class _Calls:
             leaves[k] = t
         args, kwargs = tree_unflatten(leaves, self._structure)
         seed_torch(SEED)
+        if not self._copy:
+            return list(tree_leaves(self._model(*args, **kwargs)))
         return list(
             tree_leaves(torch.func.functional_call(self._model, self._copy, args, kwargs))
         )

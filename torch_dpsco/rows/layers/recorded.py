@@ -481,7 +481,8 @@ class RecordedForward:
         """Applies the layer."""
         layer = self._layer
         if not records(layer):
-            return plain_forward(layer)(input)
+            plain: Tensor = type(layer).forward(layer, input)
+            return plain
         # a compiled model breaks its graph here: the number of a pass must not become a constant of it
         record = (
             torch.compiler.disable(_recorded) if torch.compiler.is_compiling() else _recorded
