@@ -408,15 +408,8 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     require_unwrapped(attachment.params)
     if dist.is_available() and dist.is_initialized():
         _require_alone(model)
-    # Opacus sums two forwards into one row per position, which would clip two records as one.
-    if any(p._forward_counter for p in attachment.dense):  # type: ignore[attr-defined]
-        raise SequenceError(
-            "a training forward is still waiting for its backward: run backward after each"
-            " forward, compute metrics under torch.no_grad() or in eval mode, or call"
-            f" optimizer.discard() to start over; {ONE_MODULE}"
-        )
-    for p in attachment.dense:
-        p.grad = None  # a released mean that nobody cleared would be taken for a part of the next gradient
+    if attachment.dense:
+        _make_ready(attachment.dense)
     attachment.passes.open(batch_sizes((*args, *kwargs.values()), attachment.batch_dim))
     if not attachment.compared:
         attachment.values = _values(layers)
@@ -427,11 +420,24 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     # PRIVACY: rows are made of inputs until the step, when their memory may have the next batch
     # (test_a_batch_is_used_as_it_was_at_the_forward)
     if not kwargs and all(type(x) is Tensor for x in args):
-        args = tuple(map(_copied, args))
+        args = tuple(x.clone() if x.grad_fn is None else x for x in args)
     else:
         args, kwargs = tree_map(_copied, (args, kwargs))
     attachment.carried.take((args, kwargs))
     return args, kwargs
+
+
+def _make_ready(dense: Iterable[nn.Parameter]) -> None:
+    """Drops the gradients of parameters with Opacus' rows; raises SequenceError if these still wait for a backward."""
+    # Opacus sums two forwards into one row per position, which would clip two records as one.
+    if any(p._forward_counter for p in dense):  # type: ignore[attr-defined]
+        raise SequenceError(
+            "a training forward is still waiting for its backward: run backward after each"
+            " forward, compute metrics under torch.no_grad() or in eval mode, or call"
+            f" optimizer.discard() to start over; {ONE_MODULE}"
+        )
+    for p in dense:
+        p.grad = None  # a released mean that nobody cleared would be taken for a part of the next gradient
 
 
 def _refuse_modules(model: nn.Module) -> NoReturn:
@@ -619,22 +625,24 @@ class CarriedState:
         forward = Forward(self, next(_CLOCK))
         with without_subclasses():
             given = [*before, *copies]
-            same = [held for held in given if _version(held[0]) == held[2]]
+            now = _tensors([t for t, _, _ in given])  # with the versions that they have now
+            same = [held for held, (_, _, new) in zip(given, now, strict=True) if held[2] == new]
             # a copy that was written to is the model's own: memory of an output
             known = {id(storage) for _, storage, _ in (*before, *same)}
             fresh = [held for held in _tensors((output, inputs)) if id(held[1]) not in known]
             for _, storage, _ in fresh:
                 setattr(storage, _MARK, forward)
-            written = [t for t, _, version in before if _version(t) != version]
-            for t in [*(held[0] for held in fresh), *written]:
-                self._keep(forward, t, [held[0] for held in same])
+            unwritten = {id(t) for t, _, _ in same}
+            written = [held for held in before if id(held[0]) not in unwritten]
+            for t, _, _ in fresh + written:
+                self._keep(forward, t, same)
         return forward
 
-    def _keep(self, forward: Forward, t: Tensor, inputs: list[Tensor]) -> None:
+    def _keep(self, forward: Forward, t: Tensor, inputs: list[_Held]) -> None:
         if not t.is_floating_point() or t.numel() < _DISTINCT:
             return
         numbers = _numbers(t)
-        alike = [x for x in inputs if x.numel() == t.numel() and x.is_floating_point()]
+        alike = [x for x, _, _ in inputs if x.numel() == t.numel() and x.is_floating_point()]
         if not any(_agree(_numbers(x), numbers) for x in alike):
             self._kept = [*self._kept[1 - _KEPT :], (forward, t.numel(), numbers)]
 
@@ -676,7 +684,8 @@ def _tensors(tree: Any) -> list[_Held]:
                     storage = part.untyped_storage()
                 except (NotImplementedError, RuntimeError):  # sparse, or inside of torch.func
                     continue
-                found.append((part, storage, _version(part)))
+                version = 0 if part.is_inference() else part._version
+                found.append((part, storage, version))
             elif isinstance(part, (tuple, list)):
                 below += part
             elif isinstance(part, Mapping):
@@ -687,10 +696,6 @@ def _tensors(tree: Any) -> list[_Held]:
             break
         level = below
     return found
-
-
-def _version(t: Tensor) -> int:
-    return 0 if t.is_inference() else t._version
 
 
 def _numbers(t: Tensor) -> Tensor:

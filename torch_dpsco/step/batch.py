@@ -83,7 +83,7 @@ class LogicalBatch:
         self._resumed: Partition | None = None
         self._loader: Any = None  # that of the sampler
         self._made = 0  # draws of its partition that steps have used
-        self._seen = 0  # rows of the chunk, with its filling
+        self.seen = 0  # rows of the chunk, with its filling
         self._draw_rows = 0  # rows seen of the draw
 
     def bind(self, loader: Any, on_restart: Callable[[], None]) -> None:
@@ -213,17 +213,12 @@ class LogicalBatch:
             else False
         )
 
-    @property
-    def needs_rows(self) -> bool:
-        """Whether missing per-sample gradients are an error: not for an empty draw, or after accumulate()."""
-        return self._log.taken is None or (self._log.taken.rows > 0 and self._seen == 0)
-
     def current(self) -> Chunk:
         """Returns the chunk in progress, or takes the next one; raises SequenceError if none is outstanding."""
         if self._log.taken is None:
             if not self.declared:
                 return Chunk(Draw(0), 0, last=True)
-            self._seen = 0
+            self.seen = 0
             return self._log.take()
         return self._log.taken
 
@@ -251,11 +246,11 @@ class LogicalBatch:
             return None, users
         taken = self._log.taken
         assert taken is not None
-        first = self._seen
+        first = self.seen
         kept = taken.records(first, rows)
-        self._seen += rows
+        self.seen += rows
         self._draw_rows += rows if kept is None else len(kept)
-        if self._seen > taken.size or self._draw_rows > taken.draw.size:
+        if self.seen > taken.size or self._draw_rows > taken.draw.size:
             # PRIVACY: rows from elsewhere could hold a record twice (test_more_rows_than_drawn_are_refused)
             raise SequenceError(
                 "a step must use at most the rows of one draw, and got more: use only batches of"
@@ -279,9 +274,9 @@ class LogicalBatch:
 
     def _known_users(self, taken: Chunk, first: int, given: Tensor | None) -> Tensor | None:
         """Returns the users of the rows from the first on, which must be those that are given, if some are."""
-        known = None if taken.users is None else taken.users[first : self._seen]
+        known = None if taken.users is None else taken.users[first : self.seen]
         # the filling of an empty draw needs no rows
-        nothing = first == self._seen and not taken.rows
+        nothing = first == self.seen and not taken.rows
         other = given is not None and (known is None or not torch.equal(given.cpu(), known))
         if other and not nothing:
             # PRIVACY: rows under invented ids count once each (test_ids_that_were_not_delivered_are_refused)
@@ -293,7 +288,7 @@ class LogicalBatch:
 
     def close(self, chunk: Chunk) -> Draw | None:
         """Ends a chunk; returns its draw if that is complete (until `finish` it is still in progress), else None."""
-        if self.declared and chunk.slots is not None and self._seen not in (0, chunk.size):
+        if self.declared and chunk.slots is not None and self.seen not in (0, chunk.size):
             # PRIVACY: a row more or less before them would put the filling in the place of records
             # (test_fewer_rows_than_were_delivered_are_refused)
             raise SequenceError(
@@ -311,7 +306,7 @@ class LogicalBatch:
                 )
             return chunk.draw
         self._log.taken = None
-        self._seen = 0
+        self.seen = 0
         return None
 
     @property
@@ -370,7 +365,7 @@ class LogicalBatch:
             self._log.use_up()
             self._made = self._log.made
         self._log.taken = None
-        self._seen = 0
+        self.seen = 0
         self._draw_rows = 0
         self.opened = False
 

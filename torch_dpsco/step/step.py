@@ -276,8 +276,12 @@ class PrivateOptimizer(RunOptimizer):
                 f" {chunk.draw.index}): after discard(), or to continue a run, use"
                 " optimizer.loader(dataset, resume=True)"
             )
-        rows = self._taken(params, scale) if given is None else given
-        if given is not None and has_rows(params):
+        rows = given
+        if given is None:
+            # none is missing of an empty draw, or after accumulate()
+            if (chunk.rows and not batch.seen) or not batch.declared or has_rows(params):
+                rows = self._taken(params, scale)
+        elif has_rows(params):
             # PRIVACY: rows that a backward has left would wait for a later step, another draw
             # (test_given_rows_are_refused_beside_those_of_a_backward)
             raise SequenceError(
@@ -311,10 +315,8 @@ class PrivateOptimizer(RunOptimizer):
             self._grad_scale = scale
         return batch.close(chunk) if not partial else None
 
-    def _taken(self, params: list[nn.Parameter], scale: float | None) -> GradBatch | None:
-        """Returns the rows that a backward has left on the parameters, None if no batch or an empty one is due."""
-        if not (self._batch.needs_rows or has_rows(params)):
-            return None
+    def _taken(self, params: list[nn.Parameter], scale: float | None) -> GradBatch:
+        """Returns the rows that a backward has left on the parameters."""
         attachment = params[0].__dict__.get("dpsco")
         if attachment is not None and self._checks is not attachment.first.verdicts:
             self._checks = attachment.first.verdicts  # reports quote them after dp.detach too

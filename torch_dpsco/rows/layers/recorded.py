@@ -483,12 +483,20 @@ class RecordedForward:
         if not records(layer):
             plain: Tensor = type(layer).forward(layer, input)
             return plain
-        # a compiled model breaks its graph here: the number of a pass must not become a constant of it
-        record = (
-            torch.compiler.disable(_recorded) if torch.compiler.is_compiling() else _recorded
-        )
-        recorded: Tensor = record(layer, input)
-        return recorded
+        if torch.compiler.is_compiling():
+            # a compiled model breaks its graph here: the number of a pass must not become a constant of it
+            broken: Tensor = torch.compiler.disable(RecordedForward.__call__)(self, input)
+            return broken
+        layer.passes.require_batch(layer, input, 0)
+        make_ready(layer)
+        if layer.tape.trial is not None:
+            # PRIVACY: rows of a formula that is not the library's
+            # (test_a_wrong_kind_is_refused_before_it_sees_a_record)
+            layer.tape.trial(layer, input)
+            layer.tape.trial = None
+        x = layer.kind.prepare(layer, input)
+        out: Tensor = _Recorded.apply(x, layer.weight, layer._parameters.get("bias"), layer)
+        return out
 
 
 def make_ready(layer: Any) -> None:
@@ -499,18 +507,6 @@ def make_ready(layer: Any) -> None:
         if p.requires_grad and "dpsco" not in p.__dict__:
             refuse_unknown(layer)
         p.grad = None  # one that is there after the backward then comes from outside of the layer (see attach)
-
-
-def _recorded(layer: Any, x: Tensor) -> Tensor:
-    layer.passes.require_batch(layer, x, 0)
-    make_ready(layer)
-    if layer.tape.trial is not None:
-        # PRIVACY: rows of a formula that is not the library's (test_a_wrong_kind_is_refused_before_it_sees_a_record)
-        layer.tape.trial(layer, x)
-        layer.tape.trial = None
-    x = layer.kind.prepare(layer, x)
-    out: Tensor = _Recorded.apply(x, layer.weight, layer._parameters.get("bias"), layer)
-    return out
 
 
 class _Recorded(torch.autograd.Function):
