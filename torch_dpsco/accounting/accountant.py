@@ -340,7 +340,7 @@ class Accountant:
             most = check.positive_count(planned=planned)
             planned = lambda: most  # noqa: E731
         if type(adaptive) is not bool:
-            check.flag(adaptive=adaptive)
+            check.flag(adaptive=adaptive)  # type: ignore[unreachable]
         if not isinstance(releases, (Mapping, type(None))):
             raise ValueError(
                 f"releases must be a mapping of runs to numbers (got {check.shown(releases)})"

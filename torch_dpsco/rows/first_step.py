@@ -270,7 +270,8 @@ class _Calls:
         return [rows_first(t, 0) for t in outputs if isinstance(t, Tensor) and t.dim()]
 
     def _rewind(self) -> None:
-        self._state.rewind(self._before)
+        self._state.rewind()
+        self._before.rewind()
 
     @contextmanager
     def _open(self) -> Iterator[None]:

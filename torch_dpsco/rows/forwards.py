@@ -340,13 +340,8 @@ def _children(layers: Iterable[nn.Module]) -> list[nn.Module | None]:
 
 def _states(layers: Iterable[nn.Module]) -> list[tuple[int, int]]:
     """Returns what tells whether a forward has written to a buffer or to a parameter, trained ones included."""
-    return [
-        (id(t), t._version)
-        for m in layers
-        for held in (m._buffers, m._parameters)
-        for t in held.values()
-        if t is not None
-    ]
+    tensors = [t for m in layers for held in (m._buffers, m._parameters) for t in held.values()]
+    return [(id(t), t._version) for t in tensors if t is not None]
 
 
 def _values(layers: Iterable[nn.Module]) -> list[tuple[str, str]]:
@@ -484,9 +479,8 @@ def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: 
     for out in [output] if isinstance(output, Tensor) else tree_leaves(output):
         if isinstance(out, Tensor) and out.requires_grad:
             watch = partial(attachment.require_fresh, number, forward)
-            if (
-                getattr(out.grad_fn, "dpsco_watch", watch) is None
-            ):  # of a recorded layer: hooks are dear
+            # a recorded layer, and no hook, which is dear
+            if getattr(out.grad_fn, "dpsco_watch", watch) is None:
                 out.grad_fn.dpsco_watch = watch  # type: ignore[union-attr]
             else:
                 out.register_hook(watch)
@@ -624,16 +618,13 @@ class CarriedState:
             return None
         forward = Forward(self, next(_CLOCK))
         with without_subclasses():
-            given = [*before, *copies]
-            now = _tensors([t for t, _, _ in given])  # with the versions that they have now
-            same = [held for held, (_, _, new) in zip(given, now, strict=True) if held[2] == new]
+            same = [held for held in (*before, *copies) if _version(held[0]) == held[2]]
             # a copy that was written to is the model's own: memory of an output
             known = {id(storage) for _, storage, _ in (*before, *same)}
             fresh = [held for held in _tensors((output, inputs)) if id(held[1]) not in known]
             for _, storage, _ in fresh:
                 setattr(storage, _MARK, forward)
-            unwritten = {id(t) for t, _, _ in same}
-            written = [held for held in before if id(held[0]) not in unwritten]
+            written = [held for held in before if _version(held[0]) != held[2]]
             for t, _, _ in fresh + written:
                 self._keep(forward, t, same)
         return forward
@@ -684,8 +675,7 @@ def _tensors(tree: Any) -> list[_Held]:
                     storage = part.untyped_storage()
                 except (NotImplementedError, RuntimeError):  # sparse, or inside of torch.func
                     continue
-                version = 0 if part.is_inference() else part._version
-                found.append((part, storage, version))
+                found.append((part, storage, _version(part)))
             elif isinstance(part, (tuple, list)):
                 below += part
             elif isinstance(part, Mapping):
@@ -696,6 +686,10 @@ def _tensors(tree: Any) -> list[_Held]:
             break
         level = below
     return found
+
+
+def _version(t: Tensor) -> int:
+    return 0 if t.is_inference() else t._version
 
 
 def _numbers(t: Tensor) -> Tensor:

@@ -190,34 +190,27 @@ def poisson_positions(size: int, rate: float, rng: Stream) -> _Indices:
     last = -1
     found = []
     while last < size:
-        words = rng.words(chunk).view(np.uint64) >> _ONE
-        quotients = words + 0.5
-        quotients *= 2.0**-63
-        np.log(quotients, out=quotients)
-        quotients /= log_miss
+        words = rng.words(chunk).view(np.uint64) >> np.uint64(1)
+        quotients = np.log((words + 0.5) * 2.0**-63) / log_miss
         whole = np.floor(quotients)
-        beside = quotients - whole
-        beside -= 0.5
-        np.abs(beside, out=beside)  # 1/2 at an integer
+        beside = np.abs(quotients - whole - 0.5)  # 1/2 at an integer
         # a gap of size + 1 already leads outside, larger ones only risk an overflow
-        gaps = np.minimum(whole, size + 1, out=whole).astype(np.int64)
-        if not (np.maximum.reduce(beside) < 0.5 - error and np.minimum.reduce(words) >= _FEW):
+        gaps = np.minimum(whole, size + 1).astype(np.int64)
+        if not (beside.max() < 0.5 - error and words.min() >= _FEW):
             unsure = (beside >= 0.5 - error) & (quotients <= size + 1 + error)
             for place in np.flatnonzero(unsure | (words < _FEW)):
                 # PRIVACY: the rate is that of the charge (test_gaps_have_exactly_the_law_of_the_rate_that_is_charged)
                 gaps[place] = min(_sure_gap(int(words[place]), rate, rng), size + 1)
-        gaps += 1
-        gaps[0] += last
-        found.append(np.add.accumulate(gaps, out=gaps))
-        last = int(gaps[-1])
-    joined = found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.int64), *found])
-    return joined[: joined.searchsorted(size)]
+        positions = last + np.cumsum(gaps + 1)
+        found.append(positions)
+        last = int(positions[-1])
+    joined = np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+    return joined[joined < size]
 
 
 # a word of 2^40 or more, its half added, gives log V to 2^-41, and arithmetic is off by less than 2^-44 (numpy's log: 4
 # units in the last place)
 _FEW = 2**40
-_ONE = np.uint64(1)
 _UNSURE = 2.0**-40
 
 

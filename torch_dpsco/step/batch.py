@@ -234,8 +234,8 @@ class LogicalBatch:
             users: of the rows, as given to the step.
 
         Returns:
-            Which of them are records and no filling, None for all of them; and their users as the loader knows them,
-            or as given without a declared sampling.
+            Which of them are records and no filling, None for all of them; and the users of the records as the loader
+            knows them, or as given without a declared sampling.
 
         Raises:
             SequenceError: more rows than were drawn, or more than one backward without a declared sampling.
@@ -258,7 +258,8 @@ class LogicalBatch:
             )
         if taken.users is None and users is None:
             return kept, None
-        return kept, self._known_users(taken, first, users)
+        known = self._known_users(taken, first, users)
+        return kept, known if kept is None or known is None else known[kept]
 
     def _require_one(self, rows: int, passes: int, partial: bool) -> None:
         """Raises SequenceError for more than one backward, or batch, where no sampling was declared."""

@@ -157,7 +157,7 @@ class PrivateOptimizer(RunOptimizer):
         halted = False
         marked = run.accountant.marked(run.payments.run)
         try:
-            params = self._trained()
+            params = [p for p in self._params if p.requires_grad]
             draw = self._observe(params, users, partial=False, scale=scale, given=rows)
             if draw is None:
                 return
@@ -289,12 +289,10 @@ class PrivateOptimizer(RunOptimizer):
             )
         retire_forwards(params)
         n_rows = 0 if rows is None else len(rows)
-        passes = 1 if rows is None else rows.passes
-        kept, users = batch.admit(n_rows, passes, partial, users)
+        kept, users = batch.admit(n_rows, 1 if rows is None else rows.passes, partial, users)
         if rows is not None and kept is not None:
             # PRIVACY: the filling is no record (test_rows_of_the_filling_contribute_exactly_nothing)
             rows = rows.among(kept.to(params[0].device))
-            users = users if users is None else users[kept]
             n_rows = len(kept)
         elif (
             rows is not None
@@ -309,9 +307,9 @@ class PrivateOptimizer(RunOptimizer):
             batch.opened = True
         if rows is not None and n_rows:
             run.oracle.observe(rows, None if users is None else users.to(params[0].device))
-        if scale is not None and self._grad_scale is not None and scale != self._grad_scale:
-            tell_of_scale(self, self._grad_scale, scale)
         if scale != self._grad_scale:
+            if scale is not None and self._grad_scale is not None:
+                tell_of_scale(self, self._grad_scale, scale)
             self._grad_scale = scale
         return batch.close(chunk) if not partial else None
 

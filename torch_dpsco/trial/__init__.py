@@ -488,18 +488,13 @@ class Attributes:
     def __init__(self, things: Iterable[Any]) -> None:
         self._objects = [(x, type(x), dict(vars(x)), _contents(x)) for x in things]
 
-    def rewind(self, older: Attributes | None = None) -> None:
-        """Puts them back, but no values of tensors; those of objects in `older` to what they were there."""
-        known = {} if older is None else {id(state[0]): state for state in older._objects}
-        for state in (*self._objects, *known.values()):
-            if known.get(id(state[0]), state) is not state:  # its older state follows
-                continue
-            thing, kind, attributes, contents = state
+    def rewind(self) -> None:
+        """Puts them back, but no values of tensors."""
+        for thing, kind, attributes, contents in self._objects:
             if type(thing) is not kind:
                 object.__setattr__(thing, "__class__", kind)
-            held = vars(thing)
-            held.clear()
-            held.update(attributes)
+            vars(thing).clear()
+            vars(thing).update(attributes)
             for container, items in contents:
                 if not container and not items:  # as most of a module
                     continue
@@ -540,12 +535,9 @@ class Memory:
         ]
         self._values = [(t, t.detach().clone()) for t in kept]
 
-    def rewind(self, after: Attributes | None = None) -> None:
-        """Puts it back; and all else that `after` has, to what it was there."""
-        if after is None:
-            self.attributes.rewind()
-        else:
-            after.rewind(self.attributes)
+    def rewind(self) -> None:
+        """Puts it back."""
+        self.attributes.rewind()
         for t, saved in self._values:
             if not same_values(t.detach(), saved):
                 t.data.copy_(saved)
@@ -572,16 +564,9 @@ class Untouched:
         self._grads = [(p, p.grad, p.requires_grad) for p in self.params]
         self._values = [(place, t, t.detach().clone()) for place, t in _tensors(self.modules)]
 
-    def rewind(self, before: Memory | None = None) -> None:
-        """Puts attributes and random streams back, but no values of tensors and nothing that is on parameters.
-
-        Args:
-            before: an older state of some of the objects, which is put back in place of this one.
-        """
-        if before is None:
-            self._attributes.rewind()
-        else:
-            before.rewind(self._attributes)
+    def rewind(self) -> None:
+        """Puts attributes and random streams back, but no values of tensors and nothing that is on parameters."""
+        self._attributes.rewind()
         for generator, saved in self._generators:
             generator.set_state(saved)
         self.streams.restore()

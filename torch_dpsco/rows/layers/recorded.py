@@ -475,7 +475,7 @@ class RecordedForward:
     of_class = True  # its outputs are those of the forward of the layer's class
 
     def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
+        self._layer: Any = layer
 
     def __call__(self, input: Tensor) -> Tensor:
         """Applies the layer."""
