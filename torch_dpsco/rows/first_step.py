@@ -112,7 +112,8 @@ class FirstStep:
     def begin(self, layers: Sequence[nn.Module]) -> None:
         """Notes what a model keeps before a training forward, after which it may be looked at."""
         if self.asked and self._open["model"]:
-            self._before = Memory(layers)
+            with _without_collector():
+                self._before = Memory(layers)
 
     def look(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -236,7 +237,7 @@ class _Calls:
 
     def compared(self) -> str | PrivacyError:
         """Returns what was checked, or how and where records reach each other; puts everything back."""
-        with self._open():
+        with _without_collector(), self._open():
             found = compare(self, both_fills(self.leaves, self.rows))
             if isinstance(found, Mixed):
                 return PrivacyError(_FOUND.format(what=found.what))
@@ -275,8 +276,6 @@ class _Calls:
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        collects = gc.isenabled()
-        gc.disable()  # copies of thousands of attributes would be looked through many times
         self._state, after = Untouched(self._model), Memory(list(self._model.modules()))
         self._copy: dict[str, Tensor] = {}
         if self._on_cpu:
@@ -293,8 +292,6 @@ class _Calls:
         finally:
             self._state.restore()
             after.rewind()
-            if collects:
-                gc.enable()
 
     def __call__(self, made: list[Tensor]) -> list[Rows]:
         """Returns the outputs for synthetic records, records first."""
@@ -329,6 +326,18 @@ class _Calls:
             return None
         (d,) = differing
         return d if pairs[d] == (self.rows, self._batch) else None
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Stops the search for garbage, which would look through copies of thousands of attributes many times."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _only_looks(hook: Any) -> bool:
