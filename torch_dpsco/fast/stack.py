@@ -169,6 +169,7 @@ class _Stack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.dpsco_watch is not None:
+            # PRIVACY: as a hook on the output would (test_the_last_layer_or_stack_looks_at_each_backward)
             ctx.dpsco_watch(grad)
         steps = ctx.steps
         saved = ctx.saved_tensors
