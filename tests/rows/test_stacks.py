@@ -391,7 +391,7 @@ def test_a_part_of_a_sequential_runs_as_it_did():
     [
         lambda: [nn.Linear(4, 3)],
         lambda: [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)],
-        lambda: [nn.Linear(4, 6), nn.Linear(6, 3), nn.Flatten()],
+        lambda: [nn.Linear(4, 6), nn.Linear(6, 3), nn.ReLU()],
     ],
     ids=["layer", "stack", "hook"],
 )
