@@ -130,8 +130,8 @@ def joins_two_draws(patch: Patch) -> None:
 
 
 def counts_no_rows(patch: Patch) -> None:
-    def admit(self: LogicalBatch, rows: int, *_: object) -> torch.Tensor | None:
-        return self._log.taken.records(0, rows) if self.declared else None
+    def admit(self: LogicalBatch, rows: int, *_: object) -> tuple[torch.Tensor | None, None]:
+        return self._log.taken.records(0, rows) if self.declared else None, None
 
     patch.setattr(LogicalBatch, "admit", admit)
 

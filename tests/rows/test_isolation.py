@@ -34,7 +34,6 @@ from torch_dpsco.accounting.events import ADJACENCIES, Adjacency
 from torch_dpsco.algorithms import user_oracles as user_filtered
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows import DenseBlock, GradBatch
-from torch_dpsco.rows.batch import OccupiedBlock
 from torch_dpsco.sampling import (
     AssignedSampler,
     FullSampler,
@@ -389,8 +388,12 @@ def test_norms_do_not_depend_on_how_many_rows_count():
         rows = GradBatch([block]).among(index)
         assert torch.equal(rows.norms(), block.norms()[index])
         assert torch.equal(rows.dense()[0], block.rows[0][index])
-        part = OccupiedBlock(block, index).select(torch.tensor([1]))
+        part = rows.among(torch.tensor([1]))
         assert torch.equal(part.norms(), block.norms()[index[1:2]])
+        users = torch.zeros(len(index), dtype=torch.int64)
+        sums = torch.zeros(1, 3)
+        rows.unscaled(2.0).add_by(users, sums)
+        assert torch.allclose(sums[0], block.rows[0][index].sum(0) / 2)
 
 
 # -- slots ------------------------------------------------------------------------------------------------------------

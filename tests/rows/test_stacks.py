@@ -384,3 +384,35 @@ def test_a_part_of_a_sequential_runs_as_it_did():
     with torch.no_grad():
         assert torch.equal(model[:3](_input()), model[2](model[1](model[0](_input()))))
     assert _is_stacked(model, _input())
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: [nn.Linear(4, 3)],
+        lambda: [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)],
+        lambda: [nn.Linear(4, 6), nn.Linear(6, 3), nn.ReLU()],
+    ],
+    ids=["layer", "stack", "hook"],
+)
+def test_the_last_layer_or_stack_looks_at_each_backward(
+    layers: Callable[[], list[nn.Module]],
+) -> None:
+    model = dp.attach(nn.Sequential(*layers()), check_first_step=False)
+    x = torch.randn(B, 4)
+    loss = model(x).sum()
+    loss.backward(retain_graph=True)
+    assert len(GradBatch.consume(list(model.parameters()))) == B
+    model._dpsco.retire()
+    model(x)
+    with pytest.raises(SequenceError, match="a backward must follow"):
+        loss.backward()  # its records were in an earlier batch
+    assert not has_rows(list(model.parameters()))
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with pytest.raises(SequenceError, match="a mean loss needs products in full precision"):
+            model(x).sum().backward()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    model(x).sum().backward()
+    assert len(GradBatch.consume(list(model.parameters()))) == B

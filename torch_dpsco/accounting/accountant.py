@@ -341,7 +341,8 @@ class Accountant:
         if not callable(planned):
             most = check.positive_count(planned=planned)
             planned = lambda: most  # noqa: E731
-        check.flag(adaptive=adaptive)
+        if type(adaptive) is not bool:
+            check.flag(adaptive=adaptive)  # type: ignore[unreachable]
         if not isinstance(releases, (Mapping, type(None))):
             raise ValueError(
                 f"releases must be a mapping of runs to numbers (got {check.shown(releases)})"

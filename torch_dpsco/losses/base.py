@@ -24,7 +24,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -102,7 +102,8 @@ class Loss(ABC):
         Raises:
             ValueError: if shapes or dtypes do not fit; (B,) never meets (B, 1) as (B, B).
         """
-        choice(REDUCTIONS, reduction=reduction)
+        if type(reduction) is not str or reduction not in REDUCTIONS:
+            choice(REDUCTIONS, reduction=reduction)
         if isinstance(output, Traced):
             return apply_as_one(self, (output, target, reduction), reduction)
         apply = _linear if torch.compiler.is_compiling() else _PerSample.apply
@@ -162,7 +163,9 @@ class _PerSample(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         score, target = ctx.saved_tensors
         weight = grad if score.dim() == 1 else grad.unsqueeze(1)
-        return weight * _Slope.apply(score, target, ctx.loss), None, None
+        if torch.is_grad_enabled():  # a gradient of this gradient is wanted
+            return weight * _Slope.apply(score, target, ctx.loss), None, None
+        return weight * ctx.loss.derivative(score, target), None, None
 
 
 def _linear(score: Tensor, target: Tensor, loss: Loss) -> Tensor:
@@ -465,7 +468,8 @@ def read(kind: str, target: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     Raises:
         ValueError: a complex target.
     """
-    _require_real(target)
+    if target.is_complex():
+        _refuse_complex(target)
     label = target.to(dtype)
     known = label.isfinite()
     if kind == SIGN:
@@ -489,8 +493,8 @@ def read_for(loss: Any, output: Any, target: Any) -> tuple[Any, Any]:
         ([[1.0], [1.0], [0.0]], [0.0, 1.0, 0.0])
     """
     kind = _KINDS.get(type(loss))
-    if kind is not None and isinstance(target, Tensor):
-        _require_real(target)
+    if kind is not None and isinstance(target, Tensor) and target.is_complex():
+        _refuse_complex(target)
     if (
         kind is None
         or not (_is_batch(output) and _is_batch(target))
@@ -516,9 +520,8 @@ def _all(entries: Tensor) -> Tensor:
     return entries.flatten(1).all(1) if entries.dim() > 1 else entries
 
 
-def _require_real(target: Tensor) -> None:
-    if target.is_complex():
-        raise ValueError(f"target must be real (got {target.dtype})")
+def _refuse_complex(target: Tensor) -> NoReturn:
+    raise ValueError(f"target must be real (got {target.dtype})")
 
 
 def _is_batch(tensor: Any) -> bool:

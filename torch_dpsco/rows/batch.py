@@ -52,14 +52,16 @@ def clear_rows(params: Sequence[nn.Parameter]) -> None:
     """Forgets all per-sample gradients of the parameters, and their non-private `grad`."""
     for p in params:
         held = p.__dict__
-        if "grad_factors" in held:
-            held["grad_factors"].uses = []
-        if held.get("grad_sample") is not None:
+        tape = held.get("grad_factors")
+        if tape is not None:
+            tape.uses = []
+        if "grad_sample" in held:
             held["grad_sample"] = None
         if "dpsco_passes" in held:
             held["dpsco_passes"] = []
-        held.pop("dpsco_first_backward", None)
-        held.pop(_LEFT, None)
+            held.pop("dpsco_first_backward", None)
+        if _LEFT in held:
+            del held[_LEFT]
         p.grad = None
 
 
@@ -75,8 +77,12 @@ def retire_forwards(params: Sequence[nn.Parameter], filled: int | None = None) -
         params: of the optimizer.
         filled: rows of the batch that comes next, if some of them may be filling.
     """
-    for attachment in attachments(params):
-        attachment.retire(filled)
+    done = None
+    for p in params:
+        attachment = p.__dict__.get("dpsco")
+        if attachment is not None and attachment is not done:
+            attachment.retire(filled)
+            done = attachment
 
 
 def _check_backwards(params: Sequence[nn.Parameter]) -> None:
@@ -125,19 +131,19 @@ def _dense_rows(p: nn.Parameter, place: int) -> Tensor:
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
 
-def _passes(params: Sequence[nn.Parameter]) -> int:
-    """Returns the number of backward passes; raises SequenceError if a parameter was not in all of them."""
-    attached: set[tuple[int, ...]] = set()
+def _passes(tapes: Sequence[Any], loose: Sequence[nn.Parameter]) -> int:
+    """Returns the number of backward passes; raises SequenceError if a parameter was not in all of them.
+
+    Args:
+        tapes: of recorded layers.
+        loose: parameters with rows of Opacus' hooks.
+    """
+    # parts of the model that were called on their own have no number, and one pass
+    attached = {tuple(sorted({tag or 0 for tag, _ in tape.uses})) for tape in tapes} - {(0,)}
     sizes: set[tuple[int, ...]] = set()  # for rows that Opacus' own modules made
-    for p in params:
-        tape = p.__dict__.get("grad_factors")
+    for p in loose:
         rows = getattr(p, "grad_sample", None)
-        if tape is not None and tape.uses:
-            tags = {tag for tag, _ in tape.uses}
-            # parts of the model that were called on their own have no number, and one pass
-            if tags != {None}:
-                attached.add(tuple(sorted(tag or 0 for tag in tags)))
-        elif hasattr(p, "dpsco_passes"):
+        if hasattr(p, "dpsco_passes"):
             attached.add(tuple(p.dpsco_passes))
         else:
             chunks = rows if isinstance(rows, list) else [rows]
@@ -183,8 +189,10 @@ class GradBatch:
         self.passes = passes
         self.averaged = averaged
         self._scale = 1.0
-        n_tensors = sum(len(block.shapes) for block in blocks)
-        self.order = list(range(n_tensors)) if order is None else list(order)
+        self._index: Tensor | None = None  # of the rows that count, None for all
+        if order is None:
+            order = range(sum(len(block.shapes) for block in blocks))
+        self.order = list(order)
 
     @classmethod
     def consume(cls, params: Sequence[nn.Parameter]) -> GradBatch:
@@ -205,6 +213,7 @@ class GradBatch:
             blocks: list[Block] = []
             order: list[int] = []
             loose: list[nn.Parameter] = []
+            tapes: list[Any] = []
             for i, p in enumerate(params):
                 tape = p.__dict__.get("grad_factors")
                 if tape is None or not tape.uses:
@@ -212,11 +221,12 @@ class GradBatch:
                     blocks.append(DenseBlock(_dense_rows(p, i)))
                     order.append(i)
                 elif p is tape.weight or places.get(id(tape.weight)) is None:  # once for both
-                    weight, bias = (places.get(id(q)) for q in (tape.weight, tape.bias))
+                    tapes.append(tape)
+                    weight = places.get(id(tape.weight))
+                    bias = places.get(id(tape.bias))
                     blocks += tape.blocks(weight=weight is not None, bias=bias is not None)
                     order += [index for index in (weight, bias) if index is not None]
-            sizes = {len(block) for block in blocks}
-            if len(sizes) > 1:
+            if len(blocks) > 1 and len(sizes := {len(block) for block in blocks}) > 1:
                 raise SequenceError(
                     "all parameters must have the same rows, but layers saw different numbers of"
                     f" them (got {len(sizes)} different numbers): run the whole model on every"
@@ -231,7 +241,7 @@ class GradBatch:
                     raise SequenceError(problem)
             if len(blocks) > 1:
                 blocks = joined(blocks)
-            return cls(blocks, order, _passes(params), averaged)
+            return cls(blocks, order, _passes(tapes, loose), averaged)
         finally:
             clear_rows(params)
 
@@ -248,7 +258,7 @@ class GradBatch:
         return cls([left], [places[id(p)] for p in params])
 
     def __len__(self) -> int:
-        return len(self.blocks[0])
+        return len(self.blocks[0] if self._index is None else self._index)
 
     def unscaled(self, scale: float) -> GradBatch:
         """Returns these rows divided by a public number > 0, that of gradient scaling; the tensors are shared."""
@@ -257,17 +267,24 @@ class GradBatch:
         return rows
 
     def among(self, index: Tensor) -> GradBatch:
-        """Returns the batch of some rows of a block of fixed size, whose norms are computed with all of them."""
+        """Returns the batch of some rows of a block of fixed size, whose norms are computed with all of them.
+
+        So a norm never depends on how many rows count. The others are the filling: they are left out, not multiplied by
+        0, so that nothing in them reaches a sum.
+
+        Args:
+            index: (k,) int64, which of the rows count.
+        """
         rows = copy.copy(self)
-        rows.blocks = [OccupiedBlock(block, index) for block in self.blocks]
+        rows._index = index if self._index is None else self._index[index]
         return rows
 
     def linear(self) -> LinearBlock | None:
         """Returns the rows as those of a linear model with weight and bias and one output, None if they are others."""
-        block = self.blocks[0]
         if self._scale != 1.0 or len(self.blocks) > 1 or self.order != [0, 1]:
             return None
-        return block.linear()
+        rows = self.blocks[0].linear()
+        return rows if rows is None or self._index is None else rows.select(self._index)
 
     @property
     def has_one_output(self) -> bool:
@@ -280,6 +297,9 @@ class GradBatch:
         """Returns certified upper bounds of the joint L2 norm of each row: (B,) float64."""
         parts = [block.norms() for block in self.blocks]
         norms = parts[0] if len(parts) == 1 else joint_norms(parts)
+        if self._index is not None:
+            # PRIVACY: of the whole block first (test_norms_do_not_depend_on_how_many_rows_count)
+            norms = norms[self._index]
         # the factor's own rounding cancels in weight * norm (weighted_sum has the same), and the clip has room for that
         # of the products (8 eps, see `clip_weights`)
         return norms if self._scale == 1.0 else norms.mul_(self._scale)
@@ -301,12 +321,15 @@ class GradBatch:
             float64 or float32 tensors of the parameters' shapes.
         """
         blocks = self.blocks
+        index = self._index
         if self._scale != 1.0:
             weights = weights * self._scale
         if weights.shape[0] and float(weights.min()) < _LEAST_NORMAL:
             # PRIVACY: dropped, not multiplied by 0 (test_non_finite_rows_contribute_nothing)
-            index = (weights >= _LEAST_NORMAL).nonzero().squeeze(1)
-            weights = weights[index]
+            kept = (weights >= _LEAST_NORMAL).nonzero().squeeze(1)
+            weights = weights[kept]
+            index = kept if index is None else index[kept]
+        if index is not None:
             blocks = [block.select(index) for block in blocks]
         sums = [total for block in blocks for total in block.weighted_sum(weights, precision)]
         return self._in_order(sums)
@@ -334,8 +357,10 @@ class GradBatch:
             # PRIVACY: a negative id would count from the end (test_ids_out_of_range_are_refused)
             raise ValueError(f"users must be in [0, {len(sums)})")
         step = max(1, _TILE_ELEMENTS // max(1, sums.shape[1]))
+        # those of a block of fixed size are formed with all of them, as norms are
+        formed = [] if self._index is None else self._formed()
         for index in torch.arange(len(self), device=users.device).split(step):
-            rows = self._in_order(
+            rows = [part[index] for part in formed] or self._in_order(
                 [part for block in self.blocks for part in block.select(index).dense()]
             )
             flat = torch.cat(
@@ -351,60 +376,20 @@ class GradBatch:
 
     def dense(self) -> list[Tensor]:
         """Returns the rows per parameter, (B, *shape), in the order of the parameters."""
+        rows = self._formed()
+        return rows if self._scale == 1.0 else [r * self._scale for r in rows]
+
+    def _formed(self) -> list[Tensor]:
         rows = [rows for block in self.blocks for rows in block.dense()]
-        return self._in_order(rows if self._scale == 1.0 else [r * self._scale for r in rows])
+        return self._in_order(
+            rows if self._index is None else [part[self._index] for part in rows]
+        )
 
     def _in_order(self, parts: list[_T]) -> list[_T]:
         out = list(parts)
         for place, part in zip(self.order, parts, strict=True):
             out[place] = part
         return out
-
-
-class OccupiedBlock(Block):
-    """Some rows of a block whose norms are computed with all of them, so that a norm never depends on how many count.
-
-    The other rows are the filling: they are left out, not multiplied by 0, so that nothing in them reaches a sum.
-
-    Args:
-        block: all rows, those of the filling included.
-        index: (k,) int64, which of them count.
-    """
-
-    def __init__(self, block: Block, index: Tensor) -> None:
-        self._block = block
-        self._index = index
-        self.shapes = block.shapes
-        self._dense: list[list[Tensor]] = []  # of all rows, once asked for; parts share it
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    def norms(self) -> Tensor:
-        """Returns the norms of the rows that count: (k,) float64."""
-        # PRIVACY: of the whole block first (test_norms_do_not_depend_on_how_many_rows_count)
-        return self._block.norms()[self._index]
-
-    def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
-        """Returns the weighted sum of the rows that count."""
-        return self._block.select(self._index).weighted_sum(weights, precision)
-
-    def select(self, index: Tensor) -> OccupiedBlock:
-        """Returns the block of some of the rows that count."""
-        part = OccupiedBlock(self._block, self._index[index])
-        part._dense = self._dense
-        return part
-
-    def dense(self) -> list[Tensor]:
-        """Returns the rows that count per parameter."""
-        if not self._dense:  # formed from factors with all of them, as norms are
-            self._dense.append(self._block.dense())
-        return [rows[self._index] for rows in self._dense[0]]
-
-    def linear(self) -> LinearBlock | None:
-        """Returns the rows that count as those of one output, see `FactoredBlock.linear`."""
-        rows = self._block.linear()
-        return None if rows is None else rows.select(self._index)
 
 
 def _add_in_order(sums: Tensor, users: Tensor, rows: Tensor) -> None:

@@ -10,6 +10,7 @@ outside of itself are called and written some sixteen times more.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -155,7 +156,8 @@ class FirstStep:
     def begin(self, layers: Sequence[nn.Module], inputs: Any) -> None:
         """Notes what a model keeps before a training forward, after which it may be looked at, and inputs' memory."""
         if self.asked and self._open["model"]:
-            self._before = Memory(layers)
+            with _without_collector():
+                self._before = Memory(layers)
             self.autocast = torch.is_autocast_enabled("cpu")
             numbers = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
             self._memory = memory_of([t for t in numbers if t.is_floating_point()])
@@ -294,7 +296,7 @@ class _Calls:
 
     def compared(self) -> str | PrivacyError:
         """Returns what was checked, or how and where records reach each other; puts everything back."""
-        with self._open():
+        with _without_collector(), self._open():
             found = compare(self, both_fills(self.leaves, self.rows))
             if isinstance(found, Mixed):
                 return PrivacyError(_FOUND.format(what=found.what))
@@ -363,6 +365,8 @@ class _Calls:
             leaves[k] = t
         args, kwargs = tree_unflatten(leaves, self._structure)
         seed_torch(SEED)
+        if not self._copy:
+            return list(tree_leaves(self._model(*args, **kwargs)))
         return list(
             tree_leaves(torch.func.functional_call(self._model, self._copy, args, kwargs))
         )
@@ -381,6 +385,18 @@ class _Calls:
             return None
         (d,) = differing
         return d if pairs[d] == (self.rows, self._batch) else None
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Stops the search for garbage, which would look through copies of thousands of attributes many times."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _only_looks(hook: Any) -> bool:

@@ -38,6 +38,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_dpsco.compat import (
+    ConvNd,
     backward_number,
     is_replicated,
     is_sharded,
@@ -57,10 +58,10 @@ from torch_dpsco.rows.batch import (
 )
 from torch_dpsco.rows.first_step import FirstStep
 from torch_dpsco.rows.layers.recorded import require_whole
-from torch_dpsco.rows.means import Source, averaged
+from torch_dpsco.rows.means import NO_MEAN, Source, averaged_outputs
 from torch_dpsco.trial.loss import plain
 from torch_dpsco.trial.masks import secret_state
-from torch_dpsco.trial.sizes import Sizes
+from torch_dpsco.trial.sizes import AUTOCAST, Sizes
 
 ONE_MODULE = (
     "where a loss needs several forwards of one model (real and generated images, views of a"
@@ -182,7 +183,11 @@ class Attachment:
         self.factored = [p for layer in factored for p in layer.parameters() if p.requires_grad]
         done = {id(p) for p in self.factored}
         self.dense = [p for p in model.parameters() if p.requires_grad and id(p) not in done]
+        self.params = self.factored + self.dense
         self.layers = list(model.modules())
+        self.children = _children(self.layers)
+        # whose products have switches of their own, see `native.inexact_mean`
+        self.switched = [m for m in self.layers if isinstance(m, (*ConvNd, nn.RNNBase))]
         self.hooks = hooks
         self.handles: list[Any] = [
             model.register_forward_pre_hook(_before_forward, with_kwargs=True),
@@ -194,14 +199,14 @@ class Attachment:
         self.first = first
         self.looks = True  # whether the check of the first step may still look
         self.through_training = True  # whether the last backward came through a training forward
-        forget_wrappers(self.factored + self.dense)
+        forget_wrappers(self.params)
         self.hook_parameters()
 
     def hook_parameters(self) -> None:
         """Puts the hooks on the parameters; a deepcopy of a model keeps its modules' hooks but not these."""
         self.hooked = True
         self.stop_watching = WATCH.start(self)
-        for p in self.factored + self.dense:
+        for p in self.params:
             p.dpsco = self  # type: ignore[attr-defined]
             # torch registers on no other tensor; a copy of a model may have frozen parameters
             required = p.requires_grad
@@ -213,7 +218,7 @@ class Attachment:
 
     def __getstate__(self) -> dict[str, Any]:
         waiting = any(getattr(layer, "activations", None) for layer in self.layers)
-        if waiting or has_rows(self.factored + self.dense):
+        if waiting or has_rows(self.params):
             # PRIVACY: a file or copy would hold records (test_a_model_is_neither_saved_nor_copied_with_rows_in_it)
             raise SequenceError(
                 "a model must be saved or copied between steps: it holds rows of records now; call"
@@ -232,19 +237,21 @@ class Attachment:
         self.passes.used = self.passes.number
         self.carried.ended = next(_CLOCK)
 
-    def require_fresh(self, number: int | None, forward: Forward | None) -> None:
+    def require_fresh(self, number: int | None, forward: Forward | None, grad: Tensor) -> None:
         """Raises SequenceError for a backward, through a forward of this number (None: in eval mode), out of order."""
         self.through_training = number is not None
         if forward is not None:
             forward.has_left_rows = True
         if self.mean:
-            if problem := inexact_mean(self.layers, self.factored + self.dense):
+            # of float64 numbers frozen ones count too
+            double = self.params[0].dtype is torch.float64
+            if problem := inexact_mean(self.layers if double else self.switched, self.params):
                 self.refuse(problem)
             self.passes.exact = backward_number()
             if self.passes.exact_means and self.passes.averaged != self.passes.exact:
                 # PRIVACY: another mean divides all rows by their number, which rounds
                 # (test_a_loss_that_is_no_exact_mean_any_more_is_refused)
-                self.refuse(_NO_MEAN)
+                self.refuse(NO_MEAN)
         # PRIVACY: rows of an earlier batch could hold a record a second time, and Opacus would join gradients of one
         # forward with inputs of another (test_a_backward_of_an_earlier_batch_is_refused)
         if number is None:
@@ -275,7 +282,7 @@ class Attachment:
 
     def refuse(self, message: str) -> NoReturn:
         """Drops all rows that wait, since a part of the refused backward may be among them, and raises."""
-        clear_rows(self.factored + self.dense)
+        clear_rows(self.params)
         self.reset()
         raise SequenceError(message)
 
@@ -288,10 +295,9 @@ class Attachment:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Lets gradients be plain ones in the block; raises SequenceError if rows or a forward are waiting."""
-        params = self.factored + self.dense
         if not self.hooked:
             self.hook_parameters()
-        if has_rows(params) or self.passes.number != self.passes.used:
+        if has_rows(self.params) or self.passes.number != self.passes.used:
             # PRIVACY: rows of records and gradients of public data would meet
             # (test_public_steps_within_a_private_batch_are_refused)
             raise SequenceError(
@@ -307,7 +313,7 @@ class Attachment:
             self.passes.paused = False
             if self.hooks is not None:
                 self.hooks.enable_hooks()
-            for p in params:
+            for p in self.params:
                 p.grad = None
 
     def refuse_gradient(self, p: Tensor) -> NoReturn:
@@ -333,12 +339,14 @@ class _Drop:
         self._held = None if attachment is None else weakref.ref(attachment)
 
     def __call__(self, p: Tensor) -> None:
+        grad = p.grad
+        passes = p.__dict__.get("dpsco_passes")
+        if grad is None and passes is None:  # a recorded layer gives none
+            return
         attachment = None if self._held is None else self._held()
         if attachment is None or attachment.passes.paused:
             return
-        grad = p.grad
         p.grad = None
-        passes = p.__dict__.get("dpsco_passes")
         if passes is not None:
             passes.append(attachment.passes.number)
             if grad is not None and not hasattr(p, "dpsco_compared"):
@@ -358,9 +366,13 @@ def _everything(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, T
                     yield m, name, t
 
 
+def _children(layers: Iterable[nn.Module]) -> list[nn.Module | None]:
+    return [child for m in layers for child in m._modules.values()]
+
+
 def _states(layers: Iterable[nn.Module]) -> list[tuple[int, int]]:
     """Returns what tells whether a forward has written to a buffer or to a parameter, trained ones included."""
-    tensors = (t for m in layers for held in (m._buffers, m._parameters) for t in held.values())
+    tensors = [t for m in layers for held in (m._buffers, m._parameters) for t in held.values()]
     return [(id(t), t._version) for t in tensors if t is not None]
 
 
@@ -376,8 +388,11 @@ def _values(layers: Iterable[nn.Module]) -> list[tuple[str, str]]:
     return found
 
 
-def _changed(attachment: Attachment) -> set[str]:
-    """Returns what a forward has written to; values are compared once, since `.data` leaves no trace in the version."""
+def _require_unchanged(attachment: Attachment) -> None:
+    """Raises PrivacyError if a forward has written to buffers or weights.
+
+    Values are compared once, since `.data` leaves no trace in the version.
+    """
     changed: set[str] = set()
     if attachment.values is not None:
         pairs = zip(attachment.values, _values(attachment.layers), strict=False)
@@ -390,75 +405,91 @@ def _changed(attachment: Attachment) -> set[str]:
             if (id(t), t._version) not in attachment.buffers
         }
         changed |= found or {"tensors removed or exchanged"}
-    return changed
+    if changed:
+        # PRIVACY: running statistics are released un-noised with the model (test_changing_buffers_are_refused)
+        raise PrivacyError(
+            "a training forward must not change buffers or weights, they would carry private data"
+            f" out of the model (changed: {sorted(changed)}); use layers without running"
+            " statistics, e.g. GroupNorm"
+        )
 
 
 def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    # out of the graph of a compiled model
-    if torch.compiler.is_compiling():
-        return torch.compiler.disable(_begin_compiled)(model, args, kwargs)
-    return _begin(model, args, kwargs)
-
-
-def _begin_compiled(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    # PRIVACY: what a compiled model computes depends on the sizes that came before
-    # (test_a_compiled_model_keeps_slots)
-    model._dpsco.first.compiled = True  # type: ignore[union-attr]
-    return _begin(model, args, kwargs)
-
-
-def _begin(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    if torch.compiler.is_compiling():  # out of the graph of a compiled model
+        return torch.compiler.disable(_before_compiled_forward)(model, args, kwargs)
     attachment: Attachment = model._dpsco  # type: ignore[assignment]
     if not attachment.hooked:
         # in eval mode too: a backward there would leave a raw gradient on a copy
         attachment.hook_parameters()
     if attachment.passes.paused or not model.training:
         return None
-    if list(model.modules()) != attachment.layers:
-        for name, module in model.named_modules():
-            require_whole(module, name)
-        raise SequenceError(
-            "modules of an attached model must be those that it had at dp.attach (a shallow copy of"
-            " a layer runs the layer that it was copied from): attach the model after such changes,"
-            " and copy by copy.deepcopy"
-        )
+    layers = attachment.layers
+    if model is not layers[0] or _children(layers) != attachment.children:
+        _refuse_modules(model)
     leaves_rows = torch.is_grad_enabled()
     attachment.carried.begin((args, kwargs), leaves_rows=leaves_rows)
     if not leaves_rows:
         return None
     if attachment.passes.rounded and torch.is_autocast_enabled("cpu"):
         # PRIVACY: other kernels than those of the test (test_a_forward_under_autocast_after_the_test_is_refused)
-        raise SequenceError(_AUTOCAST)
+        raise SequenceError(AUTOCAST)
     if attachment.looks:
-        attachment.first.begin(attachment.layers, (args, kwargs))
-    require_unwrapped(attachment.dense + attachment.factored)
+        attachment.first.begin(layers, (args, kwargs))
+    require_unwrapped(attachment.params)
     if dist.is_available() and dist.is_initialized():
         _require_alone(model)
-    # Opacus sums two forwards into one row per position, which would clip two records as one.
-    if any(p._forward_counter for p in attachment.dense):  # type: ignore[attr-defined]
-        raise SequenceError(
-            "a training forward is still waiting for its backward: run backward after each"
-            " forward, compute metrics under torch.no_grad() or in eval mode, or call"
-            f" optimizer.discard() to start over; {ONE_MODULE}"
-        )
-    for p in attachment.dense:
-        p.grad = None  # a released mean that nobody cleared would be taken for a part of the next gradient
+    if attachment.dense:
+        _make_ready(attachment.dense)
     attachment.passes.open(batch_sizes((*args, *kwargs.values()), attachment.batch_dim))
     if not attachment.compared:
-        attachment.values = _values(attachment.layers)
+        attachment.values = _values(layers)
         attachment.compared = True
-    attachment.buffers = _states(attachment.layers)
+    attachment.buffers = _states(layers)
     if attachment.looks:  # they may be outputs of another attached model
         args, kwargs = plain((args, kwargs))
     # PRIVACY: rows are made of inputs until the step, when their memory may have the next batch
     # (test_a_batch_is_used_as_it_was_at_the_forward)
-    args, kwargs = tree_map(_copied, (args, kwargs))
+    if not kwargs and all(type(x) is Tensor for x in args):
+        args = tuple(x.clone() if x.grad_fn is None else x for x in args)
+    else:
+        args, kwargs = tree_map(_copied, (args, kwargs))
     attachment.carried.take((args, kwargs))
     if attachment.passes.secret_masks:
         # PRIVACY: masks of others would depend on how many rows there are (test_masks_of_a_model_are_secret)
         attachment.passes.random_state = torch.get_rng_state()
         torch.set_rng_state(secret_state())
     return args, kwargs
+
+
+def _before_compiled_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    # PRIVACY: what a compiled model computes depends on the sizes that came before
+    # (test_a_compiled_model_keeps_slots)
+    model._dpsco.first.compiled = True  # type: ignore[union-attr]
+    return _before_forward(model, args, kwargs)
+
+
+def _make_ready(dense: Iterable[nn.Parameter]) -> None:
+    """Drops the gradients of parameters with Opacus' rows; raises SequenceError if these still wait for a backward."""
+    # Opacus sums two forwards into one row per position, which would clip two records as one.
+    if any(p._forward_counter for p in dense):  # type: ignore[attr-defined]
+        raise SequenceError(
+            "a training forward is still waiting for its backward: run backward after each"
+            " forward, compute metrics under torch.no_grad() or in eval mode, or call"
+            f" optimizer.discard() to start over; {ONE_MODULE}"
+        )
+    for p in dense:
+        p.grad = None  # a released mean that nobody cleared would be taken for a part of the next gradient
+
+
+def _refuse_modules(model: nn.Module) -> NoReturn:
+    """Raises for a model that has other modules than at `attach`."""
+    for name, module in model.named_modules():
+        require_whole(module, name)
+    raise SequenceError(
+        "modules of an attached model must be those that it had at dp.attach (a shallow copy of"
+        " a layer runs the layer that it was copied from): attach the model after such changes,"
+        " and copy by copy.deepcopy"
+    )
 
 
 def _copied(leaf: Any) -> Any:
@@ -481,11 +512,8 @@ def _require_alone(model: nn.Module) -> None:
 
 
 def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    end = torch.compiler.disable(_end) if torch.compiler.is_compiling() else _end
-    return end(model, args, kwargs, output)
-
-
-def _end(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return torch.compiler.disable(_after_forward)(model, args, kwargs, output)
     attachment: Attachment = model._dpsco  # type: ignore[assignment]
     passes = attachment.passes
     if passes.random_state is not None:
@@ -493,31 +521,29 @@ def _end(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> An
         passes.random_state = None
     if passes.paused:
         return None
-    error = sys.exc_info()[1] if output is None else None
-    if attachment.filled is not None and error is not None and not isinstance(error, DpscoError):
-        _tell_of_filling(error, attachment.filled)
+    if output is None and attachment.filled is not None:
+        _tell_of_filling(sys.exc_info()[1], attachment.filled)
     number = passes.tag
     forward = attachment.carried.end(output, (args, kwargs))
     for out in [output] if isinstance(output, Tensor) else tree_leaves(output):
         if isinstance(out, Tensor) and out.requires_grad:
-            out.register_hook(lambda _: attachment.require_fresh(number, forward))
+            watch = partial(attachment.require_fresh, number, forward)
+            # a recorded layer, and no hook, which is dear
+            if getattr(out.grad_fn, "dpsco_watch", watch) is None:
+                out.grad_fn.dpsco_watch = watch  # type: ignore[union-attr]
+            else:
+                out.register_hook(watch)
     if number is None:
         return None
     sizes = passes.sizes
     passes.tag = passes.sizes = None
-    if changed := _changed(attachment):
-        # PRIVACY: running statistics are released un-noised with the model (test_changing_buffers_are_refused)
-        raise PrivacyError(
-            "a training forward must not change buffers or weights, they would carry private data"
-            f" out of the model (changed: {sorted(changed)}); use layers without running"
-            " statistics, e.g. GroupNorm"
-        )
+    if attachment.values is not None or _states(attachment.layers) != attachment.buffers:
+        _require_unchanged(attachment)
     attachment.looks = attachment.looks and attachment.first.waits
     if output is None:  # it was called after an error
         return None
     if passes.exact_means and sizes is not None and len(sizes) == 1:
-        source = Source(min(sizes), passes)
-        return tree_map(partial(_averaged, source=source), output)
+        return averaged_outputs(output, Source(min(sizes), passes))
     if not attachment.looks:
         return None
     try:
@@ -527,24 +553,10 @@ def _end(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> An
         raise
 
 
-def _averaged(leaf: Any, source: Source) -> Any:
-    known = type(leaf) is Tensor and leaf.requires_grad
-    return averaged(leaf, source) if known else leaf
-
-
-_AUTOCAST = (
-    "model must not run under autocast (got torch.autocast on the CPU), as it did not in its first step: run all steps"
-    " alike, or give isolation='slots' to optimizer.loader(...)"
-)
-_NO_MEAN = (
-    "loss must be the mean over the batch that it was in the first steps, of a criterion of torch or by"
-    " mean(), since batches come in several sizes now: keep the loss as it is, or give"
-    " isolation='slots' to optimizer.loader(...)"
-)
-
-
-def _tell_of_filling(error: BaseException, rows: int) -> None:
+def _tell_of_filling(error: BaseException | None, rows: int) -> None:
     """Says in an exception of a forward that some rows may be no records; not how many, which is private."""
+    if error is None or isinstance(error, DpscoError):
+        return
     note = (
         f"torch_dpsco: of the {rows} rows of this batch some may be filling, which hides how many"
         " records were drawn: zeros in all tensors (a length of 0, class 0), at any place. Make"
@@ -609,9 +621,9 @@ class CarriedState:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.ended = 0
-        # of the running forward, with their versions, and the copies which it runs on
-        self._inputs: list[tuple[Tensor, int]] | None = None
-        self._copies: list[tuple[Tensor, int]] = []
+        # of the running forward, with memory and versions, and the copies which it runs on
+        self._inputs: list[_Held] | None = None
+        self._copies: list[_Held] = []
         # the last outputs: forward, size and numbers
         self._kept: list[tuple[Forward, int, Tensor]] = []
 
@@ -632,16 +644,18 @@ class CarriedState:
         self._inputs = None
         self._copies = []
         with without_subclasses():
-            found = list(_tensors(inputs))
-            for t in found if leaves_rows else ():
-                self._require_fresh(t)
-            self._inputs = [(t, _version(t)) for t in found]
+            found = _tensors(inputs)
+            sizes = {size for _, size, _ in self._kept}
+            for t, storage, _ in found if leaves_rows else ():
+                if hasattr(storage, _MARK) or t.numel() in sizes:
+                    self._require_fresh(t, storage)
+            self._inputs = found
 
     def take(self, copies: Any) -> None:
         """Notes copies of the inputs, nested likewise, which the forward runs on."""
         with without_subclasses():
-            given = {id(t) for t, _ in self._inputs or ()}
-            self._copies = [(t, _version(t)) for t in _tensors(copies) if id(t) not in given]
+            given = {id(t) for t, _, _ in self._inputs or ()}
+            self._copies = [held for held in _tensors(copies) if id(held[0]) not in given]
 
     def end(self, output: Any, inputs: Any) -> Forward | None:
         """Ends the forward that was begun, if one was.
@@ -658,30 +672,29 @@ class CarriedState:
             return None
         forward = Forward(self, next(_CLOCK))
         with without_subclasses():
-            same = [t for t, version in (*before, *copies) if _version(t) == version]
+            same = [held for held in (*before, *copies) if _version(held[0]) == held[2]]
             # a copy that was written to is the model's own: memory of an output
-            known = {id(_storage(t)) for t in (*(t for t, _ in before), *same)}
-            fresh = [t for t in _tensors((output, inputs)) if id(_storage(t)) not in known]
-            for t in fresh:
-                setattr(_storage(t), _MARK, forward)
-            written = [t for t, version in before if _version(t) != version]
-            for t in fresh + written:
+            known = {id(storage) for _, storage, _ in (*before, *same)}
+            fresh = [held for held in _tensors((output, inputs)) if id(held[1]) not in known]
+            for _, storage, _ in fresh:
+                setattr(storage, _MARK, forward)
+            written = [held for held in before if _version(held[0]) != held[2]]
+            for t, _, _ in fresh + written:
                 self._keep(forward, t, same)
         return forward
 
-    def _keep(self, forward: Forward, t: Tensor, inputs: list[Tensor]) -> None:
+    def _keep(self, forward: Forward, t: Tensor, inputs: list[_Held]) -> None:
         if not t.is_floating_point() or t.numel() < _DISTINCT:
             return
         numbers = _numbers(t)
-        alike = [x for x in inputs if x.numel() == t.numel() and x.is_floating_point()]
+        alike = [x for x, _, _ in inputs if x.numel() == t.numel() and x.is_floating_point()]
         if not any(_agree(_numbers(x), numbers) for x in alike):
             self._kept = [*self._kept[1 - _KEPT :], (forward, t.numel(), numbers)]
 
     def _is_over(self, forward: Forward) -> bool:
         return forward.time < self.ended or (forward.owner is self and forward.has_left_rows)
 
-    def _require_fresh(self, t: Tensor) -> None:
-        storage = _storage(t)
+    def _require_fresh(self, t: Tensor, storage: Any) -> None:
         forward = getattr(storage, _MARK, None)
         if forward is not None and self._is_over(forward) and not self._is_released(storage):
             # PRIVACY: (test_state_that_a_loop_carries_is_refused)
@@ -698,30 +711,35 @@ class CarriedState:
 
     def _is_released(self, storage: Any) -> bool:
         released = (*self._model.parameters(), *self._model.buffers())
-        return any(_storage(t) is storage for t in released)
+        return any(found is storage for _, found, _ in _tensors(released))
 
 
-def _tensors(tree: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
-    """Yields the tensors with memory of their own kind in nested containers and plain objects (caches, outputs)."""
-    if isinstance(tree, Tensor):
-        if _storage(tree) is not None:
-            yield tree
-    elif depth and not isinstance(tree, (str, type, nn.Module)):
-        parts: Any = tree
-        if not isinstance(tree, (tuple, list)):
-            parts = (
-                tree if isinstance(tree, Mapping) else getattr(tree, "__dict__", {})
-            ).values()
-        for part in parts:
-            yield from _tensors(part, depth - 1)
+_Held = tuple[Tensor, Any, int]  # a tensor, its memory and its version
 
 
-def _storage(t: Tensor) -> Any:
-    """Returns the storage of a tensor, always the same object as long as there is its memory; None without one."""
-    try:
-        return t.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # sparse, or inside of torch.func
-        return None
+def _tensors(tree: Any) -> list[_Held]:
+    """Returns the tensors with memory of their own kind in nested containers and plain objects (caches, outputs)."""
+    found: list[_Held] = []
+    level: Sequence[Any] = (tree,)
+    for _ in range(_DEPTH + 1):
+        below: list[Any] = []
+        for part in level:
+            if isinstance(part, Tensor):
+                try:  # always the same object as long as there is its memory
+                    storage = part.untyped_storage()
+                except (NotImplementedError, RuntimeError):  # sparse, or inside of torch.func
+                    continue
+                found.append((part, storage, _version(part)))
+            elif isinstance(part, (tuple, list)):
+                below += part
+            elif isinstance(part, Mapping):
+                below += part.values()
+            elif not isinstance(part, (str, type, nn.Module)):
+                below += getattr(part, "__dict__", {}).values()
+        if not below:
+            break
+        level = below
+    return found
 
 
 def _version(t: Tensor) -> int:
@@ -733,7 +751,8 @@ def _numbers(t: Tensor) -> Tensor:
     flat = t.detach()
     step = -(-t.numel() // _PLACES) or 1
     if flat.is_contiguous():
-        numbers = flat.view(-1)[::step].to(torch.float64, copy=True)
+        places = flat.as_strided((-(-t.numel() // step),), (step,), flat.storage_offset())
+        numbers = places.to(torch.float64, copy=True)
     else:
         places = torch.arange(0, t.numel(), step, device=t.device)
         numbers = flat[torch.unravel_index(places, flat.shape)].double()

@@ -84,6 +84,18 @@ def _marked(result: Any, source: Source) -> Any:
     return averaged(result, source) if differentiable else result
 
 
+NO_MEAN = (
+    "loss must be the mean over the batch that it was in the first steps, of a criterion of torch or by"
+    " mean(), since batches come in several sizes now: keep the loss as it is, or give"
+    " isolation='slots' to optimizer.loader(...)"
+)
+
+
+def averaged_outputs(output: Any, source: Source) -> Any:
+    """Returns the outputs of a model, nested, with those that are differentiable ready for an exact mean."""
+    return tree_map(partial(_marked, source=source), output)
+
+
 def averaged(output: Tensor, source: Source) -> Tensor:
     """Returns an output of a model whose mean over the batch is exact."""
     found: Averaged = output.as_subclass(Averaged)

@@ -489,8 +489,8 @@ class Chunk(NamedTuple):
 
     def records(self, first: int, rows: int) -> Tensor | None:
         """Returns which of some rows of the batch are records: indices from the first on; None for all of them."""
-        if self.slots is None:
-            return None
+        if self.slots is None or (rows == self.size and not first):
+            return self.slots
         index = self.slots - first
         return index[(index >= 0) & (index < rows)]
 

@@ -83,7 +83,7 @@ class LogicalBatch:
         self._resumed: Partition | None = None
         self._loader: Any = None  # that of the sampler
         self._made = 0  # draws of its partition that steps have used
-        self._seen = 0  # rows of the chunk, with its filling
+        self.seen = 0  # rows of the chunk, with its filling
         self._draw_rows = 0  # rows seen of the draw
 
     def bind(self, loader: Any, on_restart: Callable[[], None]) -> None:
@@ -213,78 +213,73 @@ class LogicalBatch:
             else False
         )
 
-    @property
-    def needs_rows(self) -> bool:
-        """Whether missing per-sample gradients are an error: not for an empty draw, or after accumulate()."""
-        return self._log.taken is None or (self._log.taken.rows > 0 and self._seen == 0)
-
     def current(self) -> Chunk:
         """Returns the chunk in progress, or takes the next one; raises SequenceError if none is outstanding."""
         if self._log.taken is None:
             if not self.declared:
                 return Chunk(Draw(0), 0, last=True)
-            self._seen = 0
+            self.seen = 0
             return self._log.take()
         return self._log.taken
 
-    def admit(self, rows: int, passes: int, partial: bool) -> Tensor | None:
+    def admit(
+        self, rows: int, passes: int, partial: bool, users: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Checks rows against the current chunk.
 
         Args:
             rows: number of them, with the filling.
             passes: number of backward passes that they come from.
             partial: whether more rows of the chunk follow.
+            users: of the rows, as given to the step.
 
         Returns:
-            Which of them are records and no filling; None for all of them.
+            Which of them are records and no filling, None for all of them; and the users of the records as the loader
+            knows them, or as given without a declared sampling.
 
         Raises:
             SequenceError: more rows than were drawn, or more than one backward without a declared sampling.
+            UnitError: other ids than delivered are given; or the loader drew no users, and ids are given.
         """
         if not self.declared:
-            if partial or passes > 1:
-                raise SequenceError(_SEVERAL)
-            if rows > self.design.batch_size:
-                # PRIVACY: e.g. a model that folds time into the batch has several rows per record
-                # (test_more_rows_than_a_batch_has_are_refused_without_a_declared_sampling)
-                raise SequenceError(
-                    f"a step must use at most batch_size={self.design.batch_size} rows, and got"
-                    f" more; {ONE_MODULE}"
-                )
-            return None
+            self._require_one(rows, passes, partial)
+            return None, users
         taken = self._log.taken
         assert taken is not None
-        kept = taken.records(self._seen, rows)
-        self._seen += rows
+        first = self.seen
+        kept = taken.records(first, rows)
+        self.seen += rows
         self._draw_rows += rows if kept is None else len(kept)
-        if self._seen > taken.size or self._draw_rows > taken.draw.size:
+        if self.seen > taken.size or self._draw_rows > taken.draw.size:
             # PRIVACY: rows from elsewhere could hold a record twice (test_more_rows_than_drawn_are_refused)
             raise SequenceError(
                 "a step must use at most the rows of one draw, and got more: use only batches of"
                 f" this optimizer's loader, one backward for each; {ONE_MODULE}"
             )
-        return kept
+        if taken.users is None and users is None:
+            return kept, None
+        known = self._known_users(taken, first, users)
+        return kept, known if kept is None or known is None else known[kept]
 
-    def users(self, rows: int, given: Tensor | None) -> Tensor | None:
-        """Returns the users of the newest rows, as the loader knows them; without a declared sampling, as given.
+    def _require_one(self, rows: int, passes: int, partial: bool) -> None:
+        """Raises SequenceError for more than one backward, or batch, where no sampling was declared."""
+        if partial or passes > 1:
+            raise SequenceError(_SEVERAL)
+        if rows > self.design.batch_size:
+            # PRIVACY: e.g. a model that folds time into the batch has several rows per record
+            # (test_more_rows_than_a_batch_has_are_refused_without_a_declared_sampling)
+            raise SequenceError(
+                f"a step must use at most batch_size={self.design.batch_size} rows, and got"
+                f" more; {ONE_MODULE}"
+            )
 
-        Raises:
-            UnitError: other ids than delivered are given; or the loader drew no users, and ids are given.
-        """
-        if not self.declared:
-            return given
-        assert self._log.taken is not None
-        known = self._log.taken.users
-        if known is not None:
-            known = known[self._seen - rows : self._seen]
-        nothing = (
-            not rows and not self._log.taken.rows
-        )  # the filling of an empty draw needs no rows
-        if (
-            given is not None
-            and not nothing
-            and (known is None or not torch.equal(given.cpu(), known))
-        ):
+    def _known_users(self, taken: Chunk, first: int, given: Tensor | None) -> Tensor | None:
+        """Returns the users of the rows from the first on, which must be those that are given, if some are."""
+        known = None if taken.users is None else taken.users[first : self.seen]
+        # the filling of an empty draw needs no rows
+        nothing = first == self.seen and not taken.rows
+        other = given is not None and (known is None or not torch.equal(given.cpu(), known))
+        if other and not nothing:
             # PRIVACY: rows under invented ids count once each (test_ids_that_were_not_delivered_are_refused)
             raise UnitError(
                 "users must be the ids that the loader delivered with the batch, in its order:"
@@ -294,7 +289,7 @@ class LogicalBatch:
 
     def close(self, chunk: Chunk) -> Draw | None:
         """Ends a chunk; returns its draw if that is complete (until `finish` it is still in progress), else None."""
-        if self.declared and chunk.slots is not None and self._seen not in (0, chunk.size):
+        if self.declared and chunk.slots is not None and self.seen not in (0, chunk.size):
             # PRIVACY: a row more or less before them would put the filling in the place of records
             # (test_fewer_rows_than_were_delivered_are_refused)
             raise SequenceError(
@@ -312,7 +307,7 @@ class LogicalBatch:
                 )
             return chunk.draw
         self._log.taken = None
-        self._seen = 0
+        self.seen = 0
         return None
 
     @property
@@ -371,7 +366,7 @@ class LogicalBatch:
             self._log.use_up()
             self._made = self._log.made
         self._log.taken = None
-        self._seen = 0
+        self.seen = 0
         self._draw_rows = 0
         self.opened = False
 

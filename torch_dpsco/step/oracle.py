@@ -36,7 +36,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -498,8 +498,11 @@ class ClippedMean(MeanOracle):
 
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Clips rows and adds them to the mean."""
-        clip = self.clip  # raises before open
-        self.__dict__["_n_rows"] = self._require_few(self._n_rows + len(rows))
+        clip = self.clip if self._clip is None else self._clip  # raises before open
+        n_rows = self._n_rows + len(rows)
+        if n_rows > self._summation.max_rows:
+            self._refuse_many()
+        self.__dict__["_n_rows"] = n_rows
         own = type(self)  # rows that fit have weight 1, and nobody else is to see them
         kept = own.weights is ClippedMean.weights and own.observe is ClippedMean.observe
         short = kept and "observe" not in self.__dict__ and "weights" not in self.__dict__
@@ -627,15 +630,12 @@ class ClippedMean(MeanOracle):
 
     def replace_sum(self, total: Tensor, n_rows: int) -> None:
         """Takes the sum over all processes in place of its own: (d,) float64, of that many rows."""
-        self._require_few(n_rows)
+        if n_rows > self._summation.max_rows:
+            self._refuse_many()
         self.__dict__.update(_means=None, _total=total)
 
-    def _require_few(self, n_rows: int) -> int:
-        if n_rows > self._summation.max_rows:
-            raise SequenceError(
-                f"a logical batch must have at most {self._summation.max_rows} rows"
-            )
-        return n_rows
+    def _refuse_many(self) -> NoReturn:
+        raise SequenceError(f"a logical batch must have at most {self._summation.max_rows} rows")
 
     @property
     def dim(self) -> int:
@@ -648,9 +648,8 @@ class ClippedMean(MeanOracle):
 
     def sensitivity(self, adjacency: Adjacency) -> float:
         """Returns the L2 sensitivity of the mean, with the worst-case error of its sum, and of its grid if exact."""
-        computed = (
-            CLIP_UNITS[adjacency] * self.clip * (1.0 + self._summation.error) / self.batch_size
-        )
+        clip = self.clip if self._clip is None else self._clip  # raises before open
+        computed = CLIP_UNITS[adjacency] * clip * (1.0 + self._summation.error) / self.batch_size
         # PRIVACY: rounding to the grid moves the mean too (test_exact_means_of_neighbors_stay_within_the_sensitivity)
         return with_grid(computed) if self._exact else computed
 

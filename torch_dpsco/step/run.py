@@ -98,10 +98,17 @@ class Run:
         """Whether the run has one partition, and step k uses its draw k."""
         return isinstance(self.design, Parts) or self.payments.in_passes
 
-    @property
+    @cached_property
     def sizes_are_private(self) -> bool:
         """Whether nobody's row may depend on the number of rows of a draw."""
         return sizes_are_private(self.design, self.adjacency, self.oracle.unit)
+
+    @cached_property
+    def takes_means_of_one_output(self) -> bool:
+        """Whether rows of a mean over a private number of them are within the declared rounding, for one output."""
+        # PRIVACY: all norms may pass a threshold together (test_a_pilot_refuses_means_of_a_private_number)
+        exact = any(oracle.jumps for oracle in self.oracle.members)
+        return self.oracle.unit == "example" and not exact
 
     def ahead(self, made: int, steps: int | None, partition: str) -> Event:
         """Returns the event of the next steps, or of all that are planned.

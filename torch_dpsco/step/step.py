@@ -157,7 +157,7 @@ class PrivateOptimizer(RunOptimizer):
         halted = False
         marked = run.accountant.marked(run.payments.run)
         try:
-            params = self._trained()
+            params = [p for p in self._params if p.requires_grad]
             draw = self._observe(params, users, partial=False, scale=scale, given=rows)
             if draw is None:
                 return
@@ -278,8 +278,12 @@ class PrivateOptimizer(RunOptimizer):
                 f" {chunk.draw.index}): after discard(), or to continue a run, use"
                 " optimizer.loader(dataset, resume=True)"
             )
-        rows = self._taken(params, scale) if given is None else given
-        if given is not None and has_rows(params):
+        rows = given
+        if given is None:
+            # none is missing of an empty draw, or after accumulate()
+            if (chunk.rows and not batch.seen) or not batch.declared or has_rows(params):
+                rows = self._taken(params, scale)
+        elif has_rows(params):
             # PRIVACY: rows that a backward has left would wait for a later step, another draw
             # (test_given_rows_are_refused_beside_those_of_a_backward)
             raise SequenceError(
@@ -287,14 +291,17 @@ class PrivateOptimizer(RunOptimizer):
             )
         retire_forwards(params)
         n_rows = 0 if rows is None else len(rows)
-        kept = batch.admit(n_rows, 1 if rows is None else rows.passes, partial)
-        users = batch.users(n_rows, users)
+        kept, users = batch.admit(n_rows, 1 if rows is None else rows.passes, partial, users)
         if rows is not None and kept is not None:
             # PRIVACY: the filling is no record (test_rows_of_the_filling_contribute_exactly_nothing)
             rows = rows.among(kept.to(params[0].device))
-            users = users if users is None else users[kept]
             n_rows = len(kept)
-        elif rows is not None and rows.averaged and self._is_private_mean(rows):
+        elif (
+            rows is not None
+            and rows.averaged
+            and run.sizes_are_private
+            and not (run.takes_means_of_one_output and rows.has_one_output)
+        ):
             # PRIVACY: 1/B is rounded, and another B moves ALL rows (test_a_mean_of_a_private_number_is_refused)
             raise SequenceError(_PRIVATE_MEAN)
         if not batch.opened:
@@ -302,24 +309,14 @@ class PrivateOptimizer(RunOptimizer):
             batch.opened = True
         if rows is not None and n_rows:
             run.oracle.observe(rows, None if users is None else users.to(params[0].device))
-        if scale is not None and self._grad_scale is not None and scale != self._grad_scale:
-            tell_of_scale(self, self._grad_scale, scale)
         if scale != self._grad_scale:
+            if scale is not None and self._grad_scale is not None:
+                tell_of_scale(self, self._grad_scale, scale)
             self._grad_scale = scale
         return batch.close(chunk) if not partial else None
 
-    def _is_private_mean(self, rows: GradBatch) -> bool:
-        """Whether rows depend on a private number of them by more than the declared rounding."""
-        # PRIVACY: all norms may pass a threshold together (test_a_pilot_refuses_means_of_a_private_number)
-        exact = any(oracle.jumps for oracle in self.oracle.members)
-        return self.sizes_are_private and not (
-            self.oracle.unit == "example" and rows.has_one_output and not exact
-        )
-
-    def _taken(self, params: list[nn.Parameter], scale: float | None) -> GradBatch | None:
-        """Returns the rows that a backward has left on the parameters, None if no batch or an empty one is due."""
-        if not (self._batch.needs_rows or has_rows(params)):
-            return None
+    def _taken(self, params: list[nn.Parameter], scale: float | None) -> GradBatch:
+        """Returns the rows that a backward has left on the parameters."""
         attachment = params[0].__dict__.get("dpsco")
         if attachment is not None and self._checks is not attachment.first.verdicts:
             self._checks = attachment.first.verdicts  # reports quote them after dp.detach too

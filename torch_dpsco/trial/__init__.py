@@ -496,6 +496,8 @@ class Attributes:
             vars(thing).clear()
             vars(thing).update(attributes)
             for container, items in contents:
+                if not container and not items:  # as most of a module
+                    continue
                 container.clear()
                 container.update(items) if isinstance(container, dict) else container.extend(
                     items

@@ -34,6 +34,10 @@ _LEAST = 8  # rows
 _GRAIN = 32768  # numbers that torch leaves to one thread
 _VECTORS = {torch.float32: 32, torch.float64: 16, torch.float16: 64, torch.bfloat16: 64}
 _MOST_NUMBERS = 2**22  # whose bits are added up at once
+AUTOCAST = (
+    "model must not run under autocast (got torch.autocast on the CPU), as it did not in its first step: run all"
+    " steps alike, or give isolation='slots' to optimizer.loader(...)"
+)
 # elementwise functions that IEEE 754 defines to the last bit, or that only choose and copy
 _EXACT = frozenset(
     """

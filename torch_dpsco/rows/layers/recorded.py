@@ -178,15 +178,13 @@ def pairs(
     return _formed(acts, backprops, shape, weight=weight, bias=bias, scale=scale)
 
 
-def require_unwritten(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Raises SequenceError if a tensor was written to since it had its version."""
-    if [tensor._version for tensor in tensors] != list(versions):
-        # PRIVACY: a buffer that has the next batch by now would put its records into this step
-        # (test_an_input_that_is_overwritten_before_the_step_is_refused)
-        raise SequenceError(
-            "the input of a layer was overwritten between backward and step: write to what a"
-            " forward has made after optimizer.step(), or to a copy of it"
-        )
+def _refuse_written() -> NoReturn:
+    # PRIVACY: a buffer that has the next batch by now would put its records into this step
+    # (test_an_input_that_is_overwritten_before_the_step_is_refused)
+    raise SequenceError(
+        "the input of a layer was overwritten between backward and step: write to what a"
+        " forward has made after optimizer.step(), or to a copy of it"
+    )
 
 
 def _formed(
@@ -241,7 +239,8 @@ class Factors(Kept):
 
     def _sequences(self) -> tuple[Tensor, Tensor]:
         """Returns inputs and gradients, (B, T, in) and (B, T, out)."""
-        require_unwritten((self._acts, self._backprops), self._versions)
+        if (self._acts._version, self._backprops._version) != self._versions:
+            _refuse_written()
         if self._acts.dim() > 2:
             return self._acts, self._backprops
         return self._acts.unsqueeze(1), (self._backprops * self._scale).unsqueeze(1)
@@ -274,7 +273,8 @@ class Factors(Kept):
 
     def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
         """Returns a factored block; or one of sequences, and the rows of the bias."""
-        require_unwritten((self._acts, self._backprops), self._versions)
+        if (self._acts._version, self._backprops._version) != self._versions:
+            _refuse_written()
         if self._acts.dim() == 2:
             scale = self._scale
             return [
@@ -351,10 +351,14 @@ class Tape:
         return joined([added(uses) for uses in passes.values()]).blocks(weight=weight, bias=bias)
 
 
-def _trained(layer: nn.Module) -> list[nn.Parameter | None]:
+def _trained(layer: nn.Module) -> tuple[nn.Parameter | None, nn.Parameter | None]:
     """Returns weight and bias of a layer, None for each that is not trained."""
-    found = [layer._parameters.get(name) for name in ("weight", "bias")]
-    return [p if p is not None and p.requires_grad else None for p in found]
+    weight = layer._parameters.get("weight")
+    bias = layer._parameters.get("bias")
+    return (
+        weight if weight is not None and weight.requires_grad else None,
+        bias if bias is not None and bias.requires_grad else None,
+    )
 
 
 class Use(NamedTuple):
@@ -398,7 +402,8 @@ class Kind(ABC):
 
     def prepare(self, layer: Any, x: Tensor) -> Tensor:
         """Returns the input that is recorded, differentiable in x; raises SequenceError if it has no batch."""
-        require_dims(layer, x, 2)
+        if x.dim() < 2:
+            require_dims(layer, x, 2)
         return x
 
     def forward(
@@ -458,10 +463,10 @@ def require_dims(layer: nn.Module, x: Tensor, least: int, most: int | None = Non
 
 def records(layer: Any) -> bool:
     """Returns whether a recorded layer keeps rows of what it is called with now."""
-    trained = any(p is not None and p.requires_grad for p in layer._parameters.values())
-    return bool(
-        trained and layer.training and torch.is_grad_enabled() and not layer.passes.paused
-    )
+    if not layer.training or layer.passes.paused or not torch.is_grad_enabled():
+        return False
+    weight, bias = _trained(layer)
+    return weight is not None or bias is not None
 
 
 class RecordedForward:
@@ -474,19 +479,28 @@ class RecordedForward:
     of_class = True  # its outputs are those of the forward of the layer's class
 
     def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
+        self._layer: Any = layer
 
     def __call__(self, input: Tensor) -> Tensor:
         """Applies the layer."""
         layer = self._layer
         if not records(layer):
-            return plain_forward(layer)(input)
-        # a compiled model breaks its graph here: the number of a pass must not become a constant of it
-        record = (
-            torch.compiler.disable(_recorded) if torch.compiler.is_compiling() else _recorded
-        )
-        recorded: Tensor = record(layer, input)
-        return recorded
+            plain: Tensor = type(layer).forward(layer, input)
+            return plain
+        if torch.compiler.is_compiling():
+            # a compiled model breaks its graph here: the number of a pass must not become a constant of it
+            broken: Tensor = torch.compiler.disable(RecordedForward.__call__)(self, input)
+            return broken
+        layer.passes.require_batch(layer, input, 0)
+        make_ready(layer)
+        if layer.tape.trial is not None:
+            # PRIVACY: rows of a formula that is not the library's
+            # (test_a_wrong_kind_is_refused_before_it_sees_a_record)
+            layer.tape.trial(layer, input)
+            layer.tape.trial = None
+        x = layer.kind.prepare(layer, input)
+        out: Tensor = _Recorded.apply(x, layer.weight, layer._parameters.get("bias"), layer)
+        return out
 
 
 def make_ready(layer: Any) -> None:
@@ -499,19 +513,6 @@ def make_ready(layer: Any) -> None:
         p.grad = None  # one that is there after the backward then comes from outside of the layer (see attach)
 
 
-def _recorded(layer: Any, x: Tensor) -> Tensor:
-    layer.passes.require_batch(layer, x, 0)
-    make_ready(layer)
-    if layer.tape.trial is not None:
-        # PRIVACY: rows of a formula that is not the library's (test_a_wrong_kind_is_refused_before_it_sees_a_record)
-        layer.tape.trial(layer, x)
-        layer.tape.trial = None
-    x = layer.kind.prepare(layer, x)
-    bias = layer._parameters.get("bias")
-    out: Tensor = _Recorded.apply(x, layer.weight, bias, layer)
-    return out
-
-
 class _Recorded(torch.autograd.Function):
     """A layer whose backward keeps rows, and gives no gradient to its parameters."""
 
@@ -522,22 +523,24 @@ class _Recorded(torch.autograd.Function):
         ctx.save_for_backward(x, weight, *saved)
         ctx.layer = layer
         ctx.tag = layer.passes.tag
+        ctx.dpsco_watch = None  # what the attachment does where this is the output of the model
         return compat.unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, weight, *saved = ctx.saved_tensors
         layer = ctx.layer
-        more = tuple(saved)
-        if torch.is_grad_enabled():
-            layer.passes.differentiated = True
+        if ctx.dpsco_watch is not None:
+            # PRIVACY: as a hook on the output would (test_the_last_layer_or_stack_looks_at_each_backward)
+            ctx.dpsco_watch(grad)
+        use = Use(layer, x.detach(), weight.detach(), tuple(saved), grad.detach())
         if reaches(ctx.next_functions[1:3]):
-            use = Use(layer, x.detach(), weight.detach(), more, grad.detach())
             with torch.no_grad():
                 layer.tape.record(ctx.tag, use)
-        g = None
-        if ctx.needs_input_grad[0]:
-            g = layer.kind.input_gradient(Use(layer, x, weight, more, grad))
+        if torch.is_grad_enabled():  # the gradient of a gradient is wanted too
+            layer.passes.differentiated = True
+            use = Use(layer, x, weight, tuple(saved), grad)
+        g = layer.kind.input_gradient(use) if ctx.needs_input_grad[0] else None
         return g, None, None, None
 
 
