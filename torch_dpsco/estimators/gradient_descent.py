@@ -236,6 +236,7 @@ class NoisyGDPlan(DescentPlan):
 
     def draw(self, solved: Records, generator: Source) -> Tensor:
         """Makes the steps from 0: returns the private answer; see `LinearPlan`."""
+        solved.keep()
         objective = build_objective(self.task, self.reg, solved)
         return descend(
             lambda w: objective.value_and_gradient(w)[1],

@@ -98,10 +98,12 @@ from torch_dpsco.accounting.designs import is_exact
 from torch_dpsco.accounting.events import GDP, REPLACE_ONE, Gaussian
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.gradient_descent import DescentPlan, descend
+from torch_dpsco.estimators.objectives import class_sums, clipped_sum
 from torch_dpsco.estimators.preparation import level_left, signal_to_noise
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.solvers import project, sum_terms
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective
+from torch_dpsco.losses.table import SoftmaxCrossEntropy
 from torch_dpsco.noise import Source
 from torch_dpsco.problem import round_up
 from torch_dpsco.step.exact_noise import exact_release, gaussian_vector, symmetric_noise
@@ -234,6 +236,7 @@ class PreconditionedGDPlan(DescentPlan):
             along: Tensor = gradient @ inverse
             return along.flatten()
 
+        solved.keep()
         return descend(
             lambda w: self.gradient(solved, w.view(size)).flatten(),
             torch.zeros(task.parameters, dtype=torch.float64, device=solved.device),
@@ -250,20 +253,11 @@ class PreconditionedGDPlan(DescentPlan):
         """Returns the sum of clipped gradients at w, both (K, width): NOT private."""
         # PRIVACY: rounded down, so that limit |x| is at most C
         # (test_no_record_moves_a_preconditioned_step_by_more_than_the_clip)
-        loss = self.task.loss
         clip = self.clip * (1 - _GUARD)
-
-        def terms(part: Records, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-            slopes = loss.derivative(
-                scores if len(w) > 1 else scores.squeeze(1), part.targets[rows]
-            )
-            slopes = slopes.view(len(scores), -1)
-            factors = (clip / part.norms[rows] / torch.linalg.vector_norm(slopes, dim=1)).clamp(
-                max=1.0
-            )
-            return part.weights[rows], slopes * (part.weights[rows] * factors).unsqueeze(1)
-
-        return records.sum(lambda part: part.fold(w, partial(terms, part)))[1]
+        loss = self.task.loss
+        if isinstance(loss, SoftmaxCrossEntropy):
+            return records.sum(partial(class_sums, loss, w, clip=clip))[1]
+        return records.sum(partial(clipped_sum, loss, clip, w.flatten()))[0].view_as(w)
 
     def step_size(self, eigenvalues: Tensor) -> float:
         """Returns eta, of the eigenvalues of the noisy X'X: post-processing."""

@@ -35,14 +35,18 @@ from torch import Tensor
 from torch_dpsco._validate import choice, finite, nonnegative, positive, typed
 from torch_dpsco.accounting.analysis.rounding import gamma
 from torch_dpsco.errors import ConditionError, NotCertifiedError
-from torch_dpsco.estimators.records import Objective, PairwiseSum, Records
+from torch_dpsco.estimators.records import Objective, PairwiseSum, Records, RowLosses
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.losses.table import (
     ClippedRows,
+    Huber,
     Logistic,
     MarginLoss,
     ResidualClipped,
+    SmoothedHinge,
+    SmoothedPinball,
     SoftmaxCrossEntropy,
+    Squared,
     scalar_loss,
 )
 
@@ -194,7 +198,7 @@ class LinearObjective(SumObjective):
             loss = (
                 self.loss
             )  # not self: what is summed may travel to where the records are, and noise must not
-            losses, slopes = self.records.sum(partial(_value_and_gradient, loss, point))
+            losses, slopes = self.records.sum(partial(value_and_gradient, loss, point))
             self._last = point.clone(), *self.completed(losses, slopes, point)
         _, value, gradient = self._last
         return value, gradient.clone()
@@ -204,9 +208,9 @@ class LinearObjective(SumObjective):
         loss = self.loss
 
         def of_part(part: Records) -> tuple[Tensor]:
-            if (columns := _columns(loss, part)) is not None:
+            if (losses := row_losses(loss, part)) is not None:
                 bends = torch.empty_like(part.weights)
-                part.logistic(point, columns, bends)
+                part.scored(point, losses, bends)
                 return (part.gram(bends),)
             second = _loss_of(loss, part, slice(None)).second_derivative(
                 part.scores(point), part.targets
@@ -243,29 +247,76 @@ class LinearObjective(SumObjective):
         return _terms(self.loss, self.records, scores, rows)[1]
 
 
-def _value_and_gradient(
+def value_and_gradient(
     loss: TableLoss | ResidualClipped, point: Tensor, part: Records
 ) -> tuple[Tensor, Tensor]:
-    columns = _columns(loss, part)
-    return (
-        part.fold(point, partial(_terms, loss, part))
-        if columns is None
-        else part.logistic(point, columns)
-    )
+    losses = row_losses(loss, part)
+    if losses is None:
+        return part.fold(point, partial(_terms, loss, part))
+    return part.scored(point, losses)
 
 
-def _columns(loss: TableLoss | ResidualClipped, part: Records) -> Tensor | None:
-    """Those of `native.logistic`, for that loss and records that C can read; else None."""
+def clipped_sum(loss: TableLoss, clip: float, point: Tensor, part: Records) -> tuple[Tensor]:
+    """Returns the sum of gradients of a loss of one score, (d,), each cut to this length."""
+    losses = row_losses(loss, part, clip)
+    if losses is not None:
+        return (part.scored(point, losses)[1],)
+    limits = part.once(("limits", clip), lambda: clip / part.norms)
+
+    def terms(scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        slopes = loss.derivative(scores, part.targets[rows])
+        weights = part.weights[rows]
+        return weights, weights * slopes.clamp(-limits[rows], limits[rows])
+
+    return (part.fold(point, terms)[1],)
+
+
+def row_losses(
+    loss: TableLoss | ResidualClipped, part: Records, clip: float = math.inf
+) -> RowLosses | None:
+    """Returns the losses of records for C; None where it does not know them, or cannot read the records.
+
+    Args:
+        loss: of one score.
+        part: records in memory.
+        clip: largest length of a gradient.
+    """
     table = loss.unclipped
-    if type(table) is not Logistic or not part.in_c:
+    line = _line(table)
+    if not part.in_c or (line is None and type(table) is not Logistic):
         return None
 
-    def made() -> Tensor:
-        limits = loss.limits(part.norms)
-        corners = table.corner(limits)
-        return torch.stack([part.weights, part.targets, limits, corners, table.curve(corners)])
+    def made() -> RowLosses:
+        weights = part.weights
+        limits = torch.minimum(loss.limits(part.norms), clip / part.norms)
+        if line is None:
+            corners = table.corner(limits)
+            columns = [weights, part.targets, limits, corners, table.curve(corners)]
+            return RowLosses(torch.stack(columns), "curved", 1.0)
+        gain, low, high = line
+        ones = torch.ones_like(weights)
+        sign, zero = (
+            (part.targets, ones) if table.target_kind == "sign" else (ones, part.targets)
+        )
+        limits = limits / sign.abs()
+        columns = [weights, sign, zero, (-limits).clamp(min=low), limits.clamp(max=high)]
+        return RowLosses(torch.stack(columns), "bent", gain)
 
-    return part.once(("columns", loss), made)
+    return part.once(("losses", loss, clip), made)
+
+
+def _line(loss: TableLoss) -> tuple[float, float, float] | None:
+    """Returns gain and bounds of a slope that is a line between two bounds, in score - y or in y score - 1."""
+    known = type(loss)  # a class that is derived may be another loss
+    if known is Squared:
+        return 1.0, -math.inf, math.inf
+    if isinstance(loss, Huber) and known is Huber:
+        return 1.0, -loss.threshold, loss.threshold
+    if isinstance(loss, SmoothedPinball) and known is SmoothedPinball:
+        return 1.0 / loss.width, -loss.quantile, 1.0 - loss.quantile
+    if isinstance(loss, SmoothedHinge) and known is SmoothedHinge:
+        return 1.0 / loss.width, -1.0, 0.0
+    return None
 
 
 def _terms(
@@ -338,9 +389,7 @@ class SoftmaxObjective(SumObjective):
         """F(W) and its gradient, flattened, in one pass over the data."""
         loss = self.loss
         weight = point.view(self.shape)
-        losses, slopes = self.records.sum(
-            lambda part: part.fold(weight, partial(_class_terms, loss, part))
-        )
+        losses, slopes = self.records.sum(partial(class_sums, loss, weight))
         return self.completed(losses, slopes.flatten(), point)
 
     def hessian(self, point: Tensor) -> Tensor:
@@ -369,14 +418,39 @@ class SoftmaxObjective(SumObjective):
         return self._rounding(scores, EVALUATION + 2 * self.shape[0], self._slope_mass, size)
 
 
+def class_sums(
+    loss: SoftmaxCrossEntropy, weight: Tensor, part: Records, clip: float = math.inf
+) -> tuple[Tensor, Tensor]:
+    """Returns sums of losses, and of their gradients (K, d), each cut to this length.
+
+    Args:
+        loss: of which.
+        weight: (K, d).
+        part: records in memory.
+        clip: C > 0, or inf.
+    """
+
+    def limits() -> Tensor:
+        return clip / part.norms
+
+    of_rows = part.once(("limits", clip), limits)
+    if part.in_c:
+        columns = part.once(
+            ("columns", clip),
+            lambda: torch.stack([part.weights, part.targets.double(), of_rows]),
+        )
+        return part.classes(weight, columns)
+    return part.fold(weight, partial(_class_terms, loss, part, of_rows))
+
+
 def _class_terms(
-    loss: SoftmaxCrossEntropy, part: Records, scores: Tensor, rows: slice
+    loss: SoftmaxCrossEntropy, part: Records, limits: Tensor, scores: Tensor, rows: slice
 ) -> tuple[Tensor, Tensor]:
     targets = part.targets[rows]
     weights = part.weights[rows]
-    return weights * loss.value(scores, targets), weights.unsqueeze(1) * loss.derivative(
-        scores, targets
-    )
+    slopes = loss.derivative(scores, targets)
+    shares = (limits[rows] / torch.linalg.vector_norm(slopes, dim=1)).clamp(max=1.0)
+    return weights * loss.value(scores, targets), slopes * (weights * shares).unsqueeze(1)
 
 
 def _chances(part: Records, weight: Tensor) -> Tensor:

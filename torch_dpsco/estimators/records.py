@@ -12,7 +12,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -73,6 +73,14 @@ _BLOCK_ENTRIES = 2**22  # 32 MiB of float64: wide rows come in shorter blocks
 _KEPT_ENTRIES = (
     2**24
 )  # 128 MiB of float64: fewer prepared numbers are kept, more are prepared at each reading
+
+
+class RowLosses(NamedTuple):
+    """Losses of records for C, see `native.Table.scored`."""
+
+    columns: Tensor
+    kind: str
+    gain: float
 
 
 class PairwiseSum:
@@ -250,13 +258,28 @@ class Records:
         """Whether the records are read in C, see `native.Table`."""
         return self._table is not None
 
-    def logistic(
-        self, point: Tensor, columns: Tensor, bends: Tensor | None = None
+    def scored(
+        self, point: Tensor, losses: RowLosses, bends: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Sums of logistic losses and of their gradients in w, shape (d,), in C; see `native.Table.logistic`."""
+        """Sums of losses and of their gradients in w, shape (d,), in C; see `native.Table.scored`."""
         assert self._table is not None
-        total = pairwise(self._table.logistic(columns, point, self._rows, bends))
+        total = pairwise(
+            self._table.scored(
+                losses.columns, point, self._rows, bends, kind=losses.kind, gain=losses.gain
+            )
+        )
         return total[-1], total[:-1]
+
+    def classes(self, points: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums of softmax cross-entropies and of their gradients, shape (K, d), in C; see `native.Table.classes`."""
+        assert self._table is not None
+        losses, slopes = self._table.classes(columns, points.contiguous(), self._rows)
+        return pairwise(losses), pairwise(slopes)
+
+    def keep(self) -> None:
+        """Computes prepared rows once where they take little memory, since they will be read many times."""
+        if self._table is not None and self.count * (self.dim + 3) <= _KEPT_ENTRIES:
+            self._table.keep(self._used)
 
     def _read(self, block: Tensor) -> Tensor:
         return block.double() if self._prepare is None else self._prepare(block.double())
