@@ -48,7 +48,7 @@ typedef int32_t i8 __attribute__((vector_size(32)));
 typedef uint32_t u8 __attribute__((vector_size(32)));
 
 enum { GIVEN, SIGN, LOGISTIC, SQUARE };
-enum { CURVED, BENT }; /* losses of records */
+enum { CURVED, BENT, FIXED }; /* losses of records */
 
 typedef struct {
     const float *rows;
@@ -241,17 +241,17 @@ API void dpsco_outer(const float *g, int64_t g_stride, int64_t out, const float 
 
 /* Of each block of rows the sums of weighted gradients in the point, `padded` numbers, and of losses, 1. The loss of a
    score is logistic (CURVED), or one whose slope is a line between two bounds (BENT); see `curved` and `bent` for the
-   columns. The point is padded with zeros to a multiple of 4; scratch has room for BATCH such rows, and is 0. Images are
+   columns; or slopes are the only column (FIXED). The point is padded with zeros to a multiple of 4; scratch has room for BATCH such rows, and is 0. Images are
    computed, or read where they are kept: n + GROUP rows of `padded` numbers. bends[i] = second derivative, weighted,
-   unless they are not wanted. */
+   unless they are not wanted; found[i] = score, likewise. */
 API void dpsco_scored(const void *rows, int64_t wide, int64_t stride, int64_t d, const double *numbers, int64_t width,
                       const double *norms, int64_t n, const double *shares, const double *kept, const double *columns,
                       int64_t kind, double gain, const double *point, int64_t padded, int64_t block, double *scratch,
-                      double *sums, double *bends) {
+                      double *sums, double *bends, double *found) {
     table_t x = {rows, numbers, wide, stride, d, width, norms};
     for (int64_t from = 0; from < n; from += block, sums += padded + 1)
         CALL(scored, &x, from, n - from < block ? n : from + block, n, shares, kept, columns, kind, gain, point, padded,
-             scratch, sums, bends);
+             scratch, sums, bends, found);
 }
 
 /* Of each block of rows the sums of weighted gradients in `classes` points, and of losses, 1, of the softmax
@@ -265,6 +265,12 @@ API void dpsco_classes(const void *rows, int64_t wide, int64_t stride, int64_t d
     for (int64_t from = 0; from < n; from += block, sums += classes * padded + 1)
         CALL(classes, &x, from, n - from < block ? n : from + block, n, shares, kept, columns, points, classes, padded,
              scratch, sums);
+}
+
+/* Of each block of n records the sum of the weights of those whose value is at most this. */
+API void dpsco_below(const double *values, const double *weights, int64_t n, double most, int64_t block, double *sums) {
+    for (int64_t from = 0; from < n; from += block)
+        *sums++ = CALL(below, values + from, weights + from, n - from < block ? n - from : block, most);
 }
 
 #else /* once for each kind of processor */
@@ -996,21 +1002,24 @@ TARGET static inline void NAME(plus)(const double *p, const double *slopes, int6
 /* Sums of the rows from `from` up to `end`, of n. */
 TARGET static void NAME(scored)(const table_t *x, int64_t from, int64_t end, int64_t n, const double *shares,
                                 const double *kept, const double *columns, int64_t kind, double gain,
-                                const double *point, int64_t padded, double *scratch, double *sums, double *bends) {
+                                const double *point, int64_t padded, double *scratch, double *sums, double *bends,
+                                double *found) {
     d4 total = {0};
     const int64_t batch = padded > CACHED / BATCH ? GROUP : BATCH; /* images that stay in cache */
     for (int64_t start = from; start < end; start += batch) {
         int64_t count = end - start < batch ? end - start : batch;
         const double *p[BATCH / GROUP];
         double column[COLUMNS][BATCH] = {{0}}, scores[BATCH];
-        for (int k = 0; k < COLUMNS; k++) memcpy(column[k], columns + k * n + start, 8 * count);
+        for (int k = 0; k < (kind == FIXED ? 1 : COLUMNS); k++)
+            memcpy(column[k], columns + k * n + start, 8 * count);
         for (int64_t r = 0; r < count; r += GROUP) {
             int64_t few = count - r < GROUP ? count - r : GROUP;
             p[r / GROUP] = NAME(read)(x, kept, start + r, few, n, shares, column[0] + r, padded, scratch + r * padded);
-            d4 score = NAME(times)(p[r / GROUP], point, padded);
+            d4 score = kind == FIXED ? NAME(load4)(column[0] + r) : NAME(times)(p[r / GROUP], point, padded);
             memcpy(scores + r, &score, sizeof score);
         }
-        for (int64_t r = 0; r < count; r += GROUP) {
+        if (found) memcpy(found + start, scores, 8 * count);
+        for (int64_t r = 0; kind != FIXED && r < count; r += GROUP) {
             d4 loss, slope, bend, score = NAME(load4)(scores + r);
             if (kind == CURVED)
                 NAME(curved)(score, column[0] + r, &loss, &slope, &bend);
@@ -1071,6 +1080,20 @@ TARGET static void NAME(classes)(const table_t *x, int64_t from, int64_t end, in
         for (int64_t k = 0; k < classes; k++) NAME(plus)(p, slopes + GROUP * k, padded, sums + k * padded);
     }
     sums[classes * padded] = (total[0] + total[1]) + (total[2] + total[3]);
+}
+
+TARGET static double NAME(below)(const double *values, const double *weights, int64_t n, double most) {
+    const d4 limit = {most, most, most, most};
+    d4 a = {0}, b = {0};
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        a += (d4)((i4)NAME(load4)(weights + i) & (NAME(load4)(values + i) <= limit));
+        b += (d4)((i4)NAME(load4)(weights + i + 4) & (NAME(load4)(values + i + 4) <= limit));
+    }
+    a += b;
+    for (; i < n; i++)
+        if (values[i] <= most) a[0] += weights[i];
+    return (a[0] + a[1]) + (a[2] + a[3]);
 }
 
 #endif

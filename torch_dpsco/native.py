@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import math
 import os
 import zlib
 from collections.abc import Iterable, Sequence
@@ -48,7 +49,7 @@ WIDEST = 2**26  # columns for which the errors of norms are proved
 _BATCH, _GROUP = 32, 4  # of _kernel.c
 _KEPT_ROWS = 1024  # that are computed together
 SLOPES = {"given": 0, "sign": 1, "logistic": 2, "square": 3}
-LOSSES = {"curved": 0, "bent": 1}
+LOSSES = {"curved": 0, "bent": 1, "fixed": 2}
 
 _HERE = Path(__file__).parent
 _NAME = "_kernel.bin"
@@ -70,7 +71,8 @@ _ARGUMENTS = {
     "measure": "piiipiippp",  # first number, wide, stride, d, numbers, width, ..
     "images": "piiipipiiipp",
     "gram": "piiipipiiippipp",
-    "scored": "piiipipipppidpiippp",
+    "scored": "piiipipipppidpiipppp",
+    "below": "ppidip",
     "classes": "piiipipippppiiipp",
     "logs": "piddp",
     "gaussians": "ciidddppp",
@@ -332,6 +334,18 @@ class Table:
         memory = (part.data_ptr() for part in (scratch, self._shares, self.norms))
         _found()[0].dpsco_measure(*self._place[:-1], len(rows), *memory)
 
+    def distances(self, center: Tensor) -> Tensor:
+        """Returns distances of images from a point, (n,), where rows are cut and not moved; inf for bad rows."""
+        plain = [math.inf, 0.0, 0.0, 1.0, *center.tolist(), *[1.0] * len(center)]
+        if self.width != self._rows.shape[1] or self._numbers[0] < math.inf or self._numbers[4]:
+            raise ValueError("rows must be cut only: no constant, no center and no scale")
+        return Table(self._rows, [float(self._numbers[1]), *plain]).norms
+
+    @property
+    def shares(self) -> Tensor:
+        """What is left of each row's length where it is cut at last, (n,): 0 for a row that is not finite."""
+        return self._shares[1]
+
     @property
     def _place(self) -> tuple[int, ...]:
         rows = self._rows  # not kept: a copy of this has its own memory
@@ -399,6 +413,7 @@ class Table:
         *,
         kind: str = "curved",
         gain: float = 1.0,
+        scores: Tensor | None = None,
     ) -> Tensor:
         """Returns sums of weighted losses and of their gradients in the point, for each block of records.
 
@@ -406,27 +421,29 @@ class Table:
             columns: (5, n) float64: weights >= 0 (a record of weight 0 counts for nothing) and targets; of a loss that
                 is "curved", the logistic one, the largest slopes (or inf), the margins where they are reached (or
                 -inf), and the losses there; of one that is "bent", whose slope is a line in target * score between two
-                bounds, where the line is 0, and its bounds.
+                bounds, where the line is 0, and its bounds. (1, n) slopes, where they are "fixed".
             point: (width,) float64, contiguous.
             block: > 0, number of records of a block.
             bends: (n,) float64, contiguous, for weighted second derivatives; None for none.
             kind: of the loss, a name in `LOSSES`.
             gain: > 0, of the line.
+            scores: (n,) float64, contiguous, for the scores; None for none.
 
         Returns:
-            (blocks, width + 1) float64: gradients, and losses in the last column; each term of a block passes through
-            at most as many additions as it has records.
+            (blocks, at least width + 1) float64: gradients first, and losses in the last column; each term of a block
+            passes through at most as many additions as it has records.
         """
         n = len(self)
-        for part, size in (columns, 5 * n), (point, self.width), (bends, n):
+        _require(columns, n if kind == "fixed" else 5 * n, torch.float64)
+        for part, size in (point, self.width), (bends, n), (scores, n):
             _require(part, size, torch.float64)
         padded, weight, sums = self._padded(point.view(1, -1), block)
         scratch = weight.new_zeros(_BATCH, padded)
-        memory = scratch.data_ptr(), sums.data_ptr(), None if bends is None else bends.data_ptr()
+        memory = (None if part is None else part.data_ptr() for part in (scratch, sums, bends, scores))
         _found()[0].dpsco_scored(
             *self._all(columns), LOSSES[kind], gain, weight.data_ptr(), padded, block, *memory
         )
-        return torch.cat([sums[:, : self.width], sums[:, padded:]], dim=1)
+        return sums
 
     def classes(self, columns: Tensor, points: Tensor, block: int) -> tuple[Tensor, Tensor]:
         """Returns sums of weighted losses, (blocks,), and of their gradients in the points, for each block of records.
@@ -461,6 +478,23 @@ class Table:
         """Returns rows, shares, images and columns, as C wants them."""
         kept = None if self._kept is None else self._kept.data_ptr()
         return *self._place, len(self), self._shares.data_ptr(), kept, columns.data_ptr()
+
+
+def below(values: Tensor, weights: Tensor, most: float, block: int) -> Tensor:
+    """Returns the sum of the weights of numbers up to this, for each block of them; each passes `block` additions.
+
+    Args:
+        values: (n,) float64, contiguous; NaN is not counted.
+        weights: (n,) float64, contiguous.
+        most: number.
+        block: > 0.
+    """
+    for part in values, weights:
+        _require(part, weights.numel(), torch.float64)
+    sums = weights.new_zeros(-(-weights.numel() // block))
+    numbers = weights.numel(), most, block
+    _found()[0].dpsco_below(values.data_ptr(), weights.data_ptr(), *numbers, sums.data_ptr())
+    return sums
 
 
 def logs(words: npt.NDArray[Any], low: float, high: float, out: npt.NDArray[Any]) -> bool:

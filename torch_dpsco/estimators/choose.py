@@ -90,7 +90,9 @@ def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
     if task.lipschitz is None or task.smoothness is None or exact:
         return "output"
     if not task.pure:
-        return "noisy_gd" if _is_noisy(task) else "objective"
+        real = task.loss.target_kind == "real" and task.clipped is None
+        steps = "preconditioned_gd" if real else "noisy_gd"
+        return steps if _is_noisy(task) else "objective"
     if classes:
         return "output"
     try:

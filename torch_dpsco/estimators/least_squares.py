@@ -70,7 +70,7 @@ Source: docs/proofs/heads.md#what-is-released, docs/proofs/heads.md#steps-that-k
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, NamedTuple, TypeVar
@@ -98,7 +98,8 @@ from torch_dpsco.accounting.designs import is_exact
 from torch_dpsco.accounting.events import GDP, REPLACE_ONE, Gaussian
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.gradient_descent import DescentPlan, descend
-from torch_dpsco.estimators.objectives import class_sums, clipped_sum
+from torch_dpsco.estimators.near import ROUNDINGS, NearSums
+from torch_dpsco.estimators.objectives import class_sums, clipped_sum, row_losses
 from torch_dpsco.estimators.preparation import level_left, signal_to_noise
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.solvers import project, sum_terms
@@ -132,6 +133,7 @@ class PreconditionedGDPlan(DescentPlan):
 
     mechanism = "preconditioned_gd"
     share: ClassVar[float] = 0.3  # of the iterates, the last ones, that are averaged
+    momentum: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -219,6 +221,7 @@ class PreconditionedGDPlan(DescentPlan):
         task = self.task
         size = (self.task.num_scores, self.task.width)
         (noisy_gram,) = solved.sum(lambda part: (part.gram(part.weights),))
+        total = self.sums(solved, noisy_gram)
         row, column = torch.tril_indices(task.width, task.width, device=solved.device)
         # PRIVACY: to every entry that is used (test_each_round_gets_its_noise_once)
         noise = gaussian_vector(len(row), self.gram_std, generator)
@@ -238,16 +241,21 @@ class PreconditionedGDPlan(DescentPlan):
 
         solved.keep()
         return descend(
-            lambda w: self.gradient(solved, w.view(size)).flatten(),
+            lambda w: total(w.view(size)).flatten(),
             torch.zeros(task.parameters, dtype=torch.float64, device=solved.device),
             self.noise_std,
             generator,
             steps=self.steps,
             lr=self.step_size(values),
             radius=self.radius,
+            momentum=self.momentum,
             averaged=self._averaged,
             direction=direction,
         )
+
+    def sums(self, records: Records, gram: Tensor) -> Callable[[Tensor], Tensor]:
+        """Returns the sum of clipped gradients as a function of w: NOT private; X'X is for those that need it."""
+        return partial(self.gradient, records)
 
     def gradient(self, records: Records, w: Tensor) -> Tensor:
         """Returns the sum of clipped gradients at w, both (K, width): NOT private."""
@@ -273,7 +281,8 @@ def plan_preconditioned_gd(task: LinearTask) -> PreconditionedGDPlan:
     """Returns the numbers of preconditioned gradient descent for a task.
 
     Args:
-        task: its public numbers; delta > 0, no reg. residual_clip is the clip over the bound of rows.
+        task: its public numbers; delta > 0, no reg. residual_clip is the clip over the bound of rows. Losses of real
+            targets with bounded slopes get a `RobustPlan`.
 
     Raises:
         ConditionError: the loss is not smooth, tilted or adversarial, reg is given, or delta is 0.
@@ -283,6 +292,11 @@ def plan_preconditioned_gd(task: LinearTask) -> PreconditionedGDPlan:
         of records, on which the allowance for rounding rests.
     """
     PreconditionedGDPlan.require_covered(task)
+    if task.loss.target_kind == "real" and task.clipped is None and task.lipschitz is not None:
+        draft = RobustPlan(
+            task=task, steps=_ROBUST_STEPS, clip=task.lipschitz, noise_std=1.0, gram_std=1.0
+        )
+        return calibrated(draft, _ROBUST_SHARE)
     steps, share, clip = preconditioned_numbers(
         task.level, task.n, task.width, task.num_scores, _curvature(task), task.residual_clip
     )
@@ -707,6 +721,50 @@ class BoostedPlan(PreconditionedGDPlan):
     def step_size(self, eigenvalues: Tensor) -> float:
         """1: each round takes the last answer in whole."""
         return 1.0
+
+    @property
+    def _reach(self) -> float:
+        """How far a point moves a gradient by the clip, at most."""
+        return self.clip / (_curvature(self.task) * self.task.preparation.bound**2)
+
+    def sums(self, records: Records, gram: Tensor) -> Callable[[Tensor], Tensor]:
+        """As for other plans, from sums at points nearby where that is faster."""
+        losses = row_losses(self.task.loss, records, self.clip * (1 - _GUARD))
+        if losses is None or losses.kind != "bent":
+            return super().sums(records, gram)
+        near = NearSums(records, losses, self._reach, gram.clone())
+        return lambda w: near(w.flatten())
+
+
+_ROBUST_STEPS = 96
+_ROBUST_SHARE = 0.1  # of mu^2, for X'X
+
+
+@dataclass(frozen=True, kw_only=True)
+class RobustPlan(BoostedPlan):
+    """Public numbers of steps with momentum for losses of real targets with bounded slopes, whose bound is the clip.
+
+    Few records are in the curved part of such a loss, so that its curvature is a small share of X'X: rounds without
+    momentum would be slow.
+    """
+
+    mechanism = "preconditioned_gd"
+    momentum = 0.85
+
+    @staticmethod
+    def require_covered(task: LinearTask) -> None:
+        """Raises ConditionError for a task that the steps are not for."""
+        PreconditionedGDPlan.require_covered(task)
+
+    @property
+    def radius(self) -> float:
+        """Radius of the ball that iterates are projected on."""
+        corner = self.clip / self.task.preparation.bound / _curvature(self.task)
+        return min(self.task.radius, _FAR_CLIP * corner / self.task.preparation.bound)
+
+    def step_size(self, eigenvalues: Tensor) -> float:
+        """The whole step, where all records are in the curved part."""
+        return 1.0 / _curvature(self.task)
 
 
 def plan_boosted(task: LinearTask, rounds: int = _ROUNDS) -> BoostedPlan:

@@ -512,7 +512,6 @@ class LinearPlan(Plan):
         yield "assumed", f"all settings were chosen without a look at the records; {most}"
 
 
-_PART = 2**16  # rows
 _DISTANCE = 15.0  # |w| times the norm of rows: scores of about 15 / sqrt(d)
 KINK = (
     1e-3  # public smoothing, of a loss with a kink and of the norm of an adversarial objective
@@ -606,6 +605,7 @@ def _prepared(
     if units is None and task.prepare is not None:
         prepare = task.prepare.given
         measured = task.prepare
+    shrunk = False
     if task.bound_y is not None:
         bound = task.bound_y if measured is None else measured.bound_y or task.bound_y
         targets = targets.double().clamp(-bound, bound)  # NaN stays: a null record
@@ -613,16 +613,19 @@ def _prepared(
             targets = ((targets - units.location) / units.spread).clamp(
                 -task.bound_y, task.bound_y
             )
-            if task.preparation.whole:
-                targets = targets * torch.cat(
-                    [units.rows.shares(part) for part in torch.split(features, _PART)]
-                )
+            shrunk = task.preparation.whole
     elif classes is None:
         # PRIVACY: other labels would be longer gradients (test_a_label_that_is_no_sign_makes_a_null_record)
         signs = targets.double()
         targets = torch.where(signs.abs() == 1, signs, torch.nan)
     return Records(
-        features, targets, weights, num_classes=classes, prepare=prepare, block_rows=block_rows
+        features,
+        targets,
+        weights,
+        num_classes=classes,
+        prepare=prepare,
+        block_rows=block_rows,
+        shrunk=shrunk,
     )
 
 
