@@ -439,7 +439,9 @@ class Table:
             _require(part, size, torch.float64)
         padded, weight, sums = self._padded(point.view(1, -1), block)
         scratch = weight.new_zeros(_BATCH, padded)
-        memory = (None if part is None else part.data_ptr() for part in (scratch, sums, bends, scores))
+        memory = (
+            None if part is None else part.data_ptr() for part in (scratch, sums, bends, scores)
+        )
         _found()[0].dpsco_scored(
             *self._all(columns), LOSSES[kind], gain, weight.data_ptr(), padded, block, *memory
         )

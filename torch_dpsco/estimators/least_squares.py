@@ -98,10 +98,11 @@ from torch_dpsco.accounting.designs import is_exact
 from torch_dpsco.accounting.events import GDP, REPLACE_ONE, Gaussian
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.gradient_descent import DescentPlan, descend
-from torch_dpsco.estimators.near import ROUNDINGS, NearSums
-from torch_dpsco.estimators.objectives import class_sums, clipped_sum, row_losses
+from torch_dpsco.estimators.near import NEAR_ROWS, ROUNDINGS, NearSums
+from torch_dpsco.estimators.objectives import class_sums
 from torch_dpsco.estimators.preparation import level_left, signal_to_noise
 from torch_dpsco.estimators.records import Records
+from torch_dpsco.estimators.row_losses import clipped_sum, row_losses
 from torch_dpsco.estimators.solvers import project, sum_terms
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective
 from torch_dpsco.losses.table import SoftmaxCrossEntropy
@@ -134,6 +135,7 @@ class PreconditionedGDPlan(DescentPlan):
     mechanism = "preconditioned_gd"
     share: ClassVar[float] = 0.3  # of the iterates, the last ones, that are averaged
     momentum: ClassVar[float] = 0.0
+    roundings: ClassVar[float] = 1.0  # of a sum, over those of one that reads all records
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -188,7 +190,9 @@ class PreconditionedGDPlan(DescentPlan):
         largest = max(
             task.problem.lipschitz or 2 * self.clip, self.clip
         )  # slopes of twice the clip end at the clip
-        rounding = task.gradient_rounding(0.0, self.radius, largest, dim=size, most=most)
+        rounding = self.roundings * task.gradient_rounding(
+            0.0, self.radius, largest, dim=size, most=most
+        )
         # PRIVACY: both rounded up (test_no_record_moves_a_preconditioned_step_by_more_than_the_clip); margin of the
         # sums (docs/proofs/rounding.md#gradients-and-gaps-of-objectives)
         return safe(gram), safe(sides * self.clip + 2 * rounding)
@@ -698,6 +702,8 @@ class BoostedPlan(PreconditionedGDPlan):
 
     mechanism = "boosted_adassp"
     share = 0.5
+    # PRIVACY: sums near a point that was read are rounded more (test_the_rounding_of_sums_near_a_point_is_declared)
+    roundings = ROUNDINGS
 
     @staticmethod
     def require_covered(task: LinearTask) -> None:
@@ -730,7 +736,7 @@ class BoostedPlan(PreconditionedGDPlan):
     def sums(self, records: Records, gram: Tensor) -> Callable[[Tensor], Tensor]:
         """As for other plans, from sums at points nearby where that is faster."""
         losses = row_losses(self.task.loss, records, self.clip * (1 - _GUARD))
-        if losses is None or losses.kind != "bent":
+        if losses is None or losses.kind != "bent" or records.count < NEAR_ROWS:
             return super().sums(records, gram)
         near = NearSums(records, losses, self._reach, gram.clone())
         return lambda w: near(w.flatten())

@@ -475,7 +475,7 @@ class QuantileRegressor(Regressor):
         >>> X = np.linspace(-1, 1, 2000).reshape(-1, 1)
         >>> model = QuantileRegressor(epsilon=8.0, n=2000, bound_x=1.0, bound_y=3.0).fit(X, 2 * X[:, 0])
         >>> model.mechanism_
-        'noisy_gd'
+        'preconditioned_gd'
 
     Source:
         docs/proofs/objective.md; docs/proofs/output.md#a-duality-gap-certifies

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_dpsco.estimators.records import Records, RowLosses
+from torch_dpsco.estimators.records import Records, RowLosses, pairwise
+from torch_dpsco.estimators.solvers import BLOCK_ROWS
 
 ROUNDINGS = 6.0  # times those of a sum over all records, where the way is within the reach
 _FEW = 16  # one record in so many may be close to a bound
 _CALM = 0.5  # of the reach: a step that short may be near the next ones
 _AHEAD = 8.0  # times the last step: how far the next points may be
-_LEAST_ROWS = 4096  # below, a reading of all is as fast
+NEAR_ROWS = 4096  # below, a reading of all is as fast
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,14 @@ class _Place:
             inside = (line > low) & (line < high)
             less = torch.where(inside, change, 0.0)
             cut = (line + change).clamp(low, high) - line.clamp(low, high)
-            total = total + (weight * (cut - less)) @ rows
+            total = total + _added(rows, weight * (cut - less))
         return total
+
+
+def _added(rows: Tensor, by: Tensor) -> Tensor:
+    """Returns by' rows, each term of which passes as many additions as in a sum over records."""
+    parts = zip(by.split(BLOCK_ROWS), rows.split(BLOCK_ROWS), strict=True)
+    return pairwise(torch.stack([some.T @ part for some, part in parts]))
 
 
 class NearSums:
@@ -98,8 +105,7 @@ class NearSums:
         last = self._last
         self._last = point.clone()
         step = math.inf if last is None else float((point - last).norm())
-        calm = step <= _CALM * self._reach and self._records.count >= _LEAST_ROWS
-        if calm and self._uses >= self._price:
+        if step <= _CALM * self._reach and self._uses >= self._price:
             self._uses = 0
             return self._read(point, step)
         return self._records.scored(point, self._losses)[1]
@@ -131,7 +137,8 @@ class NearSums:
         if len(few) <= most:
             rows = records.select(few)
             share = (sign[few] * sign[few] * weights[few]).unsqueeze(1)
-            matrix = gain * (self._whole - (share * rows).T @ rows)
+            outside = _added(rows, share * rows) if len(few) else 0.0
+            matrix = gain * (self._whole - outside)
         else:
             matrix = records.gram(torch.where(inside, weights * sign * steep, 0.0))
             self._price = 4 + records.dim / 8

@@ -35,18 +35,14 @@ from torch import Tensor
 from torch_dpsco._validate import choice, finite, nonnegative, positive, typed
 from torch_dpsco.accounting.analysis.rounding import gamma
 from torch_dpsco.errors import ConditionError, NotCertifiedError
-from torch_dpsco.estimators.records import Objective, PairwiseSum, Records, RowLosses
+from torch_dpsco.estimators.records import Objective, PairwiseSum, Records
+from torch_dpsco.estimators.row_losses import row_losses
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.losses.table import (
     ClippedRows,
-    Huber,
-    Logistic,
     MarginLoss,
     ResidualClipped,
-    SmoothedHinge,
-    SmoothedPinball,
     SoftmaxCrossEntropy,
-    Squared,
     scalar_loss,
 )
 
@@ -115,11 +111,14 @@ class SumObjective(Objective):
     def completed(self, losses: Tensor, slopes: Tensor, point: Tensor) -> tuple[float, Tensor]:
         """F(w) and its gradient, of the sums of losses and gradients over the records."""
         value = losses / self.normalizer + self.reg / 2 * (point @ point)
-        gradient = slopes / self.normalizer + self.reg * point
         if self.linear_term is not None:
             value = value + self.linear_term @ point
-            gradient = gradient + self.linear_term
-        return float(value), gradient
+        return float(value), self.with_rest(slopes, point)
+
+    def with_rest(self, slopes: Tensor, point: Tensor) -> Tensor:
+        """The gradient, of the sum of those of the records."""
+        gradient = slopes / self.normalizer + self.reg * point
+        return gradient if self.linear_term is None else gradient + self.linear_term
 
     def linear_size(self) -> float:
         """||q||, rounded up."""
@@ -203,6 +202,11 @@ class LinearObjective(SumObjective):
         _, value, gradient = self._last
         return value, gradient.clone()
 
+    def gradient(self, point: Tensor) -> Tensor:
+        """The gradient alone, of a point that will not be asked for again."""
+        slopes = self.records.sum(partial(value_and_gradient, self.loss, point))[1]
+        return self.with_rest(slopes, point)
+
     def hessian(self, point: Tensor) -> Tensor:
         """X^T diag(c phi'')X/N + reg I, by blocks; O(n d^2)."""
         loss = self.loss
@@ -250,73 +254,11 @@ class LinearObjective(SumObjective):
 def value_and_gradient(
     loss: TableLoss | ResidualClipped, point: Tensor, part: Records
 ) -> tuple[Tensor, Tensor]:
+    """Returns the sums of the losses of records in memory, and of their gradients."""
     losses = row_losses(loss, part)
     if losses is None:
         return part.fold(point, partial(_terms, loss, part))
     return part.scored(point, losses)
-
-
-def clipped_sum(loss: TableLoss, clip: float, point: Tensor, part: Records) -> tuple[Tensor]:
-    """Returns the sum of gradients of a loss of one score, (d,), each cut to this length."""
-    losses = row_losses(loss, part, clip)
-    if losses is not None:
-        return (part.scored(point, losses)[1],)
-    limits = part.once(("limits", clip), lambda: clip / part.norms)
-
-    def terms(scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        slopes = loss.derivative(scores, part.targets[rows])
-        weights = part.weights[rows]
-        return weights, weights * slopes.clamp(-limits[rows], limits[rows])
-
-    return (part.fold(point, terms)[1],)
-
-
-def row_losses(
-    loss: TableLoss | ResidualClipped, part: Records, clip: float = math.inf
-) -> RowLosses | None:
-    """Returns the losses of records for C; None where it does not know them, or cannot read the records.
-
-    Args:
-        loss: of one score.
-        part: records in memory.
-        clip: largest length of a gradient.
-    """
-    table = loss.unclipped
-    line = _line(table)
-    if not part.in_c or (line is None and type(table) is not Logistic):
-        return None
-
-    def made() -> RowLosses:
-        weights = part.weights
-        limits = torch.minimum(loss.limits(part.norms), clip / part.norms)
-        if line is None:
-            corners = table.corner(limits)
-            columns = [weights, part.targets, limits, corners, table.curve(corners)]
-            return RowLosses(torch.stack(columns), "curved", 1.0)
-        gain, low, high = line
-        ones = torch.ones_like(weights)
-        sign, zero = (
-            (part.targets, ones) if table.target_kind == "sign" else (ones, part.targets)
-        )
-        limits = limits / sign.abs()
-        columns = [weights, sign, zero, (-limits).clamp(min=low), limits.clamp(max=high)]
-        return RowLosses(torch.stack(columns), "bent", gain)
-
-    return part.once(("losses", loss, clip), made)
-
-
-def _line(loss: TableLoss) -> tuple[float, float, float] | None:
-    """Returns gain and bounds of a slope that is a line between two bounds, in score - y or in y score - 1."""
-    known = type(loss)  # a class that is derived may be another loss
-    if known is Squared:
-        return 1.0, -math.inf, math.inf
-    if isinstance(loss, Huber) and known is Huber:
-        return 1.0, -loss.threshold, loss.threshold
-    if isinstance(loss, SmoothedPinball) and known is SmoothedPinball:
-        return 1.0 / loss.width, -loss.quantile, 1.0 - loss.quantile
-    if isinstance(loss, SmoothedHinge) and known is SmoothedHinge:
-        return 1.0 / loss.width, -1.0, 0.0
-    return None
 
 
 def _terms(

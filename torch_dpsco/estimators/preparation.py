@@ -311,9 +311,7 @@ class PrivatePreparation:
         if not self.spreads:
             return Units(rows, location)
         ends = bound / _LEAST_SPREAD, 2 * bound
-        spread = counter.quantile(
-            partial(_gaps, location), total / 2, ends, SPREAD_COUNTS
-        )
+        spread = counter.quantile(partial(_gaps, location), total / 2, ends, SPREAD_COUNTS)
         return Units(rows, location, spread)
 
     def _center(self, records: Records, std: float, total: float, source: Source) -> Tensor:

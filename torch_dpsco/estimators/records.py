@@ -69,7 +69,8 @@ class Objective(ABC):
 
 RawPart = tuple[Tensor, Tensor, Tensor]  # features, targets, weights
 _BLOCK_ROWS = 1024
-_TILED_ROWS = 31 * 1024  # each passes 32 additions in a tile, and those of 992 tiles
+_TILED_ROWS = 16 * 1024  # each passes 32 additions in a tile, and those of 512 tiles
+_SHORT = 32  # columns up to which reading what was computed is faster than computing it
 _WIDE = 128  # from which a product in BLAS is faster
 _BLOCK_ENTRIES = 2**22  # 32 MiB of float64: wide rows come in shorter blocks
 _KEPT_ENTRIES = (
@@ -286,8 +287,9 @@ class Records:
         return pairwise(losses), pairwise(slopes)
 
     def keep(self) -> None:
-        """Computes prepared rows once where they take little memory, since they will be read many times."""
-        if self._table is not None and self.count * (self.dim + 3) <= _KEPT_ENTRIES:
+        """Computes short prepared rows once where they take little memory, since they will be read many times."""
+        few = self.count * (self.dim + 3) <= _KEPT_ENTRIES
+        if self._table is not None and self.dim <= _SHORT and few:
             self._table.keep(self._used)
 
     def _read(self, block: Tensor) -> Tensor:
@@ -303,7 +305,8 @@ class Records:
     def combine(self, slopes: Tensor) -> Tensor:
         """X^T r, shape (d,), for r of shape (n,)."""
         if self._table is not None:
-            # PRIVACY: the image of a record with a bad target is not 0 (test_a_null_record_adds_nothing_to_a_combination)
+            # PRIVACY: the image of a record with a bad target is not 0
+            # (test_a_null_record_adds_nothing_to_a_combination)
             slopes = torch.where(self._used, slopes, 0.0)
             fixed = RowLosses(slopes.view(1, -1), "fixed", 1.0)
             return self.scored(self._zeros(self.dim), fixed)[1]
@@ -338,9 +341,9 @@ class Records:
         """X^T diag(c) X, shape (d, d), for c of shape (n,)."""
         total = PairwiseSum(self._zeros(self.dim, self.dim))
         if self._table is not None and self.dim < _WIDE:
-            rows = self._rows if self._rows < _BLOCK_ROWS else _TILED_ROWS
-            for start in range(0, self.count, rows):
-                total.add(self._table.gram(curvatures, start, start + rows))
+            step = self._rows if self._rows < _BLOCK_ROWS else _TILED_ROWS
+            for start in range(0, self.count, step):
+                total.add(self._table.gram(curvatures, start, start + step))
             return total.result()
         if bool((curvatures >= 0).all()):
             roots = curvatures.sqrt()

@@ -605,7 +605,6 @@ def _prepared(
     if units is None and task.prepare is not None:
         prepare = task.prepare.given
         measured = task.prepare
-    shrunk = False
     if task.bound_y is not None:
         bound = task.bound_y if measured is None else measured.bound_y or task.bound_y
         targets = targets.double().clamp(-bound, bound)  # NaN stays: a null record
@@ -613,7 +612,6 @@ def _prepared(
             targets = ((targets - units.location) / units.spread).clamp(
                 -task.bound_y, task.bound_y
             )
-            shrunk = task.preparation.whole
     elif classes is None:
         # PRIVACY: other labels would be longer gradients (test_a_label_that_is_no_sign_makes_a_null_record)
         signs = targets.double()
@@ -625,7 +623,7 @@ def _prepared(
         num_classes=classes,
         prepare=prepare,
         block_rows=block_rows,
-        shrunk=shrunk,
+        shrunk=units is not None and task.bound_y is not None and task.preparation.whole,
     )
 
 
