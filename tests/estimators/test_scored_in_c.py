@@ -218,9 +218,9 @@ def check_counts() -> None:
     """Weights of values up to a number: ties count, NaN and infinity do not."""
     for n in (0, 1, 3, 7, 8, 9, 31, 1024, 1025, 3000):
         values = torch.arange(n).double() % 7
-        if n > 4:
-            values[1], values[2], values[3] = NAN, INF, -INF
-        weights = (torch.arange(n) % 3).double() / 2
+        if n > 9:
+            values[4], values[5], values[6] = NAN, INF, -INF
+        weights = (torch.arange(n) % 3 + 1).double() / 2
         sums = native.below(values, weights, 3.0, 1024)
         assert len(sums) == -(-n // 1024)
         chosen = [w for v, w in zip(values.tolist(), weights.tolist(), strict=True) if v <= 3.0]
