@@ -169,6 +169,20 @@ def test_a_loud_run_is_not_read_again_and_again():
     assert tried[-1] >= 96
 
 
+def test_records_at_a_bound_end_the_search_for_a_reach():
+    plan = PLANS["huber"](n=6000, dim=1)
+    rows, targets = torch.ones(6000, 1, dtype=DOUBLE), torch.full((6000,), 0.3, dtype=DOUBLE)
+    records = Records(rows, targets, prepare=Preparation(1.0, intercept=0.5))
+    losses = row_losses(plan.task.loss, records)
+    assert losses is not None
+    sums = NearSums(records, losses, plan._reach, records.gram(records.weights))
+    for point in (1e-3, 0.0, 0.0, 1e-9):
+        sums._uses = math.inf
+        found = sums(torch.full((2,), point, dtype=DOUBLE))
+        assert found.isfinite().all()
+        assert sums._place is None
+
+
 def test_records_that_c_does_not_read_are_all_read(monkeypatch: pytest.MonkeyPatch):
     plan = PLANS["huber"](n=5000)
     records = records_of(5000, 3, 2)

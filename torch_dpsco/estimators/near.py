@@ -67,9 +67,9 @@ class _Place:
 
 
 def _added(rows: Tensor, by: Tensor) -> Tensor:
-    """Returns by' rows, each term of which passes as many additions as in a sum over records."""
-    parts = zip(by.split(BLOCK_ROWS), rows.split(BLOCK_ROWS), strict=True)
-    return pairwise(torch.stack([some.T @ part for some, part in parts]))
+    """Returns `by` (.., n) times rows (n, d), each term of which passes as many additions as in a sum over records."""
+    parts = zip(by.split(BLOCK_ROWS, dim=-1), rows.split(BLOCK_ROWS), strict=True)
+    return pairwise(torch.stack([some @ part for some, part in parts]))
 
 
 class NearSums:
@@ -125,7 +125,7 @@ class NearSums:
         most = records.count // _FEW
         reach = min(_AHEAD * step, self._reach)
         close = within <= reach
-        while int(close.sum()) > most:
+        while reach > step and int(close.sum()) > most:
             reach /= 2
             close = within <= reach
         if reach <= step:
@@ -137,7 +137,7 @@ class NearSums:
         if len(few) <= most:
             rows = records.select(few)
             share = (sign[few] * sign[few] * weights[few]).unsqueeze(1)
-            outside = _added(rows, share * rows) if len(few) else 0.0
+            outside = _added(rows, (share * rows).T) if len(few) else 0.0
             matrix = gain * (self._whole - outside)
         else:
             matrix = records.gram(torch.where(inside, weights * sign * steep, 0.0))
