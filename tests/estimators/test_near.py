@@ -198,6 +198,7 @@ def test_losses_with_bounded_slopes_are_never_cut_and_spend_their_level():
         plan = plan_preconditioned_gd(given)
         assert isinstance(plan, RobustPlan)
         assert plan.clip == given.lipschitz
+        assert 0.84 < plan.momentum < 0.94
         assert given.level * (1 - 1e-9) < plan.own_event().mu <= given.level
         assert plan.step_size(torch.ones(4)) * given.smoothness == pytest.approx(
             given.preparation.bound**2

@@ -134,7 +134,6 @@ class PreconditionedGDPlan(DescentPlan):
 
     mechanism = "preconditioned_gd"
     share: ClassVar[float] = 0.3  # of the iterates, the last ones, that are averaged
-    momentum: ClassVar[float] = 0.0
     roundings: ClassVar[float] = 1.0  # of a sum, over those of one that reads all records
 
     def __post_init__(self) -> None:
@@ -161,6 +160,11 @@ class PreconditionedGDPlan(DescentPlan):
     def ridge(self) -> float:
         """What is added to the noisy X'X, beside reg."""
         return ridge_of(self.gram_std, self.task.width)
+
+    @property
+    def momentum(self) -> float:
+        """In [0, 1)."""
+        return 0.0
 
     @property
     def radius(self) -> float:
@@ -212,9 +216,13 @@ class PreconditionedGDPlan(DescentPlan):
             (
                 f"{self.steps} on all records, gradients clipped at {self.clip:.3g}, preconditioned"
                 f" by X'X with noise of std {self.gram_std:.3g} and a ridge of {self.ridge:.3g};"
-                f" answer: the mean of the last {self._averaged}"
+                f" answer: the mean of the last {self._averaged}{self._pushed}"
             ),
         )
+
+    @property
+    def _pushed(self) -> str:
+        return f", with momentum {self.momentum:.3g}" if self.momentum else ""
 
     @property
     def _averaged(self) -> int:
@@ -744,6 +752,7 @@ class BoostedPlan(PreconditionedGDPlan):
 
 _ROBUST_STEPS = 96
 _ROBUST_SHARE = 0.1  # of mu^2, for X'X
+_FRICTION = 0.15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -755,12 +764,17 @@ class RobustPlan(BoostedPlan):
     """
 
     mechanism = "preconditioned_gd"
-    momentum = 0.85
 
     @staticmethod
     def require_covered(task: LinearTask) -> None:
         """Raises ConditionError for a task that the steps are not for."""
         PreconditionedGDPlan.require_covered(task)
+
+    @property
+    def momentum(self) -> float:
+        """More for a quantile other than the median, whose loss has a narrower curved part."""
+        quantile = getattr(self.task.loss, "quantile", 0.5)
+        return 1.0 - _FRICTION * math.sqrt(2 * min(quantile, 1 - quantile))
 
     @property
     def radius(self) -> float:
