@@ -302,11 +302,8 @@ def linear_attack(n: int, d: int, slope: str) -> Callable[[Numbers], float]:
         weight = torch.tensor(values[n * (d + 1) :])
 
         def added(part: slice) -> Numbers:
-            total = torch.zeros(d + 1, dtype=DOUBLE)
-            return native.add_linear(
-                rows[part], targets[part].contiguous(), None, total, limit=limit, scale=scale, slope=slope,
-                weight=weight, bias=-0.3,
-            ).tolist()  # fmt: skip
+            records = native.Linear(rows[part], targets[part].contiguous(), None, slope)
+            return records.sum(limit, scale, weight, -0.3).tolist()
 
         alone = [added(slice(i, i + 1)) for i in range(n)]
         together, most = added(slice(0, n)), 0.0
@@ -418,7 +415,7 @@ def slope_attack(weight: float, limit: float) -> Callable[[Numbers], float]:
             1, n
         )
         columns[1] = targets
-        sums, most = table.logistic(columns, torch.ones(1, dtype=DOUBLE), 1), 0.0
+        sums, most = table.scored(columns, torch.ones(1, dtype=DOUBLE), 1), 0.0
         with mpmath.workdps(60):
             for x, y, found in zip(
                 rows.tolist(), targets.tolist(), sums[:, 0].tolist(), strict=True

@@ -34,7 +34,7 @@
 #define BROAD 16
 #define PANELS 4 /* of BROAD inputs, that stay in cache */
 #define BATCH 32       /* images of rows, that stay there */
-#define COLUMNS 5      /* of records: weight, target, limit of the slope, corner, loss there */
+#define COLUMNS 5      /* of records */
 #define FEW ((uint64_t)1 << 40) /* words whose V is not known well enough */
 #define TINY 1e-100    /* norms whose squares neither underflow */
 #define VAST 1e100     /* nor overflow */
@@ -49,6 +49,7 @@ typedef int32_t i8 __attribute__((vector_size(32)));
 typedef uint32_t u8 __attribute__((vector_size(32)));
 
 enum { GIVEN, SIGN, LOGISTIC, SQUARE };
+enum { CURVED, BENT, FIXED }; /* losses of records */
 
 typedef struct {
     const float *rows;
@@ -194,19 +195,6 @@ API void dpsco_images(const void *rows, int64_t wide, int64_t stride, int64_t d,
              out + r * width, width);
 }
 
-/* Of each block of rows the sums of weighted gradients in the point, `padded` numbers, and of losses, 1: of the logistic
-   loss of score times target, straight below its corner. The point is padded with zeros to a multiple of 4; scratch
-   has room for BATCH such rows, and is 0. bends[i] = second derivative, weighted, unless they are not wanted. */
-API void dpsco_logistic(const void *rows, int64_t wide, int64_t stride, int64_t d, const double *numbers,
-                        int64_t width, const double *norms, int64_t n, const double *shares, const double *columns,
-                        const double *point, int64_t padded, int64_t block, double *scratch, double *sums,
-                        double *bends) {
-    table_t x = {rows, numbers, wide, stride, d, width, norms};
-    for (int64_t from = 0; from < n; from += block, sums += padded + 1)
-        CALL(logistic, &x, from, n - from < block ? n : from + block, n, shares, columns, point, padded, scratch, sums,
-             bends);
-}
-
 /* out = sum of weights[i] image_i image_i' over n rows from `start` on: (padded, padded), padded a multiple of 8. Scratch
    has room for 2 BATCH such rows, and is 0, as is out. */
 API void dpsco_gram(const void *rows, int64_t wide, int64_t stride, int64_t d, const double *numbers,
@@ -266,6 +254,40 @@ API void dpsco_outer(const float *g, int64_t g_stride, int64_t out, const float 
                      int64_t d, const double *weights, int64_t tile, float *space, float *total, double *bias) {
     rows_t x = {rows, 0, stride, n, d};
     CALL(outer, g, g_stride, out, &x, weights, tile, space, total, bias);
+}
+
+/* Of each block of rows the sums of weighted gradients in the point, `padded` numbers, and of losses, 1. The loss of a
+   score is logistic (CURVED), or one whose slope is a line between two bounds (BENT); see `curved` and `bent` for the
+   columns; or slopes are the only column (FIXED). The point is padded with zeros to a multiple of 4; scratch has room for BATCH such rows, and is 0. Images are
+   computed, or read where they are kept: n + GROUP rows of `padded` numbers. bends[i] = second derivative, weighted,
+   unless they are not wanted; found[i] = score, likewise. */
+API void dpsco_scored(const void *rows, int64_t wide, int64_t stride, int64_t d, const double *numbers, int64_t width,
+                      const double *norms, int64_t n, const double *shares, const double *kept, const double *columns,
+                      int64_t kind, double gain, const double *point, int64_t padded, int64_t block, double *scratch,
+                      double *sums, double *bends, double *found) {
+    table_t x = {rows, numbers, wide, stride, d, width, norms};
+    for (int64_t from = 0; from < n; from += block, sums += padded + 1)
+        CALL(scored, &x, from, n - from < block ? n : from + block, n, shares, kept, columns, kind, gain, point, padded,
+             scratch, sums, bends, found);
+}
+
+/* Of each block of rows the sums of weighted gradients in `classes` points, and of losses, 1, of the softmax
+   cross-entropy; columns are weight, class, and the largest norm of the slopes, to which they are cut. Scratch has room
+   for GROUP rows and as many numbers for each class; the rest as in `dpsco_scored`. */
+API void dpsco_classes(const void *rows, int64_t wide, int64_t stride, int64_t d, const double *numbers, int64_t width,
+                       const double *norms, int64_t n, const double *shares, const double *kept, const double *columns,
+                       const double *points, int64_t classes, int64_t padded, int64_t block, double *scratch,
+                       double *sums) {
+    table_t x = {rows, numbers, wide, stride, d, width, norms};
+    for (int64_t from = 0; from < n; from += block, sums += classes * padded + 1)
+        CALL(classes, &x, from, n - from < block ? n : from + block, n, shares, kept, columns, points, classes, padded,
+             scratch, sums);
+}
+
+/* Of each block of n records the sum of the weights of those whose value is at most this. */
+API void dpsco_below(const double *values, const double *weights, int64_t n, double most, int64_t block, double *sums) {
+    for (int64_t from = 0; from < n; from += block)
+        *sums++ = CALL(below, values + from, weights + from, n - from < block ? n - from : block, most);
 }
 
 #else /* once for each kind of processor */
@@ -639,9 +661,9 @@ TARGET static inline d4 NAME(log_plus)(d4 e) {
     return (s + s) + (s + s) * (z * sum);
 }
 
-/* Loss, slope and second derivative of four records, weighted; columns are BATCH long. NaN for a score that is not
-   finite. */
-TARGET static inline void NAME(terms)(d4 score, const double *columns, d4 *loss, d4 *slope, d4 *bend) {
+/* Logistic loss of four records, straight below its corner, its slope and second derivative, weighted; columns are BATCH
+   long: weight, target, limit of the slope, corner, loss there. NaN for a score that is not finite. */
+TARGET static inline void NAME(curved)(d4 score, const double *columns, d4 *loss, d4 *slope, d4 *bend) {
     const d4 zero = {0}, most = {700.0, 700.0, 700.0, 700.0};
     d4 weight = NAME(load4)(columns), target = NAME(load4)(columns + BATCH), limit = NAME(load4)(columns + 2 * BATCH);
     d4 corner = NAME(load4)(columns + 3 * BATCH), margin = target * score;
@@ -653,51 +675,6 @@ TARGET static inline void NAME(terms)(d4 score, const double *columns, d4 *loss,
     *loss = weight * NAME(where)(margin < corner, line, curve);
     *slope = weight * NAME(where)(pull > limit, limit, NAME(where)(pull < -limit, -limit, pull));
     *bend = (d4)((i4)(weight * target * target * (e * part * part)) & (pull < limit) & (pull > -limit));
-}
-
-/* Sums of the rows from `from` up to `end`, of n. */
-TARGET static void NAME(logistic)(const table_t *x, int64_t from, int64_t end, int64_t n, const double *shares,
-                                  const double *columns, const double *point, int64_t padded, double *scratch,
-                                  double *sums, double *bends) {
-    d4 total = {0};
-    for (int64_t start = from; start < end; start += BATCH) {
-        int64_t count = end - start < BATCH ? end - start : BATCH;
-        double column[COLUMNS][BATCH] = {{0}}, scores[BATCH];
-        for (int k = 0; k < COLUMNS; k++) memcpy(column[k], columns + k * n + start, 8 * count);
-        for (int64_t r = 0; r < count; r += GROUP) {
-            int64_t i = start + r, few = count - r < GROUP ? count - r : GROUP;
-            double *p = scratch + r * padded;
-            d4 a = {0}, b = {0}, c = {0}, e = {0};
-            NAME(counted)(x, i, few, shares + i, shares + n + i, column[0] + r, p, padded);
-            for (int64_t j = 0; j < padded; j += 4) {
-                d4 w = NAME(load4)(point + j);
-                a += NAME(load4)(p + j) * w, b += NAME(load4)(p + padded + j) * w;
-                c += NAME(load4)(p + 2 * padded + j) * w, e += NAME(load4)(p + 3 * padded + j) * w;
-            }
-            d4 score = {(a[0] + a[1]) + (a[2] + a[3]), (b[0] + b[1]) + (b[2] + b[3]),
-                        (c[0] + c[1]) + (c[2] + c[3]), (e[0] + e[1]) + (e[2] + e[3])};
-            memcpy(scores + r, &score, sizeof score);
-        }
-        for (int64_t r = 0; r < count; r += GROUP) {
-            d4 loss, slope, bend;
-            NAME(terms)(NAME(load4)(scores + r), column[0] + r, &loss, &slope, &bend);
-            total += loss;
-            memcpy(scores + r, &slope, sizeof slope); /* from here on */
-            if (bends) memcpy(bends + start + r, &bend, 8 * (count - r < GROUP ? count - r : GROUP));
-        }
-        for (int64_t r = 0; r < count; r += GROUP) {
-            const double *p = scratch + r * padded;
-            d4 slopes[GROUP];
-            for (int k = 0; k < GROUP; k++)
-                slopes[k] = (d4){scores[r + k], scores[r + k], scores[r + k], scores[r + k]};
-            for (int64_t j = 0; j < padded; j += 4) {
-                d4 sum = NAME(load4)(sums + j);
-                for (int k = 0; k < GROUP; k++) sum += NAME(load4)(p + k * padded + j) * slopes[k];
-                memcpy(sums + j, &sum, sizeof sum);
-            }
-        }
-    }
-    sums[padded] = (total[0] + total[1]) + (total[2] + total[3]);
 }
 
 /* Adds the products of at most BATCH rows from `start` on, on the diagonal and above it: in tiles of 4 x 8. */
@@ -1027,6 +1004,149 @@ TARGET static void NAME(outer)(const float *g, int64_t g_stride, int64_t out, co
                 }
             }
     }
+}
+
+/* ---- records of linear models: each row is read once for its scores and for what it adds ---- */
+
+/* As `curved`, of a loss whose slope in target * score is a line of this gain between two bounds; columns: weight,
+   target, where the line is 0, least and largest slope. */
+TARGET static inline void NAME(bent)(d4 score, const double *columns, double gain, d4 *loss, d4 *slope, d4 *bend) {
+    d4 weight = NAME(load4)(columns), target = NAME(load4)(columns + BATCH), zero = NAME(load4)(columns + 2 * BATCH);
+    d4 low = NAME(load4)(columns + 3 * BATCH), high = NAME(load4)(columns + 4 * BATCH);
+    d4 place = (target * score - zero) * gain + (score - score); /* NaN, which no bound cuts */
+    d4 cut = NAME(where)(place > high, high, NAME(where)(place < low, low, place));
+    *loss = weight * (cut * (place - cut * 0.5)) / gain;
+    *slope = weight * target * cut;
+    *bend = (d4)((i4)(weight * target * target * gain) & (place <= high) & (place >= low));
+}
+
+/* Places of GROUP images from i on, of which `count` are wanted: those that are kept, or computed into p. */
+TARGET static inline const double *NAME(read)(const table_t *x, const double *kept, int64_t i, int64_t count,
+                                              int64_t n, const double *shares, const double *weights, int64_t padded,
+                                              double *p) {
+    if (kept) return kept + i * padded;
+    NAME(counted)(x, i, count, shares + i, shares + n + i, weights, p, padded);
+    return p;
+}
+
+/* Products of GROUP images with a point. */
+TARGET static inline d4 NAME(times)(const double *p, const double *point, int64_t padded) {
+    d4 a = {0}, b = {0}, c = {0}, e = {0};
+    for (int64_t j = 0; j < padded; j += 4) {
+        d4 w = NAME(load4)(point + j);
+        a += NAME(load4)(p + j) * w, b += NAME(load4)(p + padded + j) * w;
+        c += NAME(load4)(p + 2 * padded + j) * w, e += NAME(load4)(p + 3 * padded + j) * w;
+    }
+    return (d4){(a[0] + a[1]) + (a[2] + a[3]), (b[0] + b[1]) + (b[2] + b[3]), (c[0] + c[1]) + (c[2] + c[3]),
+                (e[0] + e[1]) + (e[2] + e[3])};
+}
+
+/* sums += slopes times GROUP images. */
+TARGET static inline void NAME(plus)(const double *p, const double *slopes, int64_t padded, double *sums) {
+    d4 by[GROUP];
+    for (int k = 0; k < GROUP; k++) by[k] = (d4){slopes[k], slopes[k], slopes[k], slopes[k]};
+    for (int64_t j = 0; j < padded; j += 4) {
+        d4 sum = NAME(load4)(sums + j);
+        for (int k = 0; k < GROUP; k++) sum += NAME(load4)(p + k * padded + j) * by[k];
+        memcpy(sums + j, &sum, sizeof sum);
+    }
+}
+
+/* Sums of the rows from `from` up to `end`, of n. */
+TARGET static void NAME(scored)(const table_t *x, int64_t from, int64_t end, int64_t n, const double *shares,
+                                const double *kept, const double *columns, int64_t kind, double gain,
+                                const double *point, int64_t padded, double *scratch, double *sums, double *bends,
+                                double *found) {
+    d4 total = {0};
+    const int64_t batch = padded > CACHED / BATCH ? GROUP : BATCH; /* images that stay in cache */
+    for (int64_t start = from; start < end; start += batch) {
+        int64_t count = end - start < batch ? end - start : batch;
+        const double *p[BATCH / GROUP];
+        double column[COLUMNS][BATCH] = {{0}}, scores[BATCH];
+        for (int k = 0; k < (kind == FIXED ? 1 : COLUMNS); k++)
+            memcpy(column[k], columns + k * n + start, 8 * count);
+        for (int64_t r = 0; r < count; r += GROUP) {
+            int64_t few = count - r < GROUP ? count - r : GROUP;
+            p[r / GROUP] = NAME(read)(x, kept, start + r, few, n, shares, column[0] + r, padded, scratch + r * padded);
+            d4 score = kind == FIXED ? NAME(load4)(column[0] + r) : NAME(times)(p[r / GROUP], point, padded);
+            memcpy(scores + r, &score, sizeof score);
+        }
+        if (found) memcpy(found + start, scores, 8 * count);
+        for (int64_t r = 0; kind != FIXED && r < count; r += GROUP) {
+            d4 loss, slope, bend, score = NAME(load4)(scores + r);
+            if (kind == CURVED)
+                NAME(curved)(score, column[0] + r, &loss, &slope, &bend);
+            else
+                NAME(bent)(score, column[0] + r, gain, &loss, &slope, &bend);
+            total += loss;
+            memcpy(scores + r, &slope, sizeof slope); /* from here on */
+            if (bends) memcpy(bends + start + r, &bend, 8 * (count - r < GROUP ? count - r : GROUP));
+        }
+        for (int64_t r = 0; r < count; r += GROUP) NAME(plus)(p[r / GROUP], scores + r, padded, sums);
+    }
+    sums[padded] = (total[0] + total[1]) + (total[2] + total[3]);
+}
+
+/* Scores of four records into chances, and chances into slopes, of length at most `limit`, weighted: returns losses. */
+TARGET static inline d4 NAME(softmax)(double *scores, int64_t classes, d4 weight, d4 label, d4 limit) {
+    const d4 zero = {0}, far = {700.0, 700.0, 700.0, 700.0}, one = {1.0, 1.0, 1.0, 1.0};
+    d4 most = NAME(load4)(scores), sum = {0}, own = {0}, squares = {0};
+    for (int64_t k = 1; k < classes; k++) {
+        d4 score = NAME(load4)(scores + GROUP * k);
+        most = NAME(where)(score > most, score, most);
+    }
+    for (int64_t k = 0; k < classes; k++) {
+        d4 score = NAME(load4)(scores + GROUP * k), gap = most - score;
+        d4 e = NAME(exp_minus)(NAME(where)(gap < far, gap, far)) + (gap - gap); /* NaN for what is not finite */
+        own = NAME(where)(label == (double)k + zero, gap, own);
+        sum += e;
+        memcpy(scores + GROUP * k, &e, sizeof e);
+    }
+    for (int64_t k = 0; k < classes; k++) {
+        d4 slope = NAME(load4)(scores + GROUP * k) / sum - NAME(where)(label == (double)k + zero, one, zero);
+        squares += slope * slope;
+        memcpy(scores + GROUP * k, &slope, sizeof slope);
+    }
+    d4 length = ROOT(squares), by = weight * NAME(where)(length > limit, limit / length, one);
+    for (int64_t k = 0; k < classes; k++) {
+        d4 slope = NAME(load4)(scores + GROUP * k) * by;
+        memcpy(scores + GROUP * k, &slope, sizeof slope);
+    }
+    return weight * (own - NAME(log4)(1.0 / sum));
+}
+
+TARGET static void NAME(classes)(const table_t *x, int64_t from, int64_t end, int64_t n, const double *shares,
+                                 const double *kept, const double *columns, const double *points, int64_t classes,
+                                 int64_t padded, double *scratch, double *sums) {
+    d4 total = {0};
+    double *slopes = scratch + GROUP * padded;
+    for (int64_t start = from; start < end; start += GROUP) {
+        int64_t count = end - start < GROUP ? end - start : GROUP;
+        double column[3][GROUP] = {{0}};
+        for (int k = 0; k < 3; k++) memcpy(column[k], columns + k * n + start, 8 * count);
+        const double *p = NAME(read)(x, kept, start, count, n, shares, column[0], padded, scratch);
+        for (int64_t k = 0; k < classes; k++) {
+            d4 score = NAME(times)(p, points + k * padded, padded);
+            memcpy(slopes + GROUP * k, &score, sizeof score);
+        }
+        total += NAME(softmax)(slopes, classes, NAME(load4)(column[0]), NAME(load4)(column[1]), NAME(load4)(column[2]));
+        for (int64_t k = 0; k < classes; k++) NAME(plus)(p, slopes + GROUP * k, padded, sums + k * padded);
+    }
+    sums[classes * padded] = (total[0] + total[1]) + (total[2] + total[3]);
+}
+
+TARGET static double NAME(below)(const double *values, const double *weights, int64_t n, double most) {
+    const d4 limit = {most, most, most, most};
+    d4 a = {0}, b = {0};
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        a += (d4)((i4)NAME(load4)(weights + i) & (NAME(load4)(values + i) <= limit));
+        b += (d4)((i4)NAME(load4)(weights + i + 4) & (NAME(load4)(values + i + 4) <= limit));
+    }
+    a += b;
+    for (; i < n; i++)
+        if (values[i] <= most) a[0] += weights[i];
+    return (a[0] + a[1]) + (a[2] + a[3]);
 }
 
 #endif

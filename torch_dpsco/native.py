@@ -12,9 +12,9 @@ errors are smaller, and each row is read by itself. `TORCH_DPSCO_NATIVE=off` in 
 | `Linear` | scores, slopes, clip and sum of a linear model: `rows.closed_form`, `ClippedMean` |
 | `Table.images` | `estimators.preparation.Preparation` |
 | `Table.gram` | `estimators.objectives.base.Records.gram` |
-| `Table.logistic` | losses, gradients and curvatures of records: `estimators.objectives.linear` |
 | `slopes` | those scores and slopes alone |
 | `gaps` | `sampling.samplers.poisson_positions` |
+| `Table.scored`, `Table.classes` | losses, gradients and curvatures of records: `estimators.objectives` |
 | `logs`, `gaussians` | `noise` |
 
 How precise torch's own products are is told here as well: float32 sums and the 1/B of a mean loss rely on full
@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import math
 import os
 import zlib
 from collections.abc import Iterable, Sequence
@@ -48,8 +49,10 @@ from torch_dpsco.compat import ConvNd
 from torch_dpsco.errors import SequenceError
 
 WIDEST = 2**26  # columns for which the errors of norms are proved
-_BATCH = 32  # of _kernel.c
+_BATCH, _GROUP = 32, 4  # of _kernel.c
+_KEPT_ROWS = 1024  # that are computed together
 SLOPES = {"given": 0, "sign": 1, "logistic": 2, "square": 3}
+LOSSES = {"curved": 0, "bent": 1, "fixed": 2}
 
 _HERE = Path(__file__).parent
 _NAME = "_kernel.bin"
@@ -73,7 +76,9 @@ _ARGUMENTS = {
     "measure": "piiipiippp",  # first number, wide, stride, d, numbers, width, ..
     "images": "piiipipiiipp",
     "gram": "piiipipiiippipp",
-    "logistic": "piiipipipppiippp",
+    "scored": "piiipipipppidpiipppp",
+    "below": "ppidip",
+    "classes": "piiipipippppiiipp",
     "logs": "piddp",
     "gaussians": "ciidddppp",
 }
@@ -339,6 +344,8 @@ class Table:
             it was moved, or is longer than 2^1021 times what it is cut to: its image is 0.
     """
 
+    _kept: Tensor | None = None  # images of all rows
+
     def __init__(self, rows: Tensor, numbers: list[float]) -> None:
         if not suits(rows, double=True):
             raise ValueError(
@@ -357,6 +364,18 @@ class Table:
         memory = (part.data_ptr() for part in (scratch, self._shares, self.norms))
         _found()[0].dpsco_measure(*self._place[:-1], len(rows), *memory)
 
+    def distances(self, center: Tensor) -> Tensor:
+        """Returns distances of images from a point, (n,), where rows are cut and not moved; inf for bad rows."""
+        plain = [math.inf, 0.0, 0.0, 1.0, *center.tolist(), *[1.0] * len(center)]
+        if self.width != self._rows.shape[1] or self._numbers[0] < math.inf or self._numbers[4]:
+            raise ValueError("rows must be cut only: no constant, no center and no scale")
+        return Table(self._rows, [float(self._numbers[1]), *plain]).norms
+
+    @property
+    def shares(self) -> Tensor:
+        """What is left of each row's length where it is cut at last, (n,): 0 for a row that is not finite."""
+        return self._shares[1]
+
     @property
     def _place(self) -> tuple[int, ...]:
         rows = self._rows  # not kept: a copy of this has its own memory
@@ -371,6 +390,7 @@ class Table:
     def __getitem__(self, index: Tensor | slice) -> Table:
         """Returns that of some rows."""
         part = copy.copy(self)
+        part._kept = None
         part._rows = self._rows[index]
         part.norms = self.norms[index].contiguous()
         part._shares = self._shares[:, index].contiguous()
@@ -404,34 +424,109 @@ class Table:
         )
         return found[: self.width, : self.width]
 
-    def logistic(
-        self, columns: Tensor, point: Tensor, block: int, bends: Tensor | None = None
+    def keep(self, used: Tensor) -> None:
+        """Computes the images of all rows once, of which later readings are; 0 for those that are not used, (n,)."""
+        padded = -(-self.width // 4) * 4
+        kept = self._shares.new_zeros(len(self) + _GROUP, padded)
+        for start in range(0, len(self), _KEPT_ROWS):
+            part = kept[start : min(start + _KEPT_ROWS, len(self)), : self.width]
+            part.copy_(self.images(start, start + len(part)))
+        kept[: len(self)][~used] = 0.0
+        self._kept = kept
+
+    def scored(
+        self,
+        columns: Tensor,
+        point: Tensor,
+        block: int,
+        bends: Tensor | None = None,
+        *,
+        kind: str = "curved",
+        gain: float = 1.0,
+        scores: Tensor | None = None,
     ) -> Tensor:
-        """Returns sums of weighted logistic losses and of their gradients in the point, for each block of records.
+        """Returns sums of weighted losses and of their gradients in the point, for each block of records.
 
         Args:
-            columns: (5, n) float64: weights >= 0 (a record of weight 0 counts for nothing), targets, the largest slopes
-                (or inf), the margins where they are reached (or -inf), and the losses there.
+            columns: (5, n) float64: weights >= 0 (a record of weight 0 counts for nothing) and targets; of a loss that
+                is "curved", the logistic one, the largest slopes (or inf), the margins where they are reached (or
+                -inf), and the losses there; of one that is "bent", whose slope is a line in target * score between two
+                bounds, where the line is 0, and its bounds. (1, n) slopes, where they are "fixed".
             point: (width,) float64, contiguous.
             block: > 0, number of records of a block.
             bends: (n,) float64, contiguous, for weighted second derivatives; None for none.
+            kind: of the loss, a name in `LOSSES`.
+            gain: > 0, of the line.
+            scores: (n,) float64, contiguous, for the scores; None for none.
 
         Returns:
-            (blocks, width + 1) float64: gradients, and losses in the last column; each term of a block passes through
-            at most as many additions as it has records.
+            (blocks, at least width + 1) float64: gradients first, and losses in the last column; each term of a block
+            passes through at most as many additions as it has records.
         """
         n = len(self)
-        padded = -(-self.width // 4) * 4
-        for part, size in (columns, 5 * n), (point, self.width), (bends, n):
+        _require(columns, n if kind == "fixed" else 5 * n, torch.float64)
+        for part, size in (point, self.width), (bends, n), (scores, n):
             _require(part, size, torch.float64)
-        scratch = point.new_zeros(_BATCH, padded)
-        weight = point.new_zeros(padded)
-        weight[: self.width] = point
-        sums = point.new_zeros(-(-n // block), padded + 1)
-        given = self._shares.data_ptr(), columns.data_ptr(), weight.data_ptr()
-        memory = scratch.data_ptr(), sums.data_ptr(), None if bends is None else bends.data_ptr()
-        _found()[0].dpsco_logistic(*self._place, n, *given, padded, block, *memory)
-        return torch.cat([sums[:, : self.width], sums[:, padded:]], dim=1)
+        padded, weight, sums = self._padded(point.view(1, -1), block)
+        scratch = weight.new_zeros(_BATCH, padded)
+        memory = (
+            None if part is None else part.data_ptr() for part in (scratch, sums, bends, scores)
+        )
+        _found()[0].dpsco_scored(
+            *self._all(columns), LOSSES[kind], gain, weight.data_ptr(), padded, block, *memory
+        )
+        return sums
+
+    def classes(self, columns: Tensor, points: Tensor, block: int) -> tuple[Tensor, Tensor]:
+        """Returns sums of weighted losses, (blocks,), and of their gradients in the points, for each block of records.
+
+        Args:
+            columns: (3, n) float64: weights >= 0, classes in [0, K), and the largest norms of slopes (or inf).
+            points: (K, width) float64, of the softmax cross-entropy.
+            block: > 0, number of records of a block.
+
+        Returns:
+            Losses (blocks,) and gradients (blocks, K, width) float64, as `scored`.
+        """
+        count = len(points)
+        _require(columns, 3 * len(self), torch.float64)
+        _require(points, count * self.width, torch.float64)
+        padded, weight, sums = self._padded(points, block)
+        scratch = weight.new_zeros(_GROUP, padded + count)
+        memory = scratch.data_ptr(), sums.data_ptr()
+        _found()[0].dpsco_classes(
+            *self._all(columns), weight.data_ptr(), count, padded, block, *memory
+        )
+        return sums[:, -1], sums[:, :-1].view(-1, count, padded)[:, :, : self.width]
+
+    def _padded(self, points: Tensor, block: int) -> tuple[int, Tensor, Tensor]:
+        """Returns the width for C, points of that width, and zeros for sums of blocks."""
+        padded = -(-self.width // 4) * 4
+        weight = points.new_zeros(len(points), padded)
+        weight[:, : self.width] = points
+        return padded, weight, points.new_zeros(-(-len(self) // block), weight.numel() + 1)
+
+    def _all(self, columns: Tensor) -> tuple[int | None, ...]:
+        """Returns rows, shares, images and columns, as C wants them."""
+        kept = None if self._kept is None else self._kept.data_ptr()
+        return *self._place, len(self), self._shares.data_ptr(), kept, columns.data_ptr()
+
+
+def below(values: Tensor, weights: Tensor, most: float, block: int) -> Tensor:
+    """Returns the sum of the weights of numbers up to this, for each block of them; each passes `block` additions.
+
+    Args:
+        values: (n,) float64, contiguous; NaN is not counted.
+        weights: (n,) float64, contiguous.
+        most: number.
+        block: > 0.
+    """
+    for part in values, weights:
+        _require(part, weights.numel(), torch.float64)
+    sums = weights.new_zeros(-(-weights.numel() // block))
+    numbers = weights.numel(), most, block
+    _found()[0].dpsco_below(values.data_ptr(), weights.data_ptr(), *numbers, sums.data_ptr())
+    return sums
 
 
 def gaps(

@@ -20,9 +20,10 @@ from torch import Tensor
 from tests.test_native import SOURCE, U, changed, found_by, needed
 from torch_dpsco import native
 from torch_dpsco.accounting.analysis.rounding import gamma
-from torch_dpsco.estimators.objectives import LinearObjective, _columns
+from torch_dpsco.estimators.objectives import LinearObjective
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.records import PairwiseSum, Records, pairwise
+from torch_dpsco.estimators.row_losses import row_losses
 from torch_dpsco.estimators.solvers import gradient_certificate
 from torch_dpsco.losses import Logistic, ResidualClipped, Squared
 
@@ -210,9 +211,9 @@ def check_rows_that_change() -> None:
             assert torch.equal(after[:3], before[:3])
             assert bool((after.norm(dim=1) <= norms * (1 + 1e-13)).all())
             assert bool(after[3:].any()) is (times == 0.5)
-            columns = _columns(Logistic(), records)
-            assert columns is not None
-            _, gradient = records.logistic(torch.zeros(8, dtype=DOUBLE), columns)
+            losses = row_losses(Logistic(), records)
+            assert losses is not None
+            _, gradient = records.scored(torch.zeros(8, dtype=DOUBLE), losses)
             assert float(gradient.norm()) <= 0.5 * float(norms.sum()) * (1 + 1e-12)
 
 
@@ -292,11 +293,11 @@ def test_memory_of_another_kind_is_refused():
     )
     refused = [
         lambda: native.Table(rows_of(4, 3), [1.0] * 10),
-        lambda: table.logistic(columns[:4], point, 4),
-        lambda: table.logistic(columns.T.contiguous().T, point, 4),
-        lambda: table.logistic(columns, point[:2], 4),
-        lambda: table.logistic(columns, point.float(), 4),
-        lambda: table.logistic(columns, point, 4, weights[:3]),
+        lambda: table.scored(columns[:4], point, 4),
+        lambda: table.scored(columns.T.contiguous().T, point, 4),
+        lambda: table.scored(columns, point[:2], 4),
+        lambda: table.scored(columns, point.float(), 4),
+        lambda: table.scored(columns, point, 4, weights[:3]),
         lambda: table.gram(weights[:3], 0, 4),
     ]
     for call in refused:

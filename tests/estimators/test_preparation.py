@@ -154,13 +154,13 @@ def test_no_record_moves_a_count_by_more_than_1(
         weights = torch.cat([torch.ones(20), torch.full((extra,), weight)]).double()
         records = make_records(given, features, values, weights)
         counter = _Counter(records, 0.0, torch.Generator().manual_seed(0))
-        distances = _distances(records, torch.tensor([1.0, 0.0], dtype=torch.float64))
+        distances = _distances(torch.tensor([1.0, 0.0], dtype=torch.float64), records)
         of = (
-            records.targets <= threshold,
-            distances <= abs(threshold),
-            torch.ones_like(records.weights),
+            records.below(records.targets, threshold),
+            records.below(distances, abs(threshold)),
+            records.total(records.weights),
         )
-        counts.append([counter.count(lambda _, within=within: within) for within in of])
+        counts.append([counter.count(lambda _, total=total: total) for total in of])
     assert all(0 <= after - before <= 1 + 1e-12 for before, after in zip(*counts, strict=True))
 
 
@@ -196,8 +196,8 @@ def test_a_distance_is_the_same_in_every_block(size: int) -> None:
         torch.randn(7, generator=draws).double(),
     )
     task = replace(measured(), dim=7)
-    whole = _distances(make_records(task, rows, torch.zeros(60)), center)
-    part = _distances(make_records(task, rows[:size], torch.zeros(size)), center)
+    whole = _distances(center, make_records(task, rows, torch.zeros(60)))
+    part = _distances(center, make_records(task, rows[:size], torch.zeros(size)))
     assert torch.equal(whole[:size], part)
 
 

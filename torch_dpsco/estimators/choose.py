@@ -42,6 +42,7 @@ from torch_dpsco.noise import noise_generator
 
 _ROUNDED = "use mechanism='output', or 'adassp' for the squared loss, without groups"
 _NOISY_LABELS, _NOISY_TARGETS = 400, 20_000  # n mu / sqrt(d)
+_DROWNED = 30  # of that, where X'X with noise tells nothing
 MECHANISMS = (
     "auto",
     "output",
@@ -59,7 +60,8 @@ def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
     | loss | delta > 0 | delta = 0 |
     |---|---|---|
     | squared, not clipped | boosted_adassp, adassp where `secure` | output |
-    | smooth, bounded gradients, one score, much noise | noisy_gd | as below |
+    | smooth, bounded gradients, real targets, much noise | preconditioned_gd; noisy_gd where X'X drowns | as below |
+    | smooth, bounded gradients, labels, much noise | noisy_gd | as below |
     | the same, less noise, or reg is given | objective | objective where reg allows it, else output |
     | softmax | preconditioned_gd; objective for a reg of yours; adassp for exact noise | output |
     | with kinks, tilted, adversarial | output | output |
@@ -90,7 +92,11 @@ def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
     if task.lipschitz is None or task.smoothness is None or exact:
         return "output"
     if not task.pure:
-        return "noisy_gd" if _is_noisy(task) else "objective"
+        if not _is_noisy(task):
+            return "objective"
+        real = task.loss.target_kind == "real" and task.clipped is None
+        signal = signal_to_noise(task.level, task.n, task.parameters)
+        return "preconditioned_gd" if real and signal >= _DROWNED else "noisy_gd"
     if classes:
         return "output"
     try:
@@ -112,6 +118,11 @@ def _is_noisy(task: LinearTask) -> bool:
 
 
 _REASONS = {
+    "robust": (
+        "n mu / sqrt(d) is so small that the regularizer of objective perturbation would hide more"
+        " than noise does, and X'X with noise makes steps few: see"
+        " docs/proofs/boosting.md#losses-with-bounded-slopes"
+    ),
     "preconditioned_gd": (
         "for classes steps on clipped gradients bear the noise best, whatever n, d, classes and"
         " epsilon: see docs/choosing.md#heads-with-many-classes"
@@ -151,7 +162,8 @@ def plan_linear(
     if mechanism == "auto":
         chosen = choose_mechanism(task, secure)
         plan = plan_linear(task, chosen, secure)
-        return replace(plan, reason=_REASONS.get(chosen, ""))
+        robust = chosen == "preconditioned_gd" and task.num_scores == 1
+        return replace(plan, reason=_REASONS.get("robust" if robust else chosen, ""))
     if mechanism == "output":
         return plan_output(task, secure)
     if mechanism == "adassp":

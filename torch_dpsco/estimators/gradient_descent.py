@@ -236,9 +236,11 @@ class NoisyGDPlan(DescentPlan):
 
     def draw(self, solved: Records, generator: Source) -> Tensor:
         """Makes the steps from 0: returns the private answer; see `LinearPlan`."""
+        solved.keep()
         objective = build_objective(self.task, self.reg, solved)
+        assert isinstance(objective, LinearObjective)  # of tasks that are covered
         return descend(
-            lambda w: objective.value_and_gradient(w)[1],
+            objective.gradient,
             torch.zeros(objective.dim, dtype=torch.float64, device=objective.device),
             self.noise_std,
             generator,

@@ -70,7 +70,7 @@ Source: docs/proofs/heads.md#what-is-released, docs/proofs/heads.md#steps-that-k
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, NamedTuple, TypeVar
@@ -98,10 +98,14 @@ from torch_dpsco.accounting.designs import is_exact
 from torch_dpsco.accounting.events import GDP, REPLACE_ONE, Gaussian
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.gradient_descent import DescentPlan, descend
+from torch_dpsco.estimators.near import NEAR_ROWS, ROUNDINGS, NearSums
+from torch_dpsco.estimators.objectives import class_sums
 from torch_dpsco.estimators.preparation import level_left, signal_to_noise
 from torch_dpsco.estimators.records import Records
+from torch_dpsco.estimators.row_losses import clipped_sum, row_losses
 from torch_dpsco.estimators.solvers import project, sum_terms
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective
+from torch_dpsco.losses.table import SoftmaxCrossEntropy
 from torch_dpsco.noise import Source
 from torch_dpsco.problem import round_up
 from torch_dpsco.step.exact_noise import exact_release, gaussian_vector, symmetric_noise
@@ -130,6 +134,7 @@ class PreconditionedGDPlan(DescentPlan):
 
     mechanism = "preconditioned_gd"
     share: ClassVar[float] = 0.3  # of the iterates, the last ones, that are averaged
+    roundings: ClassVar[float] = 1.0  # of a sum, over those of one that reads all records
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -155,6 +160,11 @@ class PreconditionedGDPlan(DescentPlan):
     def ridge(self) -> float:
         """What is added to the noisy X'X, beside reg."""
         return ridge_of(self.gram_std, self.task.width)
+
+    @property
+    def momentum(self) -> float:
+        """In [0, 1)."""
+        return 0.0
 
     @property
     def radius(self) -> float:
@@ -184,7 +194,9 @@ class PreconditionedGDPlan(DescentPlan):
         largest = max(
             task.problem.lipschitz or 2 * self.clip, self.clip
         )  # slopes of twice the clip end at the clip
-        rounding = task.gradient_rounding(0.0, self.radius, largest, dim=size, most=most)
+        rounding = self.roundings * task.gradient_rounding(
+            0.0, self.radius, largest, dim=size, most=most
+        )
         # PRIVACY: both rounded up (test_no_record_moves_a_preconditioned_step_by_more_than_the_clip); margin of the
         # sums (docs/proofs/rounding.md#gradients-and-gaps-of-objectives)
         return safe(gram), safe(sides * self.clip + 2 * rounding)
@@ -204,9 +216,13 @@ class PreconditionedGDPlan(DescentPlan):
             (
                 f"{self.steps} on all records, gradients clipped at {self.clip:.3g}, preconditioned"
                 f" by X'X with noise of std {self.gram_std:.3g} and a ridge of {self.ridge:.3g};"
-                f" answer: the mean of the last {self._averaged}"
+                f" answer: the mean of the last {self._averaged}{self._pushed}"
             ),
         )
+
+    @property
+    def _pushed(self) -> str:
+        return f", with momentum {self.momentum:.3g}" if self.momentum else ""
 
     @property
     def _averaged(self) -> int:
@@ -217,6 +233,7 @@ class PreconditionedGDPlan(DescentPlan):
         task = self.task
         size = (self.task.num_scores, self.task.width)
         (noisy_gram,) = solved.sum(lambda part: (part.gram(part.weights),))
+        total = self.sums(solved, noisy_gram)
         row, column = torch.tril_indices(task.width, task.width, device=solved.device)
         # PRIVACY: to every entry that is used (test_each_round_gets_its_noise_once)
         noise = gaussian_vector(len(row), self.gram_std, generator)
@@ -234,36 +251,33 @@ class PreconditionedGDPlan(DescentPlan):
             along: Tensor = gradient @ inverse
             return along.flatten()
 
+        solved.keep()
         return descend(
-            lambda w: self.gradient(solved, w.view(size)).flatten(),
+            lambda w: total(w.view(size)).flatten(),
             torch.zeros(task.parameters, dtype=torch.float64, device=solved.device),
             self.noise_std,
             generator,
             steps=self.steps,
             lr=self.step_size(values),
             radius=self.radius,
+            momentum=self.momentum,
             averaged=self._averaged,
             direction=direction,
         )
+
+    def sums(self, records: Records, gram: Tensor) -> Callable[[Tensor], Tensor]:
+        """Returns the sum of clipped gradients as a function of w: NOT private; X'X is for those that need it."""
+        return partial(self.gradient, records)
 
     def gradient(self, records: Records, w: Tensor) -> Tensor:
         """Returns the sum of clipped gradients at w, both (K, width): NOT private."""
         # PRIVACY: rounded down, so that limit |x| is at most C
         # (test_no_record_moves_a_preconditioned_step_by_more_than_the_clip)
-        loss = self.task.loss
         clip = self.clip * (1 - _GUARD)
-
-        def terms(part: Records, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-            slopes = loss.derivative(
-                scores if len(w) > 1 else scores.squeeze(1), part.targets[rows]
-            )
-            slopes = slopes.view(len(scores), -1)
-            factors = (clip / part.norms[rows] / torch.linalg.vector_norm(slopes, dim=1)).clamp(
-                max=1.0
-            )
-            return part.weights[rows], slopes * (part.weights[rows] * factors).unsqueeze(1)
-
-        return records.sum(lambda part: part.fold(w, partial(terms, part)))[1]
+        loss = self.task.loss
+        if isinstance(loss, SoftmaxCrossEntropy):
+            return records.sum(partial(class_sums, loss, w, clip=clip))[1]
+        return records.sum(partial(clipped_sum, loss, clip, w.flatten()))[0].view_as(w)
 
     def step_size(self, eigenvalues: Tensor) -> float:
         """Returns eta, of the eigenvalues of the noisy X'X: post-processing."""
@@ -279,7 +293,8 @@ def plan_preconditioned_gd(task: LinearTask) -> PreconditionedGDPlan:
     """Returns the numbers of preconditioned gradient descent for a task.
 
     Args:
-        task: its public numbers; delta > 0, no reg. residual_clip is the clip over the bound of rows.
+        task: its public numbers; delta > 0, no reg. residual_clip is the clip over the bound of rows. Losses of real
+            targets with bounded slopes get a `RobustPlan`.
 
     Raises:
         ConditionError: the loss is not smooth, tilted or adversarial, reg is given, or delta is 0.
@@ -289,6 +304,11 @@ def plan_preconditioned_gd(task: LinearTask) -> PreconditionedGDPlan:
         of records, on which the allowance for rounding rests.
     """
     PreconditionedGDPlan.require_covered(task)
+    if task.loss.target_kind == "real" and task.clipped is None and task.lipschitz is not None:
+        draft = RobustPlan(
+            task=task, steps=_ROBUST_STEPS, clip=task.lipschitz, noise_std=1.0, gram_std=1.0
+        )
+        return calibrated(draft, _ROBUST_SHARE)
     steps, share, clip = preconditioned_numbers(
         task.level, task.n, task.width, task.num_scores, _curvature(task), task.residual_clip
     )
@@ -690,6 +710,8 @@ class BoostedPlan(PreconditionedGDPlan):
 
     mechanism = "boosted_adassp"
     share = 0.5
+    # PRIVACY: sums near a point that was read are rounded more (test_the_rounding_of_sums_near_a_point_is_declared)
+    roundings = ROUNDINGS
 
     @staticmethod
     def require_covered(task: LinearTask) -> None:
@@ -713,6 +735,56 @@ class BoostedPlan(PreconditionedGDPlan):
     def step_size(self, eigenvalues: Tensor) -> float:
         """1: each round takes the last answer in whole."""
         return 1.0
+
+    @property
+    def _reach(self) -> float:
+        """How far a point moves a gradient by the clip, at most."""
+        return self.clip / (_curvature(self.task) * self.task.preparation.bound**2)
+
+    def sums(self, records: Records, gram: Tensor) -> Callable[[Tensor], Tensor]:
+        """As for other plans, from sums at points nearby where that is faster."""
+        losses = row_losses(self.task.loss, records, self.clip * (1 - _GUARD))
+        if losses is None or losses.kind != "bent" or records.count < NEAR_ROWS:
+            return super().sums(records, gram)
+        near = NearSums(records, losses, self._reach, gram.clone())
+        return lambda w: near(w.flatten())
+
+
+_ROBUST_STEPS = 96
+_ROBUST_SHARE = 0.1  # of mu^2, for X'X
+_FRICTION = 0.15
+
+
+@dataclass(frozen=True, kw_only=True)
+class RobustPlan(BoostedPlan):
+    """Public numbers of steps with momentum for losses of real targets with bounded slopes, whose bound is the clip.
+
+    Few records are in the curved part of such a loss, so that its curvature is a small share of X'X: rounds without
+    momentum would be slow.
+    """
+
+    mechanism = "preconditioned_gd"
+
+    @staticmethod
+    def require_covered(task: LinearTask) -> None:
+        """Raises ConditionError for a task that the steps are not for."""
+        PreconditionedGDPlan.require_covered(task)
+
+    @property
+    def momentum(self) -> float:
+        """More for a quantile other than the median, whose loss has a narrower curved part."""
+        quantile = getattr(self.task.loss, "quantile", 0.5)
+        return 1.0 - _FRICTION * math.sqrt(2 * min(quantile, 1 - quantile))
+
+    @property
+    def radius(self) -> float:
+        """Radius of the ball that iterates are projected on."""
+        corner = self.clip / self.task.preparation.bound / _curvature(self.task)
+        return min(self.task.radius, _FAR_CLIP * corner / self.task.preparation.bound)
+
+    def step_size(self, eigenvalues: Tensor) -> float:
+        """The whole step, where all records are in the curved part."""
+        return 1.0 / _curvature(self.task)
 
 
 def plan_boosted(task: LinearTask, rounds: int = _ROUNDS) -> BoostedPlan:

@@ -395,7 +395,8 @@ class Regressor(RegressorMixin, LinearModel):
         """Threshold of Huber's loss in spreads of the targets, where none is given."""
         if facts.unit == "user":
             return NARROW_OF_USERS
-        return NARROW if self.mechanism in ("auto", "noisy_gd") else robust_width(facts.signal)
+        steps = ("auto", "noisy_gd", "preconditioned_gd")
+        return NARROW if self.mechanism in steps else robust_width(facts.signal)
 
     def _read(self, y: Any, count: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
         return as_column(y, "y", count, device), None
@@ -474,7 +475,7 @@ class QuantileRegressor(Regressor):
         >>> X = np.linspace(-1, 1, 2000).reshape(-1, 1)
         >>> model = QuantileRegressor(epsilon=8.0, n=2000, bound_x=1.0, bound_y=3.0).fit(X, 2 * X[:, 0])
         >>> model.mechanism_
-        'noisy_gd'
+        'preconditioned_gd'
 
     Source:
         docs/proofs/objective.md; docs/proofs/output.md#a-duality-gap-certifies

@@ -36,10 +36,10 @@ from torch_dpsco._validate import choice, finite, nonnegative, positive, typed
 from torch_dpsco.accounting.analysis.rounding import gamma
 from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.estimators.records import Objective, PairwiseSum, Records
+from torch_dpsco.estimators.row_losses import row_losses
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.losses.table import (
     ClippedRows,
-    Logistic,
     MarginLoss,
     ResidualClipped,
     SoftmaxCrossEntropy,
@@ -111,11 +111,14 @@ class SumObjective(Objective):
     def completed(self, losses: Tensor, slopes: Tensor, point: Tensor) -> tuple[float, Tensor]:
         """F(w) and its gradient, of the sums of losses and gradients over the records."""
         value = losses / self.normalizer + self.reg / 2 * (point @ point)
-        gradient = slopes / self.normalizer + self.reg * point
         if self.linear_term is not None:
             value = value + self.linear_term @ point
-            gradient = gradient + self.linear_term
-        return float(value), gradient
+        return float(value), self.with_rest(slopes, point)
+
+    def with_rest(self, slopes: Tensor, point: Tensor) -> Tensor:
+        """The gradient, of the sum of those of the records."""
+        gradient = slopes / self.normalizer + self.reg * point
+        return gradient if self.linear_term is None else gradient + self.linear_term
 
     def linear_size(self) -> float:
         """||q||, rounded up."""
@@ -194,19 +197,24 @@ class LinearObjective(SumObjective):
             loss = (
                 self.loss
             )  # not self: what is summed may travel to where the records are, and noise must not
-            losses, slopes = self.records.sum(partial(_value_and_gradient, loss, point))
+            losses, slopes = self.records.sum(partial(value_and_gradient, loss, point))
             self._last = point.clone(), *self.completed(losses, slopes, point)
         _, value, gradient = self._last
         return value, gradient.clone()
+
+    def gradient(self, point: Tensor) -> Tensor:
+        """The gradient alone, of a point that will not be asked for again."""
+        slopes = self.records.sum(partial(value_and_gradient, self.loss, point))[1]
+        return self.with_rest(slopes, point)
 
     def hessian(self, point: Tensor) -> Tensor:
         """X^T diag(c phi'')X/N + reg I, by blocks; O(n d^2)."""
         loss = self.loss
 
         def of_part(part: Records) -> tuple[Tensor]:
-            if (columns := _columns(loss, part)) is not None:
+            if (losses := row_losses(loss, part)) is not None:
                 bends = torch.empty_like(part.weights)
-                part.logistic(point, columns, bends)
+                part.scored(point, losses, bends)
                 return (part.gram(bends),)
             second = _loss_of(loss, part, slice(None)).second_derivative(
                 part.scores(point), part.targets
@@ -243,29 +251,14 @@ class LinearObjective(SumObjective):
         return _terms(self.loss, self.records, scores, rows)[1]
 
 
-def _value_and_gradient(
+def value_and_gradient(
     loss: TableLoss | ResidualClipped, point: Tensor, part: Records
 ) -> tuple[Tensor, Tensor]:
-    columns = _columns(loss, part)
-    return (
-        part.fold(point, partial(_terms, loss, part))
-        if columns is None
-        else part.logistic(point, columns)
-    )
-
-
-def _columns(loss: TableLoss | ResidualClipped, part: Records) -> Tensor | None:
-    """Those of `native.logistic`, for that loss and records that C can read; else None."""
-    table = loss.unclipped
-    if type(table) is not Logistic or not part.in_c:
-        return None
-
-    def made() -> Tensor:
-        limits = loss.limits(part.norms)
-        corners = table.corner(limits)
-        return torch.stack([part.weights, part.targets, limits, corners, table.curve(corners)])
-
-    return part.once(("columns", loss), made)
+    """Returns the sums of the losses of records in memory, and of their gradients."""
+    losses = row_losses(loss, part)
+    if losses is None:
+        return part.fold(point, partial(_terms, loss, part))
+    return part.scored(point, losses)
 
 
 def _terms(
@@ -338,9 +331,7 @@ class SoftmaxObjective(SumObjective):
         """F(W) and its gradient, flattened, in one pass over the data."""
         loss = self.loss
         weight = point.view(self.shape)
-        losses, slopes = self.records.sum(
-            lambda part: part.fold(weight, partial(_class_terms, loss, part))
-        )
+        losses, slopes = self.records.sum(partial(class_sums, loss, weight))
         return self.completed(losses, slopes.flatten(), point)
 
     def hessian(self, point: Tensor) -> Tensor:
@@ -369,14 +360,39 @@ class SoftmaxObjective(SumObjective):
         return self._rounding(scores, EVALUATION + 2 * self.shape[0], self._slope_mass, size)
 
 
+def class_sums(
+    loss: SoftmaxCrossEntropy, weight: Tensor, part: Records, clip: float = math.inf
+) -> tuple[Tensor, Tensor]:
+    """Returns sums of losses, and of their gradients (K, d), each cut to this length.
+
+    Args:
+        loss: of which.
+        weight: (K, d).
+        part: records in memory.
+        clip: C > 0, or inf.
+    """
+
+    def limits() -> Tensor:
+        return clip / part.norms
+
+    of_rows = part.once(("limits", clip), limits)
+    if part.in_c:
+        columns = part.once(
+            ("columns", clip),
+            lambda: torch.stack([part.weights, part.targets.double(), of_rows]),
+        )
+        return part.classes(weight, columns)
+    return part.fold(weight, partial(_class_terms, loss, part, of_rows))
+
+
 def _class_terms(
-    loss: SoftmaxCrossEntropy, part: Records, scores: Tensor, rows: slice
+    loss: SoftmaxCrossEntropy, part: Records, limits: Tensor, scores: Tensor, rows: slice
 ) -> tuple[Tensor, Tensor]:
     targets = part.targets[rows]
     weights = part.weights[rows]
-    return weights * loss.value(scores, targets), weights.unsqueeze(1) * loss.derivative(
-        scores, targets
-    )
+    slopes = loss.derivative(scores, targets)
+    shares = (limits[rows] / torch.linalg.vector_norm(slopes, dim=1)).clamp(max=1.0)
+    return weights * loss.value(scores, targets), slopes * (weights * shares).unsqueeze(1)
 
 
 def _chances(part: Records, weight: Tensor) -> Tensor:

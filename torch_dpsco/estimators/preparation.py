@@ -287,7 +287,7 @@ class PrivatePreparation:
         # PRIVACY: a record moves each count by at most 1 (test_no_record_moves_a_count_by_more_than_1,
         # test_rounding_is_in_the_noise_of_a_preparation)
         counter = _Counter(records, math.sqrt(self.counted) * room / self.counts, source)
-        total = max(counter.count(lambda part: torch.ones_like(part.weights)), 1.0)
+        total = max(counter.count(lambda part: part.total(part.weights)), 1.0)
         rows = unit
         if self.rows:
             center = self._center(
@@ -295,7 +295,7 @@ class PrivatePreparation:
             )
             ends = self.given.bound_x / _LEAST_RADIUS, 2 * self.given.bound_x
             radius = counter.quantile(
-                lambda part: _distances(part, center), self.within * total, ends, RADIUS_COUNTS
+                partial(_distances, center), self.within * total, ends, RADIUS_COUNTS
             )
             scale = (radius,) * records.dim
             rows = replace(
@@ -308,15 +308,13 @@ class PrivatePreparation:
         shift = 1e6 * bound
         ends = shift - bound, shift + bound
         shifted = counter.quantile(
-            lambda part: part.targets + shift, self.quantile * total, ends, LOCATION_COUNTS
+            partial(_shifted_targets, shift), self.quantile * total, ends, LOCATION_COUNTS
         )
         location = shifted - shift
         if not self.spreads:
             return Units(rows, location)
         ends = bound / _LEAST_SPREAD, 2 * bound
-        spread = counter.quantile(
-            lambda part: (part.targets - location).abs(), total / 2, ends, SPREAD_COUNTS
-        )
+        spread = counter.quantile(partial(_gaps, location), total / 2, ends, SPREAD_COUNTS)
         return Units(rows, location, spread)
 
     def _center(self, records: Records, std: float, total: float, source: Source) -> Tensor:
@@ -328,7 +326,7 @@ class PrivatePreparation:
         return center * min(1.0, bound / max(float(torch.linalg.vector_norm(center)), 1e-300))
 
 
-_Columns = Callable[[Records], Tensor]  # a number for each record in memory
+_Columns = Callable[[Records], Tensor]  # of records in memory: a number for each, or a sum
 
 
 @dataclass(frozen=True)
@@ -339,9 +337,9 @@ class _Counter:
     std: float
     source: Source
 
-    def count(self, within: _Columns) -> float:
-        """Returns the noisy sum of weights times numbers in [0, 1], of each record."""
-        (total,) = self.records.sum(lambda part: (part.total(part.weights * within(part)),))
+    def count(self, of: _Columns) -> float:
+        """Returns a noisy sum of weights times numbers in [0, 1], of each record."""
+        (total,) = self.records.sum(lambda part: (of(part),))
         return float(total + gaussian_vector(1, self.std, self.source)[0])
 
     def quantile(
@@ -351,27 +349,28 @@ class _Counter:
         low, high = ends
         for _ in range(steps):
             middle = math.sqrt(low * high)
-            if self.count(partial(_up_to, values, middle)) < rank:
+            if self.count(partial(_below, values, middle)) < rank:
                 low = middle
             else:
                 high = middle
         return high
 
 
-def _up_to(values: _Columns, most: float, records: Records) -> Tensor:
-    return values(records) <= most
+def _below(values: _Columns, most: float, part: Records) -> Tensor:
+    return part.below(values(part), most)
 
 
-def _distances(records: Records, center: Tensor) -> Tensor:
+def _distances(center: Tensor, part: Records) -> Tensor:
     """Returns the distance of each row from the center, each of its own row alone, to the last bit."""
+    return part.once(("distances", tuple(center.tolist())), lambda: part.distances(center))
 
-    def made() -> Tensor:
-        distances = torch.empty_like(records.weights)
-        for rows, block in records.blocks():
-            distances[rows] = torch.linalg.vector_norm((block - center).contiguous(), dim=1)
-        return distances
 
-    return records.once(("distances", tuple(center.tolist())), made)
+def _shifted_targets(shift: float, part: Records) -> Tensor:
+    return part.once(("shifted", shift), lambda: part.targets + shift)
+
+
+def _gaps(location: float, part: Records) -> Tensor:
+    return part.once(("gaps", location), lambda: (part.targets - location).abs())
 
 
 _SHARE, _MOST_SHARE = (

@@ -12,7 +12,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -69,10 +69,21 @@ class Objective(ABC):
 
 RawPart = tuple[Tensor, Tensor, Tensor]  # features, targets, weights
 _BLOCK_ROWS = 1024
+_TILED_ROWS = 16 * 1024  # each passes 32 additions in a tile, and those of 512 tiles
+_SHORT = 32  # columns up to which reading what was computed is faster than computing it
+_WIDE = 128  # from which a product in BLAS is faster
 _BLOCK_ENTRIES = 2**22  # 32 MiB of float64: wide rows come in shorter blocks
 _KEPT_ENTRIES = (
     2**24
 )  # 128 MiB of float64: fewer prepared numbers are kept, more are prepared at each reading
+
+
+class RowLosses(NamedTuple):
+    """Losses of records for C, see `native.Table.scored`."""
+
+    columns: Tensor
+    kind: str
+    gain: float
 
 
 class PairwiseSum:
@@ -114,7 +125,7 @@ def pairwise(terms: Tensor) -> Tensor:
         if len(terms) % 2:
             terms = torch.cat([terms, torch.zeros_like(terms[:1])])
         terms = terms[::2] + terms[1::2]
-    return terms.sum(0)
+    return terms[0] if len(terms) else terms.sum(0)
 
 
 class Records:
@@ -131,6 +142,7 @@ class Records:
         prepare: public map of float64 rows (B, d) to rows (B, d'), each a function of its own row alone; applied to a
             block whenever it is read, in C where it has `numbers` for that. None leaves rows as they are.
         block_rows: rows of a block, at most; None for 1024.
+        shrunk: whether targets are shrunk with the rows that `prepare`, a `Preparation`, cuts.
 
     Raises:
         ValueError: if shapes, dtypes or devices do not fit; never because of a value.
@@ -152,6 +164,7 @@ class Records:
         num_classes: int | None = None,
         prepare: Callable[[Tensor], Tensor] | None = None,
         block_rows: int | None = None,
+        shrunk: bool = False,
     ) -> None:
         if features.dim() != 2 or not features.is_floating_point():
             raise ValueError(
@@ -169,6 +182,8 @@ class Records:
             _require_integers(targets)
         self._rows = max(1, min(block_rows or _BLOCK_ROWS, _BLOCK_ENTRIES // max(self.dim, 1)))
         targets = self._column("targets", targets)
+        if shrunk:
+            targets = targets * self._shares()
         if weights is None:
             weights = torch.ones(self.count, device=self.device)
         weights = self._column("weights", weights)
@@ -183,8 +198,7 @@ class Records:
         self.norms = torch.where(used, norms, 0.0)
         self._used = used
         self._known = dict[Any, Any]()
-        parts = torch.split(used, self._rows) if self.count else ()
-        self._clean = [bool(part.all()) for part in parts]
+        self._clean = _clean(used, self._rows)
 
     @property
     def depth(self) -> int:
@@ -233,7 +247,7 @@ class Records:
             setattr(fewer, name, getattr(self, name)[::step])
         fewer._table = None if self._table is None else self._table[::step]
         fewer.count = len(fewer.targets)
-        fewer._clean = [bool(part.all()) for part in torch.split(fewer._used, self._rows)]
+        fewer._clean = _clean(fewer._used, self._rows)
         return fewer
 
     def select(self, chosen: Tensor) -> Tensor:
@@ -250,13 +264,33 @@ class Records:
         """Whether the records are read in C, see `native.Table`."""
         return self._table is not None
 
-    def logistic(
-        self, point: Tensor, columns: Tensor, bends: Tensor | None = None
+    def scored(
+        self,
+        point: Tensor,
+        losses: RowLosses,
+        bends: Tensor | None = None,
+        scores: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Sums of logistic losses and of their gradients in w, shape (d,), in C; see `native.Table.logistic`."""
+        """Sums of losses and of their gradients in w, shape (d,), in C; see `native.Table.scored`."""
         assert self._table is not None
-        total = pairwise(self._table.logistic(columns, point, self._rows, bends))
-        return total[-1], total[:-1]
+        columns, kind, gain = losses
+        found = self._table.scored(
+            columns, point, self._rows, bends, kind=kind, gain=gain, scores=scores
+        )
+        total = pairwise(found)
+        return total[-1], total[: self.dim]
+
+    def classes(self, points: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums of softmax cross-entropies and of their gradients, shape (K, d), in C; see `native.Table.classes`."""
+        assert self._table is not None
+        losses, slopes = self._table.classes(columns, points.contiguous(), self._rows)
+        return pairwise(losses), pairwise(slopes)
+
+    def keep(self) -> None:
+        """Computes short prepared rows once where they take little memory, since they will be read many times."""
+        few = self.count * (self.dim + 3) <= _KEPT_ENTRIES
+        if self._table is not None and self.dim <= _SHORT and few:
+            self._table.keep(self._used)
 
     def _read(self, block: Tensor) -> Tensor:
         return block.double() if self._prepare is None else self._prepare(block.double())
@@ -270,6 +304,12 @@ class Records:
 
     def combine(self, slopes: Tensor) -> Tensor:
         """X^T r, shape (d,), for r of shape (n,)."""
+        if self._table is not None:
+            # PRIVACY: the image of a record with a bad target is not 0
+            # (test_a_null_record_adds_nothing_to_a_combination)
+            slopes = torch.where(self._used, slopes, 0.0)
+            fixed = RowLosses(slopes.view(1, -1), "fixed", 1.0)
+            return self.scored(self._zeros(self.dim), fixed)[1]
         total = PairwiseSum(self._zeros(self.dim))
         for rows, block in self.blocks():
             total.add(slopes[rows] @ block)
@@ -300,13 +340,26 @@ class Records:
     def gram(self, curvatures: Tensor) -> Tensor:
         """X^T diag(c) X, shape (d, d), for c of shape (n,)."""
         total = PairwiseSum(self._zeros(self.dim, self.dim))
-        if self._table is not None:
-            for start in range(0, self.count, self._rows):
-                total.add(self._table.gram(curvatures, start, start + self._rows))
+        if self._table is not None and self.dim < _WIDE:
+            step = self._rows if self._rows < _BLOCK_ROWS else _TILED_ROWS
+            for start in range(0, self.count, step):
+                total.add(self._table.gram(curvatures, start, start + step))
+            return total.result()
+        if bool((curvatures >= 0).all()):
+            roots = curvatures.sqrt()
+            for rows, block in self.blocks():
+                half = block * roots[rows].unsqueeze(1)
+                total.add(_squares(half))
             return total.result()
         for rows, block in self.blocks():
             total.add((block * curvatures[rows].unsqueeze(1)).T @ block)
         return total.result()
+
+    def below(self, values: Tensor, most: float) -> Tensor:
+        """Sum of the weights of records whose value, of (n,), is at most this."""
+        if self.in_c:
+            return pairwise(native.below(values.contiguous(), self.weights, most, self._rows))
+        return self.total(self.weights * (values <= most))
 
     def total(self, terms: Tensor) -> Tensor:
         """Sum of n numbers, shape ()."""
@@ -326,6 +379,23 @@ class Records:
                 f"(got {column.dtype}, {tuple(column.shape)} on {column.device})"
             )
         return column.detach()
+
+    def _shares(self) -> Tensor:
+        """What is left of each row's length, (n,)."""
+        if self._table is not None:
+            return self._table.shares
+        shares: Callable[[Tensor], Tensor] = self._prepare.shares  # type: ignore[union-attr]
+        parts = torch.split(self._features, _BLOCK_ROWS)
+        return torch.cat([shares(part) for part in parts])
+
+    def distances(self, center: Tensor) -> Tensor:
+        """Distances of rows that are cut, and not moved, from a point, each of its row alone: those in use."""
+        if self._table is not None:
+            return self._table.distances(center)
+        distances = torch.empty_like(self.weights)
+        for rows, block in self.blocks():
+            distances[rows] = torch.linalg.vector_norm((block - center).contiguous(), dim=1)
+        return distances
 
     def _measure(self) -> Tensor:
         """Norms of the rows, inf for those with a non-finite entry; what torch prepares is kept where it is little."""
@@ -348,6 +418,22 @@ class Records:
             self._features = kept
             self._prepare = None
         return norms
+
+
+def _clean(used: Tensor, rows: int) -> list[bool]:
+    """Returns whether all records of each block are used."""
+    blocks = -(-len(used) // rows)
+    if bool(used.all()):
+        return [True] * blocks
+    return [bool(part.all()) for part in torch.split(used, rows)]
+
+
+def _squares(half: Tensor) -> Tensor:
+    """Returns A' A, which numpy knows to be symmetric."""
+    if half.device.type != "cpu":
+        return half.T @ half
+    array = half.numpy()
+    return torch.from_numpy(array.T @ array)
 
 
 def _table(features: Tensor, prepare: Callable[[Tensor], Tensor] | None) -> native.Table | None:

@@ -157,8 +157,10 @@ def projected_certificate(
 
 def project(point: Tensor, radius: float) -> Tensor:
     """Pi onto B(0, R), within gamma(d + 8) R."""
-    length = torch.linalg.vector_norm(point)
-    return point if math.isinf(radius) else point * (radius / length).clamp(max=1.0)
+    if math.isinf(radius):
+        return point
+    length = float(torch.linalg.vector_norm(point))
+    return point * (radius / length) if length > radius else point
 
 
 def _strong(objective: Objective) -> float:

@@ -512,7 +512,6 @@ class LinearPlan(Plan):
         yield "assumed", f"all settings were chosen without a look at the records; {most}"
 
 
-_PART = 2**16  # rows
 _DISTANCE = 15.0  # |w| times the norm of rows: scores of about 15 / sqrt(d)
 KINK = (
     1e-3  # public smoothing, of a loss with a kink and of the norm of an adversarial objective
@@ -613,16 +612,18 @@ def _prepared(
             targets = ((targets - units.location) / units.spread).clamp(
                 -task.bound_y, task.bound_y
             )
-            if task.preparation.whole:
-                targets = targets * torch.cat(
-                    [units.rows.shares(part) for part in torch.split(features, _PART)]
-                )
     elif classes is None:
         # PRIVACY: other labels would be longer gradients (test_a_label_that_is_no_sign_makes_a_null_record)
         signs = targets.double()
         targets = torch.where(signs.abs() == 1, signs, torch.nan)
     return Records(
-        features, targets, weights, num_classes=classes, prepare=prepare, block_rows=block_rows
+        features,
+        targets,
+        weights,
+        num_classes=classes,
+        prepare=prepare,
+        block_rows=block_rows,
+        shrunk=units is not None and task.bound_y is not None and task.preparation.whole,
     )
 
 
