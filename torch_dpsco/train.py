@@ -28,6 +28,7 @@ from torch_dpsco.accounting.ledger_file import sync_folder
 from torch_dpsco.acts import act
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.compat import own_step
+from torch_dpsco.diagnosis.probe import settle_sizes
 from torch_dpsco.errors import (
     BudgetExceeded,
     InfeasibleError,
@@ -195,6 +196,8 @@ def _due(
     if closed is not None:
         return (partial(optimizer.step_on, rows) for rows in closed.batches(loader)), False
     compiled = _compiled(model, loss_fn, loader, attached, reduction) if compile else None
+    if loader.isolation.open:
+        settle_sizes(model, loss_fn, loader)
     return _steps_on(model, optimizer, loader, loss_fn, compiled), True
 
 

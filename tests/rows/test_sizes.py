@@ -99,6 +99,7 @@ def looped(
     return optimizer, loader, seen
 
 
+BUDGET = dp.Budget(4.0, 1e-3)
 SUM = nn.CrossEntropyLoss(reduction="sum")
 MEAN = nn.CrossEntropyLoss()
 
@@ -659,6 +660,28 @@ def test_rows_in_c_need_no_filling() -> None:
     dp.fit(model, optimizer, data, nn.BCEWithLogitsLoss(), steps=2, progress=False)
     assert optimizer._isolation.level == "alone"
     assert "nothing is filled up" in " ".join(str(optimizer.report(1e-5)).split())
+
+
+def test_make_private_tests_after_the_first_step() -> None:
+    model = net()
+    loader = torch.utils.data.DataLoader(records(), batch_size=32, shuffle=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, private, batches = dp.make_private(
+        model, optimizer, loader, problem=dp.Problem(lipschitz=1.0), budget=BUDGET, epochs=1, n=N
+    )
+    for x, y in batches:
+        private.zero_grad()
+        MEAN(model(x), y).backward()
+        private.step()
+    assert private._isolation.level == "rounded"
+
+
+def test_the_doctor_leaves_a_loader_as_it_is() -> None:
+    model = dp.attach(net())
+    optimizer = make_optimizer(model, Poisson(32, N), noise=1.0, adjacency="add_remove")
+    loader = optimizer.loader(records(), steps=2)
+    dp.doctor(model, MEAN, loader, optimizer)
+    assert loader.isolation.open
 
 
 def test_a_trial_never_raises() -> None:

@@ -80,9 +80,6 @@ def doctor(
     evidence = examine(script)
     if evidence.isolation is not None:  # reports of the loader's optimizer quote it
         script.source.isolation.checked = str(evidence.isolation)
-    if evidence.sizes is not None:  # and it delivers accordingly
-        script.source.isolation.settle(evidence.sizes)
-        script.module._dpsco.get_ready(evidence.sizes)  # type: ignore[union-attr, operator]
     if script.attached:
         first_step_of(script.module).probed = evidence.compared
     checks = CHECKS if script.row_free is None else (*CHECKS, *ROW_FREE_CHECKS)

@@ -19,10 +19,11 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_dpsco.compat import hooks_made, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch_dpsco.diagnosis.script import Finding, OfBatch, Script, is_ghost_loss_value
@@ -39,7 +40,7 @@ from torch_dpsco.rows.replay import (
     random_parameters,
     rows_of_a_pass,
 )
-from torch_dpsco.sampling import PrivateLoader, Slots
+from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.trial import (
     CHECKED,
     Isolation,
@@ -171,7 +172,6 @@ class Evidence:
         line: gradients of single records.
         refused: what could not be probed.
         isolation: what moves the bits of a row.
-        sizes: of batches in which a record has the same bits, or why there are none but one.
     """
 
     size: int = 0
@@ -188,7 +188,6 @@ class Evidence:
     line: Line | None = None
     refused: list[Refused] = field(default_factory=list)
     isolation: Isolation | None = None
-    sizes: Sizes | str | None = None
 
     @property
     def rows(self) -> Mapping[str, Rows]:
@@ -356,30 +355,6 @@ class _Probe:
         )
         if not isinstance(found, Refused):  # e.g. memory: then it is not known
             self.evidence.isolation = found
-        if source.isolation.open and source.slots is not None:
-            self.evidence.sizes = self._sizes(source.slots)
-
-    def _sizes(self, slots: Slots) -> Sizes | str:
-        """Returns in what sizes draws may be delivered."""
-        params = list(self.script.trainable.values())
-        module = self.script.module
-        if any(map(is_compiled, module.modules())):
-            return COMPILED
-
-        def answers(made: list[Tensor]) -> list[Tensor]:
-            return rows_of_a_pass(params, [], _scalar(self._loss(made)))
-
-        self._start()
-        with random_parameters(module):
-            trial = Trial(
-                answers,
-                self.synthetic.leaves,
-                slots.usual,
-                slots.most,
-                self.evidence.mean_rows,
-                *of_passes(module),
-            )
-            return trial.sizes()
 
     def look_at_single_records(self) -> None:
         """Compares the gradient of the batch with those of its records alone, and follows these along a line."""
@@ -513,6 +488,47 @@ class _Probe:
                 rows[name] = Rows(dense.detach() if only is None else dense.detach()[only])
         clear_rows(list(params.values()))
         return Pass(value, dict(zip(params, grads, strict=True)), rows, frozenset(factored))
+
+
+def settle_sizes(model: nn.Module, loss: Any, loader: PrivateLoader) -> None:
+    """Tests in what sizes a loader may deliver draws, and lets it.
+
+    Args:
+        model: attached, with no rows waiting.
+        loss: what the run computes, as `doctor` takes it.
+        loader: whose isolation is open.
+    """
+    script = Script(model, loss, loader, None)
+    attachment: Any = model._dpsco
+    found: Any = COMPILED
+    if not any(map(is_compiled, model.modules())):
+        found = attempt("making up a batch from the first record", partial(_sizes, script))
+    found = str(found) if isinstance(found, Refused) else found
+    loader.isolation.settle(found)
+    attachment.get_ready(found)
+
+
+def _sizes(script: Script) -> Sizes | str:
+    synthetic = SyntheticRecords(script)
+    slots = script.source.slots
+    params = list(script.trainable.values())
+    module = script.module
+    state = Untouched(module)
+    probe = _Probe(script, Evidence(), state, synthetic, {})
+
+    def answers(made: list[Tensor]) -> list[Tensor]:
+        return rows_of_a_pass(params, [], _scalar(probe._loss(made)))
+
+    mean = bool(module._dpsco.mean)
+    first_step_of(module).asked = False
+    try:
+        module.train()
+        with random_parameters(module):
+            return Trial(
+                answers, synthetic.leaves, slots.usual, slots.most, mean, *of_passes(module)
+            ).sizes()
+    finally:
+        state.restore()
 
 
 def _clear(state: Untouched, moved: Mapping[int, Tensor] | None = None) -> None:
