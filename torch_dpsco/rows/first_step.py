@@ -155,12 +155,14 @@ class FirstStep:
 
     def begin(self, layers: Sequence[nn.Module], inputs: Any) -> None:
         """Notes what a model keeps before a training forward, after which it may be looked at, and inputs' memory."""
-        if self.asked and self._open["model"]:
+        if not self.waits:
+            return
+        self.autocast = torch.is_autocast_enabled("cpu")
+        numbers = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
+        self._memory = memory_of([t for t in numbers if t.is_floating_point()])
+        if self._open["model"]:
             with _without_collector():
                 self._before = Memory(layers)
-            self.autocast = torch.is_autocast_enabled("cpu")
-            numbers = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
-            self._memory = memory_of([t for t in numbers if t.is_floating_point()])
 
     def look(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -184,6 +186,12 @@ class FirstStep:
             sizes = [len(t) if isinstance(t, Tensor) and t.dim() else None for t in leaves]
             one = self._dim == 0 and len({*sizes} - {None}) == 1
             dims = [0 if one and size is not None else None for size in sizes]
+        rows = batch_sizes((*args, *kwargs.values()), self._dim)
+        if self._replay is None and rows is not None and len(rows) == 1:
+            # others have looked at the model
+            calls = _Calls(model, args, kwargs, output, min(rows), self._dim, Memory([]))
+            calls.dims = dims
+            self._replay = calls.replay(self.reduction == "mean", self._memory)
         return trace_outputs(self, output, dims)
 
     def _look_at(

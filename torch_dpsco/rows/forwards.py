@@ -2,35 +2,16 @@
 
 What `attach` adds to a model is an `Attachment`. Its hooks number the training forwards, whose rows belong together,
 and refuse backwards that are out of order, forwards that change buffers, and state that a loop carries from batch to
-batch: outputs of an earlier batch among the inputs of a later one.
-
-    out, state = net(x, state)
-    state = state.detach()
-
-Records of one batch would be in the rows of the next one, which no charge covers. A batch ends by
-a step, `accumulate()` or `discard()`, and by the delivery of the next one. An input of a training forward must not be
-
-* in the memory of an output of an earlier batch, or of a forward of this one whose backward has left its rows. A mark
-  on the storage tells, which lives as long as that memory and says nothing about a tensor that gets the same place
-  later. The program alone decides this, no value of a record does;
-* a copy of one in other memory. Numbers at 64 places are kept of the last few outputs. Floating-point numbers do not
-  agree in all of them by chance, so that this too tells about the program. Where fewer than `_DISTINCT` of them differ
-  (zeros, masks, classes) they may agree by chance, and a run must not end by that: these are not compared.
-
-Inputs that a forward returns as they came are not its outputs. Parameters and buffers are released, and may be given to
-any forward. Forwards in evaluation mode leave no marks: what they give for public data may be the input of all batches.
-What is not seen (numbers that were changed, or went through numpy or Python) is in docs/before_you_start.md.
+batch (`rows.carried`).
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import Any, NoReturn
 
 import torch
@@ -44,7 +25,6 @@ from torch_dpsco.compat import (
     is_sharded,
     tree_leaves,
     tree_map,
-    without_subclasses,
 )
 from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError
 from torch_dpsco.native import inexact_mean
@@ -56,6 +36,7 @@ from torch_dpsco.rows.batch import (
     has_rows,
     require_unwrapped,
 )
+from torch_dpsco.rows.carried import CLOCK, CarriedState, Forward
 from torch_dpsco.rows.first_step import FirstStep
 from torch_dpsco.rows.layers.recorded import require_whole
 from torch_dpsco.rows.means import NO_MEAN, Source, averaged_outputs
@@ -235,7 +216,7 @@ class Attachment:
         """
         self.filled = filled
         self.passes.used = self.passes.number
-        self.carried.ended = next(_CLOCK)
+        self.carried.ended = next(CLOCK)
 
     def require_fresh(self, number: int | None, forward: Forward | None, grad: Tensor) -> None:
         """Raises SequenceError for a backward, through a forward of this number (None: in eval mode), out of order."""
@@ -578,186 +559,3 @@ def forget_uses(params: Iterable[nn.Parameter], layers: Iterable[nn.Module]) -> 
     for layer in layers:
         layer.__dict__.pop("activations", None)
         layer.__dict__.pop("max_batch_len", None)
-
-
-_PLACES = 64  # whose numbers are compared
-_DISTINCT = 4
-_KEPT = 16  # outputs whose numbers are kept
-_DEPTH = 6  # of what is nested in inputs and outputs
-_MARK = "dpsco_forward"
-_CLOCK = count(1)  # orders forwards and ends of batches
-_FOUND = (
-    "inputs of a training forward must not be outputs of an earlier batch (got {what}, of shape"
-    " {shape}): records of that batch would be in the rows of this one, which its charge does not"
-    " cover; begin each batch with a fresh state (None, or a new tensor of zeros), or give whole"
-    " sequences to one forward; outputs for public data may be inputs where the forward that gave"
-    " them was in eval mode (docs/mistakes.md, stateful model)"
-)
-
-
-class CarriedStateError(PrivacyError):
-    """Outputs of an earlier batch are inputs of a training forward."""
-
-
-@dataclass(eq=False)
-class Forward:
-    """A forward, as its outputs know it: the state of the model that ran, when, and whether its backward left rows."""
-
-    owner: CarriedState
-    time: int
-    has_left_rows: bool = False
-
-
-class CarriedState:
-    """What the training forwards of an attached model have given, which those of later batches must not take.
-
-    Args:
-        model: it.
-
-    Attributes:
-        ended: when the last batch did: all forwards before are of earlier ones.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self.ended = 0
-        # of the running forward, with memory and versions, and the copies which it runs on
-        self._inputs: list[_Held] | None = None
-        self._copies: list[_Held] = []
-        # the last outputs: forward, size and numbers
-        self._kept: list[tuple[Forward, int, Tensor]] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        # PRIVACY: a file would hold numbers of records (test_a_file_of_a_model_holds_no_outputs)
-        return self.__dict__ | {"_inputs": None, "_copies": [], "_kept": []}
-
-    def begin(self, inputs: Any, *, leaves_rows: bool) -> None:
-        """Begins a forward in training mode.
-
-        Args:
-            inputs: nested tensors.
-            leaves_rows: whether its backward does.
-
-        Raises:
-            CarriedStateError: one of them is an output of an earlier batch.
-        """
-        self._inputs = None
-        self._copies = []
-        with without_subclasses():
-            found = _tensors(inputs)
-            sizes = {size for _, size, _ in self._kept}
-            for t, storage, _ in found if leaves_rows else ():
-                if hasattr(storage, _MARK) or t.numel() in sizes:
-                    self._require_fresh(t, storage)
-            self._inputs = found
-
-    def take(self, copies: Any) -> None:
-        """Notes copies of the inputs, nested likewise, which the forward runs on."""
-        with without_subclasses():
-            given = {id(t) for t, _, _ in self._inputs or ()}
-            self._copies = [held for held in _tensors(copies) if id(held[0]) not in given]
-
-    def end(self, output: Any, inputs: Any) -> Forward | None:
-        """Ends the forward that was begun, if one was.
-
-        Args:
-            output: nested tensors.
-            inputs: those that it ran on; what was written to them, or put into them, is output too.
-        """
-        before = self._inputs
-        copies = self._copies
-        self._inputs = None
-        self._copies = []
-        if before is None:
-            return None
-        forward = Forward(self, next(_CLOCK))
-        with without_subclasses():
-            same = [held for held in (*before, *copies) if _version(held[0]) == held[2]]
-            # a copy that was written to is the model's own: memory of an output
-            known = {id(storage) for _, storage, _ in (*before, *same)}
-            fresh = [held for held in _tensors((output, inputs)) if id(held[1]) not in known]
-            for _, storage, _ in fresh:
-                setattr(storage, _MARK, forward)
-            written = [held for held in before if _version(held[0]) != held[2]]
-            for t, _, _ in fresh + written:
-                self._keep(forward, t, same)
-        return forward
-
-    def _keep(self, forward: Forward, t: Tensor, inputs: list[_Held]) -> None:
-        if not t.is_floating_point() or t.numel() < _DISTINCT:
-            return
-        numbers = _numbers(t)
-        alike = [x for x, _, _ in inputs if x.numel() == t.numel() and x.is_floating_point()]
-        if not any(_agree(_numbers(x), numbers) for x in alike):
-            self._kept = [*self._kept[1 - _KEPT :], (forward, t.numel(), numbers)]
-
-    def _is_over(self, forward: Forward) -> bool:
-        return forward.time < self.ended or (forward.owner is self and forward.has_left_rows)
-
-    def _require_fresh(self, t: Tensor, storage: Any) -> None:
-        forward = getattr(storage, _MARK, None)
-        if forward is not None and self._is_over(forward) and not self._is_released(storage):
-            # PRIVACY: (test_state_that_a_loop_carries_is_refused)
-            raise CarriedStateError(
-                _FOUND.format(what="one in the same memory", shape=(*t.shape,))
-            )
-        if not t.is_floating_point() or t.numel() not in {size for _, size, _ in self._kept}:
-            return
-        found = _numbers(t)
-        kept = [n for f, size, n in self._kept if size == t.numel() and self._is_over(f)]
-        if any(_agree(n, found) for n in kept) and len(found.unique()) >= _DISTINCT:
-            # PRIVACY: (test_copies_of_state_that_a_loop_carries_are_refused)
-            raise CarriedStateError(_FOUND.format(what="a copy of one", shape=(*t.shape,)))
-
-    def _is_released(self, storage: Any) -> bool:
-        released = (*self._model.parameters(), *self._model.buffers())
-        return any(found is storage for _, found, _ in _tensors(released))
-
-
-_Held = tuple[Tensor, Any, int]  # a tensor, its memory and its version
-
-
-def _tensors(tree: Any) -> list[_Held]:
-    """Returns the tensors with memory of their own kind in nested containers and plain objects (caches, outputs)."""
-    found: list[_Held] = []
-    level: Sequence[Any] = (tree,)
-    for _ in range(_DEPTH + 1):
-        below: list[Any] = []
-        for part in level:
-            if isinstance(part, Tensor):
-                try:  # always the same object as long as there is its memory
-                    storage = part.untyped_storage()
-                except (NotImplementedError, RuntimeError):  # sparse, or inside of torch.func
-                    continue
-                found.append((part, storage, _version(part)))
-            elif isinstance(part, (tuple, list)):
-                below += part
-            elif isinstance(part, Mapping):
-                below += part.values()
-            elif not isinstance(part, (str, type, nn.Module)):
-                below += getattr(part, "__dict__", {}).values()
-        if not below:
-            break
-        level = below
-    return found
-
-
-def _version(t: Tensor) -> int:
-    return 0 if t.is_inference() else t._version
-
-
-def _numbers(t: Tensor) -> Tensor:
-    """Returns numbers of a tensor at places that its size alone decides: the bits of float64 ones."""
-    flat = t.detach()
-    step = -(-t.numel() // _PLACES) or 1
-    if flat.is_contiguous():
-        places = flat.as_strided((-(-t.numel() // step),), (step,), flat.storage_offset())
-        numbers = places.to(torch.float64, copy=True)
-    else:
-        places = torch.arange(0, t.numel(), step, device=t.device)
-        numbers = flat[torch.unravel_index(places, flat.shape)].double()
-    return numbers.view(torch.int64)
-
-
-def _agree(first: Tensor, second: Tensor) -> bool:
-    return torch.equal(first.cpu(), second.cpu())
