@@ -41,6 +41,7 @@
 
 typedef float f8 __attribute__((vector_size(32)));
 typedef float f4 __attribute__((vector_size(16)));
+typedef float f16 __attribute__((vector_size(64)));
 typedef double d4 __attribute__((vector_size(32)));
 typedef int64_t i4 __attribute__((vector_size(32)));
 typedef uint64_t u4 __attribute__((vector_size(32)));
@@ -116,6 +117,7 @@ static double share_of(double norm, const double *p, int64_t d, double most) {
 #define ROOT(v) ((d4)_mm256_sqrt_pd((__m256d)(v)))
 #define ROOT8(v) ((f8)_mm256_sqrt_ps((__m256)(v)))
 #define JOIN(a, b) ((f8)_mm256_set_m128((__m128)(b), (__m128)(a)))
+#define LONGER __builtin_cpu_supports("avx512f")
 #include "_kernel.c"
 #define CALL(name, ...) (has_avx2() ? name##_avx2(__VA_ARGS__) : name##_plain(__VA_ARGS__))
 #define KIND has_avx2()
@@ -954,6 +956,34 @@ TARGET static inline void NAME(products)(const float *g, const float *x, int64_t
     }
 }
 
+#ifdef LONGER
+/* The same numbers for two blocks of backprops, in vectors of 16. */
+__attribute__((target("avx512f,avx2,fma"))) static void NAME(longer)(const float *g, const float *x, int64_t n,
+                                                                     int64_t tile, d4 sum[2 * HIGH][BROAD / 4]) {
+    const float *h = g + n * HIGH;
+    for (int64_t start = 0; start < n; start += tile) {
+        int64_t end = start + tile < n ? start + tile : n;
+        f16 part[2 * HIGH] = {{0}};
+        for (int64_t i = start; i < end; i++) {
+            f16 row;
+            memcpy(&row, x + i * BROAD, sizeof row);
+#pragma GCC unroll 6
+            for (int o = 0; o < HIGH; o++) part[o] += g[i * HIGH + o] * row;
+#pragma GCC unroll 6
+            for (int o = 0; o < HIGH; o++) part[HIGH + o] += h[i * HIGH + o] * row;
+        }
+#pragma GCC unroll 12
+        for (int o = 0; o < 2 * HIGH; o++)
+#pragma GCC unroll 4
+            for (int k = 0; k < BROAD / 4; k++) {
+                f4 v;
+                memcpy(&v, (const char *)&part[o] + 16 * k, sizeof v);
+                sum[o][k] += WIDE(v);
+            }
+    }
+}
+#endif
+
 TARGET static void NAME(outer)(const float *g, int64_t g_stride, int64_t out, const rows_t *x, const double *weights,
                                int64_t tile, float *space, float *total, double *bias) {
     int64_t n = x->n, high = (out + HIGH - 1) / HIGH;
@@ -987,12 +1017,20 @@ TARGET static void NAME(outer)(const float *g, int64_t g_stride, int64_t out, co
                     memcpy(to, from, 4 * width);
             }
         }
-        for (int64_t b = 0; b < high; b++)
+        for (int64_t b = 0, more = 1; b < high; b += more)
             for (int64_t p = 0; p < count; p++) {
                 int64_t at = start + p * BROAD, width = x->d - at < BROAD ? x->d - at : BROAD;
-                int64_t most = out - b * HIGH < HIGH ? out - b * HIGH : HIGH;
-                d4 sum[HIGH][BROAD / 4] = {{{0}}};
-                NAME(products)(space + b * n * HIGH, panels + p * n * BROAD, n, tile, sum);
+                d4 sum[2 * HIGH][BROAD / 4] = {{{0}}};
+                const float *left = space + b * n * HIGH, *right = panels + p * n * BROAD;
+                more = 1;
+#ifdef LONGER
+                if (LONGER && b + 1 < high) {
+                    more = 2;
+                    NAME(longer)(left, right, n, tile, sum);
+                } else
+#endif
+                    NAME(products)(left, right, n, tile, sum);
+                int64_t most = out - b * HIGH < more * HIGH ? out - b * HIGH : more * HIGH;
                 for (int64_t o = 0; o < most; o++) {
                     float *to = total + (b * HIGH + o) * x->d + at;
                     f4 found[BROAD / 4];
