@@ -22,8 +22,9 @@ from torch_dpsco.rows import closed_form
 from torch_dpsco.rows.means import Source, averaged, next_power
 from torch_dpsco.rows.replay import random_parameters
 from torch_dpsco.sampling import PrivateLoader
+from torch_dpsco.sampling.loader import Sizes, torch_settings
 from torch_dpsco.trial.masks import secret_state
-from torch_dpsco.trial.sizes import Sizes, Trial, torch_settings, whole
+from torch_dpsco.trial.sizes import Trial, whole
 
 N = 400
 CLASSES = 4

@@ -41,6 +41,7 @@ from torch_dpsco.rows.replay import (
     rows_of_a_pass,
 )
 from torch_dpsco.sampling import PrivateLoader
+from torch_dpsco.sampling.loader import Sizes
 from torch_dpsco.trial import (
     CHECKED,
     Isolation,
@@ -57,7 +58,7 @@ from torch_dpsco.trial import (
     isolation,
     seed_torch,
 )
-from torch_dpsco.trial.sizes import Sizes, Trial
+from torch_dpsco.trial.sizes import Trial
 
 ROUNDING = 1e-9  # relative, of sums in double precision in any order
 _SEED = 1_000_003

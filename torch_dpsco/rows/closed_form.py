@@ -36,8 +36,9 @@ from torch_dpsco.rows import FactoredBlock, GradBatch, LinearBlock, input_factor
 from torch_dpsco.rows.layers.kinds import is_recorded
 from torch_dpsco.rows.replay import random_parameters
 from torch_dpsco.sampling import PrivateLoader, Slots
+from torch_dpsco.sampling.loader import Sizes
 from torch_dpsco.trial import Leaf
-from torch_dpsco.trial.sizes import Sizes, Trial
+from torch_dpsco.trial.sizes import Trial
 
 # scores (B, K) or (B,), targets -> derivatives of the losses, as scores
 _Slope = Callable[[Tensor, Tensor], Tensor]

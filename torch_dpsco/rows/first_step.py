@@ -24,6 +24,7 @@ from torch_dpsco.compat import tree_flatten, tree_leaves, tree_unflatten
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.rows.batch import batch_sizes
 from torch_dpsco.rows.replay import COMPILED, Replay, is_compiled
+from torch_dpsco.sampling.loader import Sizes, memory_of, torch_settings
 from torch_dpsco.trial import (
     SEED,
     Leaf,
@@ -41,7 +42,6 @@ from torch_dpsco.trial import (
     seed_torch,
 )
 from torch_dpsco.trial.loss import RepeatedLoss, plain, trace_outputs
-from torch_dpsco.trial.sizes import Sizes, memory_of, torch_settings
 
 # of synthetic batches: the first that is no other size of the model's tensors
 _SIZES = (7, 5, 11, 13, 17, 19, 23)

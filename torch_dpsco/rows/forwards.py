@@ -40,9 +40,10 @@ from torch_dpsco.rows.carried import CLOCK, CarriedState, Forward
 from torch_dpsco.rows.first_step import FirstStep
 from torch_dpsco.rows.layers.recorded import require_whole
 from torch_dpsco.rows.means import NO_MEAN, Source, averaged_outputs
+from torch_dpsco.sampling.loader import Sizes
 from torch_dpsco.trial.loss import plain
 from torch_dpsco.trial.masks import secret_state
-from torch_dpsco.trial.sizes import AUTOCAST, Sizes
+from torch_dpsco.trial.sizes import AUTOCAST
 
 ONE_MODULE = (
     "where a loss needs several forwards of one model (real and generated images, views of a"

@@ -20,9 +20,10 @@ from torch_dpsco.compat import tree_leaves, tree_unflatten
 from torch_dpsco.rows.batch import attachments, clear_rows
 from torch_dpsco.rows.blocks import Block, DenseBlock, FactoredBlock
 from torch_dpsco.rows.layers.kinds import ItemBlock
+from torch_dpsco.sampling.loader import Sizes
 from torch_dpsco.trial import SEED, Leaf, Untouched, seed_torch
 from torch_dpsco.trial.loss import RepeatedLoss
-from torch_dpsco.trial.sizes import Sizes, Trial
+from torch_dpsco.trial.sizes import Trial
 
 COMPILED = "kernels of a compiled model depend on the sizes that came before"
 

@@ -48,7 +48,6 @@ from torch_dpsco.errors import UnitError
 from torch_dpsco.noise import Stream, sampling_generator
 from torch_dpsco.sampling.datasets import Gathered, one_by_one
 from torch_dpsco.sampling.samplers import Chunk, DesignSampler, records_of
-from torch_dpsco.trial.sizes import Sizes, memory_of
 
 _Indices = npt.NDArray[np.int64]
 _MOST_WORKERS = 1024  # processes
@@ -404,6 +403,47 @@ def _rate(excess: float) -> float:
 
 
 LEVELS = ("rounded", "slots", "none")
+
+
+def memory_of(tree: Any) -> frozenset[int]:
+    """Returns where the memory of nested tensors begins."""
+    leaves = [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
+    return frozenset(t.untyped_storage().data_ptr() for t in leaves if t.layout is torch.strided)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Batches in which each record has the same bits, as far as a test has shown.
+
+    Args:
+        sizes: rows of a batch, increasing.
+        settings: of torch, under which this was tested.
+        records: made up, that were compared.
+        exact_means: whether means over the batch must be exact for it, see `rows.means`.
+        secret_masks: whether masks that the model draws must be secret for it, see `trial.masks`.
+    """
+
+    sizes: Sequence[int]
+    settings: tuple[Any, ...]
+    records: int
+    exact_means: bool = False
+    secret_masks: bool = False
+
+    @property
+    def hold(self) -> bool:
+        """Whether torch is set as it was for the test."""
+        return self.settings == torch_settings()
+
+
+def torch_settings() -> tuple[Any, ...]:
+    """Returns what decides which kernels run."""
+    return (
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.backends.mkldnn.enabled,
+    )
 
 
 @dataclass

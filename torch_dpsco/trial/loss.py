@@ -28,6 +28,7 @@ from torch_dpsco.compat import (
     without_subclasses,
 )
 from torch_dpsco.errors import PrivacyError
+from torch_dpsco.sampling.loader import memory_of
 from torch_dpsco.trial import (
     CHECKED,
     SEED,
@@ -40,7 +41,6 @@ from torch_dpsco.trial import (
     rows_first,
     seed_torch,
 )
-from torch_dpsco.trial.sizes import memory_of
 
 
 class WatchedStep(Protocol):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_dpsco.compat import tree_leaves
+from torch_dpsco.sampling.loader import Sizes, torch_settings
 from torch_dpsco.trial import SEED, Leaf, Refused, SyntheticBatches, attempt
 from torch_dpsco.trial.masks import secret_state
 
@@ -47,47 +47,6 @@ _EXACT = frozenset(
     threshold threshold_backward trunc where zero zeros_like
     """.split()  # noqa: SIM905
 )
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Batches in which each record has the same bits, as far as a test has shown.
-
-    Args:
-        sizes: rows of a batch, increasing.
-        settings: of torch, under which this was tested.
-        records: made up, that were compared.
-        exact_means: whether means over the batch must be exact for it, see `rows.means`.
-        secret_masks: whether masks that the model draws must be secret for it, see `trial.masks`.
-    """
-
-    sizes: Sequence[int]
-    settings: tuple[Any, ...]
-    records: int
-    exact_means: bool = False
-    secret_masks: bool = False
-
-    @property
-    def hold(self) -> bool:
-        """Whether torch is set as it was for the test."""
-        return self.settings == torch_settings()
-
-
-def torch_settings() -> tuple[Any, ...]:
-    """Returns what decides which kernels run."""
-    return (
-        torch.get_num_threads(),
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.backends.mkldnn.enabled,
-    )
-
-
-def memory_of(tree: Any) -> frozenset[int]:
-    """Returns where the memory of nested tensors begins."""
-    leaves = [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
-    return frozenset(t.untyped_storage().data_ptr() for t in leaves if t.layout is torch.strided)
 
 
 class DrawsError(Exception):
