@@ -669,7 +669,7 @@ def test_a_fit_in_c_draws_no_places_and_a_draw_that_comes_again_has_one_set_of_t
         lambda self, units: drawn.append(units) or places(self, units),
     )
     with pytest.raises(ZeroDivisionError):
-        dp.fit(model, optimizer, dataset, BCE, steps=1, progress=False)
+        dp.fit(model, optimizer, dataset, BCE, steps=1, progress=False, isolation="slots")
     assert len(drawn) == (0 if where == "C" else 1)
     found = []
     for _ in range(3):  # nobody chooses places by having them drawn anew

@@ -15,6 +15,7 @@ from torch import nn
 from tests.contract.registry import ROWS, having
 from tests.contract.runs import DIM, STEPS, Row, Run, Settings, same, zeros
 from tests.streams import seeded
+from torch_dpsco.accounting import journal
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.noise import SecretState
 
@@ -54,6 +55,12 @@ def reloaded(run: Run, row: Row, file: Path, **changes: Any) -> Run:
     fresh.model.load_state_dict(state["model"])
     (fresh.opt.load_state_dict if ledger is None else fresh.opt.resume)(state["optimizer"])
     return fresh
+
+
+@pytest.fixture(autouse=True)
+def one_step_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step is charged ahead, which a run that is taken up has lost."""
+    monkeypatch.setattr(journal, "steps_ahead", lambda line, step: 1)
 
 
 def lasting(row: Row, path: Path, **changes: Any) -> Run:

@@ -76,6 +76,7 @@ def test_a_sum_over_parts_is_that_of_the_records_in_memory_to_the_last_bit(
     features = torch.randn(count, DIM, generator=torch.Generator().manual_seed(seed)) * 1e3
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "_BLOCK_ROWS", 2)
+        patch.setattr(base, "_TILED_ROWS", 2)
         patch.setattr(parts, "_PART_ENTRIES", 2 * (DIM + 1) * blocks)
         memory = make_records(task(), features, torch.ones(count))
         parted = make_stored_records(task(), blocks_of(features, torch.ones(count), size))

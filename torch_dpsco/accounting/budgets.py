@@ -505,6 +505,7 @@ def make_filter(budget: Budget) -> Filter:
         >>> run, ledger = make_filter(Budget(1.0, 1e-5, mode="gdp")), Ledger()
         >>> loud, quiet = Gaussian(4.0, {"zero_out": 1.0}), Gaussian(10.0, {"zero_out": 1.0})
         >>> ledger.add(loud)
+        1
         >>> run.admits(ledger, loud), run.max_steps(ledger, quiet)
         (False, 0)
     """

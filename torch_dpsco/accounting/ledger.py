@@ -187,6 +187,7 @@ class Ledger:
         >>> from torch_dpsco.accounting.events import Gaussian
         >>> ledger = Ledger()
         >>> ledger.add(Gaussian(2.0, {"replace_one": 1.0}), 4)
+        4
         >>> len(ledger), round(ledger.epsilon(1e-5, "replace_one"), 3)
         (4, 4.377)
     """

@@ -47,7 +47,7 @@ from torch_dpsco.accounting.analysis.rounding import (
 )
 from torch_dpsco.accounting.events import GDP, REPLACE_ONE
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators.objectives import LinearObjective
+from torch_dpsco.estimators.objectives import LinearObjective, SumObjective
 from torch_dpsco.estimators.preparation import signal_to_noise
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.solvers import gradient_rounding, project
@@ -238,7 +238,7 @@ class NoisyGDPlan(DescentPlan):
         """Makes the steps from 0: returns the private answer; see `LinearPlan`."""
         solved.keep()
         objective = build_objective(self.task, self.reg, solved)
-        assert isinstance(objective, LinearObjective)  # of tasks that are covered
+        assert isinstance(objective, SumObjective)
         return descend(
             objective.gradient,
             torch.zeros(objective.dim, dtype=torch.float64, device=objective.device),

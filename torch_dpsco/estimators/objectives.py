@@ -157,6 +157,7 @@ class LinearObjective(SumObjective):
         docs/proofs/output.md#records-and-the-objective, docs/proofs/output.md#rounding-of-a-gradient
 
     Example:
+        >>> from torch_dpsco.losses import Logistic
         >>> features, labels = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.tensor([1.0, -1.0])
         >>> F = LinearObjective(Logistic(), Records(features, labels), reg=0.1, normalizer=2)
         >>> value, gradient = F.value_and_gradient(torch.zeros(2, dtype=torch.float64))

@@ -195,7 +195,11 @@ class PrivateLoader:
                 # PRIVACY: none can be chosen, by no other loader either
                 # (test_a_draw_that_is_delivered_again_has_the_places_that_it_had)
                 places = log.held.places
-            if places is None and self.slots is not None and not self.isolation.is_rounded():
+            if (
+                places is None
+                and self.slots is not None
+                and not self.isolation.is_rounded(self.physical_batch_size)
+            ):
                 places = self.slots.places(len(indices) if sizes is None else len(sizes))
             blocks = self._blocks(len(indices), sizes, places)
             start = 0
@@ -489,9 +493,9 @@ class Isolation:
         self.tested = None if isinstance(found, str) else found
         self.why = found if isinstance(found, str) else ""
 
-    def is_rounded(self) -> bool:
-        """Returns whether the next draw is delivered in batches of several sizes."""
-        if self.tested is None:
+    def is_rounded(self, most: int | None = None) -> bool:
+        """Returns whether the next draw is delivered in batches of several sizes; `most`: rows of a batch at most."""
+        if self.tested is None or (most is not None and most < self.tested.sizes[0]):
             return False
         if not self.tested.hold:
             # PRIVACY: other kernels were never tested (test_other_settings_of_torch_end_batches_of_several_sizes)
@@ -508,8 +512,7 @@ class Isolation:
         """
         assert self.tested is not None
         sizes = self.tested.sizes
-        last = bisect_right(sizes, most) if most is not None else len(sizes)
-        largest = sizes[max(0, last - 1)]
+        largest = sizes[-1 if most is None else bisect_right(sizes, most) - 1]
         for start in range(0, max(1, rows), largest):
             part = min(largest, rows - start)
             size = sizes[bisect_left(sizes, part)]

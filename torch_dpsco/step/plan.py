@@ -520,8 +520,8 @@ def costs(
         units = "rows" if oracle.unit == "example" else f"places for {oracle.unit}s"
         yield (
             "filled",
-            "draws are filled up, since their true size is private: by a few rows where a test of the first step"
-            f' passes ("rounded"), else to {capacity(design)} {units} ("slots")',
+            'draws are filled up, as their size is private: a little ("rounded"), or to'
+            f' {capacity(design)} {units} ("slots")',
         )
     with suppress(ConditionError):  # there is none
         oracle.use_exact_noise()
