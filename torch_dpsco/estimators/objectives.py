@@ -108,6 +108,10 @@ class SumObjective(Objective):
             )
         self.linear_term = linear_term
 
+    def gradient(self, point: Tensor) -> Tensor:
+        """The gradient alone."""
+        return self.value_and_gradient(point)[1]
+
     def completed(self, losses: Tensor, slopes: Tensor, point: Tensor) -> tuple[float, Tensor]:
         """F(w) and its gradient, of the sums of losses and gradients over the records."""
         value = losses / self.normalizer + self.reg / 2 * (point @ point)
