@@ -158,6 +158,11 @@ def _passes(tapes: Sequence[Any], loose: Sequence[nn.Parameter]) -> int:
     return max(map(len, attached | sizes), default=1)
 
 
+def count_of(index: Tensor | slice) -> int:
+    """Returns how many rows an index, or a slice of the first ones, picks."""
+    return int(index.stop) if isinstance(index, slice) else len(index)
+
+
 class GradBatch:
     """Per-sample gradients of all parameters for the same rows, joined from blocks.
 
@@ -189,7 +194,7 @@ class GradBatch:
         self.passes = passes
         self.averaged = averaged
         self._scale = 1.0
-        self._index: Tensor | None = None  # of the rows that count, None for all
+        self._index: Tensor | slice | None = None  # of the rows that count, None for all
         if order is None:
             order = range(sum(len(block.shapes) for block in blocks))
         self.order = list(order)
@@ -258,7 +263,7 @@ class GradBatch:
         return cls([left], [places[id(p)] for p in params])
 
     def __len__(self) -> int:
-        return len(self.blocks[0] if self._index is None else self._index)
+        return len(self.blocks[0]) if self._index is None else count_of(self._index)
 
     def unscaled(self, scale: float) -> GradBatch:
         """Returns these rows divided by a public number > 0, that of gradient scaling; the tensors are shared."""
@@ -266,18 +271,26 @@ class GradBatch:
         rows._scale = self._scale / scale
         return rows
 
-    def among(self, index: Tensor) -> GradBatch:
+    def among(self, index: Tensor | slice) -> GradBatch:
         """Returns the batch of some rows of a block of fixed size, whose norms are computed with all of them.
 
         So a norm never depends on how many rows count. The others are the filling: they are left out, not multiplied by
         0, so that nothing in them reaches a sum.
 
         Args:
-            index: (k,) int64, which of the rows count.
+            index: (k,) int64, which of the rows count; or a slice of the first ones.
         """
         rows = copy.copy(self)
-        rows._index = index if self._index is None else self._index[index]
+        rows._index = self._within(index)
         return rows
+
+    def _within(self, index: Tensor | slice) -> Tensor | slice:
+        """Returns which rows of the blocks some of those that count are."""
+        return (
+            index
+            if self._index is None or isinstance(self._index, slice)
+            else self._index[index]
+        )
 
     def linear(self) -> LinearBlock | None:
         """Returns the rows as those of a linear model with weight and bias and one output, None if they are others."""
@@ -328,7 +341,7 @@ class GradBatch:
             # PRIVACY: dropped, not multiplied by 0 (test_non_finite_rows_contribute_nothing)
             kept = (weights >= _LEAST_NORMAL).nonzero().squeeze(1)
             weights = weights[kept]
-            index = kept if index is None else index[kept]
+            index = self._within(kept)
         if index is not None:
             blocks = [block.select(index) for block in blocks]
         sums = [total for block in blocks for total in block.weighted_sum(weights, precision)]

@@ -357,7 +357,7 @@ class Block(ABC):
         """Returns sum_i weights[i] * row_i per parameter; weights (B,) float64 > 0, all rows finite."""
 
     @abstractmethod
-    def select(self, index: Tensor) -> Block:
+    def select(self, index: Tensor | slice) -> Block:
         """Returns the block of some rows."""
 
     @abstractmethod
@@ -414,7 +414,7 @@ class DenseBlock(Block):
             sums = [torch.mm(small, _flat(part).float())[0] for part in self.rows]
         return [_shaped(total, part) for total, part in zip(sums, self.rows, strict=True)]
 
-    def select(self, index: Tensor) -> DenseBlock:
+    def select(self, index: Tensor | slice) -> DenseBlock:
         """Returns the block of some rows."""
         return DenseBlock(*(part[index] for part in self.rows))
 
@@ -592,7 +592,7 @@ class FactoredBlock(Block):
             total.add_(scaled[start : start + tile].t() @ acts[start : start + tile])
         return total
 
-    def select(self, index: Tensor) -> FactoredBlock:
+    def select(self, index: Tensor | slice) -> FactoredBlock:
         """Returns the block of some rows."""
         part = copy.copy(self)
         part.acts = self.acts[index]
@@ -684,7 +684,7 @@ class LinearBlock(Block):
         """Returns the weighted sums for weight and bias."""
         return self._factored().weighted_sum(weights, precision)
 
-    def select(self, index: Tensor) -> LinearBlock:
+    def select(self, index: Tensor | slice) -> LinearBlock:
         """Returns some of the rows."""
         factors = None if self._factors is None else self._factors[index]
         return LinearBlock(self.features[index], self.slopes[index], factors)
@@ -765,7 +765,7 @@ class SequenceBlock(Block):
             total.add_(torch.mm(scaled.flatten(0, 1).t(), acts.flatten(0, 1), out=part))
         return [total.view(self.shapes[0])]
 
-    def select(self, index: Tensor) -> SequenceBlock:
+    def select(self, index: Tensor | slice) -> SequenceBlock:
         """Returns the block of some rows."""
         return SequenceBlock(self.acts[index], self.backprops[index], self.shapes[0])
 

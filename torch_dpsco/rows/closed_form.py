@@ -165,8 +165,9 @@ class _Scored(LinearBlock):
         """Returns the sum of the rows, see `LinearBlock.clipped_sum`."""
         return self._records.sum(limit, scale, self._weight, float(self._bias), self._index)
 
-    def select(self, index: Tensor) -> _Scored:
+    def select(self, index: Tensor | slice) -> _Scored:
         """Returns some of the rows."""
+        assert isinstance(index, Tensor)  # no block of these is filled up
         part = object.__new__(_Scored)  # copy.copy costs three times as much
         part.__dict__.update(self.__dict__)
         part._index = index if self._index is None else self._index[index]

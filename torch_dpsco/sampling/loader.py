@@ -31,6 +31,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Number
 from typing import Any
 
@@ -235,13 +236,13 @@ class PrivateLoader:
         made = slots.of_records(places) if sizes is None else slots.of_users(sizes, places)
         return [(part, torch.from_numpy(found), slots.block) for part, found in made]
 
-    def _batches(self, parts: Iterator[_Indices]) -> Iterator[Any]:
+    def _batches(self, parts: Iterator[_Indices], chunks: deque[Chunk]) -> Iterator[Any]:
         if self.gathers and isinstance(self.dataset, Gathered):
             yield from map(self.dataset.gather, parts)
             return
         if self.gathers:
             assert isinstance(self.dataset, TensorDataset)
-            yield from _gathered(self.dataset.tensors, parts)
+            yield from _gathered(self.dataset.tensors, parts, chunks)
             return
         yield from DataLoader(
             self.dataset,
@@ -260,7 +261,7 @@ class PrivateLoader:
         Args:
             tensors: (n, ...) each; who writes to a batch may write to them.
         """
-        return self._delivered(lambda parts: _gathered(tensors, parts, share=self._shares))
+        return self._delivered(partial(_gathered, tensors, share=self._shares))
 
     @property
     def _shares(self) -> bool:
@@ -283,19 +284,21 @@ class PrivateLoader:
         def index(part: _Indices) -> Tensor | None:
             return None if len(part) == size else torch.from_numpy(part)
 
-        return bare._delivered(lambda parts: map(index, parts))
+        return bare._delivered(lambda parts, chunks: map(index, parts))
 
     def _delivered(
-        self, batches: Callable[[Iterator[_Indices]], Iterator[Any]]
+        self, batches: Callable[[Iterator[_Indices], deque[Chunk]], Iterator[Any]]
     ) -> Iterator[Any]:
         log = self.batch_sampler.log
         log.restart()
         # of this iteration only: nothing is left over when it is broken off
         chunks: deque[Chunk] = deque()
-        for batch in batches(self._split(chunks)):
+        for batch in batches(self._split(chunks), chunks):
             chunk = chunks.popleft()
             log.deliver(chunk)
-            if chunk.slots is not None:
+            if isinstance(batch, _FilledUp):
+                batch = list(batch)
+            elif chunk.slots is not None:
                 batch = filled(batch, chunk.slots, chunk.size)
             if self.isolation.open:
                 self.isolation.delivered = memory_of(batch)
@@ -329,17 +332,39 @@ _NOT_ROWS = (
 )
 
 
+class _FilledUp(list[Tensor]):
+    """A batch that is filled up."""
+
+
 def _gathered(
-    tensors: Sequence[Tensor], parts: Iterator[_Indices], *, share: bool = False
+    tensors: Sequence[Tensor],
+    parts: Iterator[_Indices],
+    chunks: deque[Chunk],
+    *,
+    share: bool = False,
 ) -> Iterator[list[Tensor]]:
-    """Yields the rows of tensors at some positions; `share`: as many positions as rows are all of them, in order."""
+    """Yields the rows of tensors at some positions, which the newest of the chunks has.
+
+    Batches of several sizes are filled up at once. `share`: as many positions as rows are all of them, in order.
+    """
     size = tensors[0].shape[0]
     for part in parts:
+        chunk = chunks[-1]
+        index = torch.from_numpy(part)
         if share and len(part) == size:
             yield list(tensors)
-            continue
-        index = torch.from_numpy(part)
-        yield [t.index_select(0, index.to(t.device)) for t in tensors]
+        elif chunk.comes_first:
+            yield _FilledUp(_with_filling(t, index, chunk.size) for t in tensors)
+        else:
+            yield [t.index_select(0, index.to(t.device)) for t in tensors]
+
+
+def _with_filling(t: Tensor, index: Tensor, size: int) -> Tensor:
+    """Returns (size, ...): the rows of a tensor at some positions, and zeros behind them."""
+    block = t.new_empty(size, *t.shape[1:])
+    torch.index_select(t.detach(), 0, index.to(t.device), out=block[: len(index)])
+    block[len(index) :] = 0
+    return block
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -487,8 +487,15 @@ class Chunk(NamedTuple):
         """Rows of the batch, filling included."""
         return self.rows if self.block is None else self.block
 
-    def records(self, first: int, rows: int) -> Tensor | None:
+    @property
+    def comes_first(self) -> bool:
+        """Whether the filling follows the records, as in batches of several sizes."""
+        return self.slots is not None and self.places is None
+
+    def records(self, first: int, rows: int) -> Tensor | slice | None:
         """Returns which of some rows of the batch are records: indices from the first on; None for all of them."""
+        if self.comes_first and rows == self.size and not first:
+            return slice(0, self.rows)
         if self.slots is None or (rows == self.size and not first):
             return self.slots
         index = self.slots - first

@@ -37,6 +37,7 @@ from torch_dpsco.errors import (
     warn,
 )
 from torch_dpsco.rows import retire_forwards
+from torch_dpsco.rows.batch import count_of
 from torch_dpsco.rows.forwards import ONE_MODULE
 from torch_dpsco.sampling import (
     AssignedSampler,
@@ -224,7 +225,7 @@ class LogicalBatch:
 
     def admit(
         self, rows: int, passes: int, partial: bool, users: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor | slice | None, Tensor | None]:
         """Checks rows against the current chunk.
 
         Args:
@@ -249,7 +250,7 @@ class LogicalBatch:
         first = self.seen
         kept = taken.records(first, rows)
         self.seen += rows
-        self._draw_rows += rows if kept is None else len(kept)
+        self._draw_rows += rows if kept is None else count_of(kept)
         if self.seen > taken.size or self._draw_rows > taken.draw.size:
             # PRIVACY: rows from elsewhere could hold a record twice (test_more_rows_than_drawn_are_refused)
             raise SequenceError(

@@ -294,8 +294,8 @@ class PrivateOptimizer(RunOptimizer):
         kept, users = batch.admit(n_rows, 1 if rows is None else rows.passes, partial, users)
         if rows is not None and kept is not None:
             # PRIVACY: the filling is no record (test_rows_of_the_filling_contribute_exactly_nothing)
-            rows = rows.among(kept.to(params[0].device))
-            n_rows = len(kept)
+            rows = rows.among(kept if isinstance(kept, slice) else kept.to(params[0].device))
+            n_rows = len(rows)
         elif (
             rows is not None
             and rows.averaged

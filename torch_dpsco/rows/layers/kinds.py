@@ -239,8 +239,10 @@ class ItemBlock(Block):
         total[items] = sums.to(total.dtype)  # one rounding of a float32 sum, which has more
         return [total]
 
-    def select(self, index: Tensor) -> ItemBlock:
+    def select(self, index: Tensor | slice) -> ItemBlock:
         """Returns the block of some rows."""
+        if isinstance(index, slice):
+            index = torch.arange(self.n_records, device=self.records.device)[index]
         counts = torch.bincount(self.records, minlength=self.n_records)
         starts = counts.cumsum(0) - counts
         chosen = counts[index]
