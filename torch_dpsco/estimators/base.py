@@ -121,7 +121,7 @@ class LinearModel(BaseEstimator):
         radius: > 0, norm that the answer is projected to; inf for none.
         mechanism: "auto" (chosen by public facts) or one of `linear.MECHANISMS`.
         n_max: public cap on the number of records; None for 2 n.
-        secure: "exact" for noise drawn in integers on a public grid: mechanism "adassp" or "output", delta > 0.
+        secure: "exact" for noise drawn in integers on a public grid: mechanism "output", delta > 0.
         accountant: ledger that every fit is charged to, copies' and clones' too; None for a new one per fit.
 
     Attributes:
