@@ -491,9 +491,7 @@ _WORDS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "epsilon": (("budget", "Budget(epsilon, delta)"),),
     "delta": (("budget", "Budget(epsilon, delta)"),),
-    "intervals": (
-        ("", "confidence intervals are proved for LogisticRegression, HuberRegressor and Ridge"),
-    ),
+    "intervals": (("", "confidence intervals are proved for LogisticRegression and Ridge"),),
     "groups": (("users", "the id of the user of each record"),),
     "n": (("n_users", "the public number of users"), ("", _PLAN)),
 }

@@ -285,11 +285,6 @@ EDITED: dict[str, Callable[[], LinearPlan]] = {
     "objective, intervals": of_task(
         "objective", {"loss": dp.losses.Logistic(), "curvature": 0.05}
     ),
-    "objective, Huber's intervals": of_task(
-        "objective",
-        {"loss": dp.losses.Huber(threshold=0.5), "bound_y": 1.0, "curvature": 0.05},
-        BUDGET,
-    ),
     "boosted": of_task("boosted_adassp", REAL),
     "boosted, replace_one": of_task("boosted_adassp", REAL, BUDGET),
     "adassp, classes": of_task("adassp", {"loss": SOFTMAX}, BUDGET),

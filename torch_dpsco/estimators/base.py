@@ -484,8 +484,8 @@ class LinearModel(BaseEstimator):
         check.open_interval(0.0, 1.0, level=level)
         if not hasattr(self, "hessian_"):
             raise ConditionError(
-                f"{name} has no summary: intervals must be paid for by the fit, of LogisticRegression,"
-                " HuberRegressor or Ridge (intervals=0.3 spends 0.3 of the same budget on them)"
+                f"{name} has no summary: intervals must be paid for by the fit, of LogisticRegression"
+                " or Ridge (intervals=0.3 spends 0.3 of the same budget on them)"
             )
         return act("model.summary")(self, level)
 

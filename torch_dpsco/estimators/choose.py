@@ -181,8 +181,7 @@ class LinearFit(NamedTuple):
             multiplied by the constant of the preparation. They are for rows and targets in these units:
         units: public, or released too.
         hessian: (width, width) of the sum of losses at the weights, with noise, where `LinearTask.curvature` is not 0.
-        moments: with noise, of the squared loss then: X'y and the sum of squared targets (width + 1,); of Huber's: the
-            sum of squared slopes (1,).
+        moments: with noise, of the squared loss then: X'y and the sum of squared targets (width + 1,).
     """
 
     weights: Tensor

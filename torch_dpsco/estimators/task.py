@@ -176,7 +176,7 @@ class LinearTask:
     def _require_intervals(self) -> None:
         """Raises ConditionError where what is released tells no confidence intervals."""
         needed = (
-            ("loss", "Logistic, Huber or Squared", self.loss, self.loss.intervals is not None),
+            ("loss", "Logistic or Squared", self.loss, self.loss.intervals is not None),
             ("delta", "> 0", 0.0, not self.pure),
             ("residual_clip", "None", self.residual_clip, self.residual_clip is None),
             ("prepare", "None", self.prepare, self.prepare is None),
