@@ -409,7 +409,8 @@ class LinearModel(BaseEstimator):
         return ledger.report(self.delta if ledger.budget is None else None)
 
     def _install(self, fitted: LinearFit) -> None:
-        self.units_, dim = fitted.units, self.plan_.task.dim
+        self.units_ = fitted.units
+        dim = self.plan_.task.dim
         for name, released in (("hessian_", fitted.hessian), ("moments_", fitted.moments)):
             vars(self).pop(name, None)
             if released is not None:

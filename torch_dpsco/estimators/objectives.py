@@ -453,7 +453,8 @@ class Tilted(Objective):
             )
         self.tilt = finite(tilt=tilt)
         self.reg = nonnegative(reg=reg)
-        self.dim, self.device = self.records.dim, self.records.device
+        self.dim = self.records.dim
+        self.device = self.records.device
         largest = float(self.records.targets.abs().max())
         self._slope = loss.grad_bound(math.inf, 1.0, max(largest, 1.0))
         self._bend = problem.smoothness

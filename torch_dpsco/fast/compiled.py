@@ -142,7 +142,8 @@ def _pair(value: Any) -> tuple[int, ...]:
 _LossFn = Callable[[Any, Any], Any]
 _Rows = tuple[Tensor, ...]
 # records that are made up, and how far from the model's parameters their rows are taken
-_MADE_UP, _APART = (7, 0.1)
+_MADE_UP = 7
+_APART = 0.1
 _COUPLED = (
     "records must not reach each other in model and loss (with {what} as one of several made-up"
     " records, rows of others changed): an operation with a vmap rule of its own"
