@@ -41,7 +41,9 @@ from torch_dpsco.estimators.task import (
 from torch_dpsco.noise import noise_generator
 
 _ROUNDED = "use mechanism='output', without groups"
-_NOISY_LABELS, _NOISY_TARGETS = 400, 20_000  # n mu / sqrt(d)
+# n mu / sqrt(d)
+_NOISY_LABELS = 400
+_NOISY_TARGETS = 20_000
 _DROWNED = 30  # of that, where X'X with noise tells nothing
 MECHANISMS = (
     "auto",

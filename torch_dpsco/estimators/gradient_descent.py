@@ -188,11 +188,9 @@ class NoisyGDPlan(DescentPlan):
 
     def own_event(self) -> GDP:
         """Returns what the last iterate costs, or all sums."""
-        task, most, (lipschitz, _) = (
-            self.task,
-            self.task.most_records,
-            smooth_constants(self.task),
-        )
+        task = self.task
+        most = task.most_records
+        lipschitz, _ = smooth_constants(task)
         radius = self.radius
         moved = (2.0 if task.adjacency == REPLACE_ONE else 1.0) * lipschitz
         # PRIVACY: each sum is rounded, in both data sets (test_rounding_is_in_the_sensitivity_of_a_noisy_step)
@@ -382,11 +380,9 @@ class UserGDPlan(DescentPlan):
     @property
     def _rounding(self) -> float:
         """What rounding may do to the sum: to the mean of each user, which clipping does not enlarge, and to sums."""
-        task, most, (lipschitz, _) = (
-            self.task,
-            self.task.most_records,
-            smooth_constants(self.task),
-        )
+        task = self.task
+        most = task.most_records
+        lipschitz, _ = smooth_constants(task)
         mean = task.gradient_rounding(0.0, far_radius(task), lipschitz, dim=task.width, most=1)
         mean += lipschitz * gamma(MOST_ROWS)
         return most * (mean + self.clip * gamma(most + task.width + 16))

@@ -316,7 +316,8 @@ def plan_preconditioned_gd(task: LinearTask) -> PreconditionedGDPlan:
 
 def calibrated(draft: _Plan, share: float) -> _Plan:
     """Returns a plan with the noise that uses the level of its task up: this share of mu^2 is for X'X."""
-    level, (gram, moved) = draft.task.level, draft._moves
+    level = draft.task.level
+    gram, moved = draft._moves
     gram_std = gram / (level * math.sqrt(share))
     noise_std = moved * math.sqrt(draft.steps / (1 - share)) / level
     # PRIVACY: rounded up, so that the level comes out below mu (test_the_rounds_have_the_level_of_the_budget)
@@ -635,7 +636,8 @@ def _rounding(task: LinearTask) -> float:
     return 1.0 + 4 * most * (sum_terms(most) + 64 * task.width + 80) * DOUBLE
 
 
-_ROUNDS, _SHARE = 40, 0.2  # of mu^2, for X'X
+_ROUNDS = 40
+_SHARE = 0.2  # of mu^2, for X'X
 _FAR_CLIP = (
     1000.0  # times the clip on residuals over the bound on rows: iterates are kept in that ball
 )

@@ -336,7 +336,8 @@ class SoftmaxObjective(SumObjective):
 
     def hessian(self, point: Tensor) -> Tensor:
         """X^T diag(c p_k (1[k = l] - p_l)) X/N in block (k, l), plus reg I; O(n K^2 d^2) and K^2 d^2 memory."""
-        (classes, dim), weight = self.shape, point.view(self.shape)
+        classes, dim = self.shape
+        weight = point.view(self.shape)
         pairs = [(k, other) for k in range(classes) for other in range(k + 1)]
 
         def of_part(part: Records) -> tuple[Tensor, ...]:

@@ -476,7 +476,8 @@ class LinearPlan(Plan):
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what all such plans say; see `Plan.lines`."""
-        task, (std, signal, of) = self.task, self.noise_and_signal
+        task = self.task
+        std, signal, of = self.noise_and_signal
         targets = "" if task.bound_y is None else f", targets to {task.bound_y:g}"
         yield (
             "model",

@@ -565,7 +565,9 @@ def try_compile(model: nn.Module, loss_fn: _LossFn, loader: PrivateLoader) -> Co
 
 
 _CALL = 8  # c, in records: measured 1 for a transformer block and 15 for a small network of convolutions
-_LEAST, _MOST = 8, 512  # records at once
+# records at once
+_LEAST = 8
+_MOST = 512
 _NUMBERS = 2**22  # in the rows of a part, 16 MiB of float32: past it they only cost memory
 _UNKNOWN = 16  # records at once if nothing is known of batches
 
