@@ -8,7 +8,7 @@ Naive intervals are those of the released coefficients with the standard errors 
 made table is what made it; that of a real one (see tables.py, `pip install '.[benchmarks]'`) is the fit without
 regularizer to the whole table, from which each fit gets n records drawn with replacement. Fits have the noise of the
 plan and numpy's draws and solver, which is quicker; tests/statistics has the coverage of the estimator itself.
-Ridge and HuberRegressor are the estimators themselves.
+Ridge is the estimator itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators import HuberRegressor, LogisticRegression, Ridge
+from torch_dpsco.estimators import LogisticRegression, Ridge
 from torch_dpsco.estimators.objective import ObjectivePlan
 from torch_dpsco.statistics.debiased import debias
 from torch_dpsco.statistics.summary import reach
@@ -60,12 +60,6 @@ RIDGES = {
     "ridge_1000": Cell("made", 1_000, 2, 3.0),
     "ridge_5000": Cell("made", 5_000, 5, 1.0),
     "ridge_flights": Cell("flights_delay", 50_000, (38, 40), 1.0),
-}
-
-HUBERS = {
-    "huber_1000": Cell("made", 1_000, 2, 3.0),
-    "huber_5000": Cell("made", 5_000, 5, 1.0),
-    "huber_20000": Cell("made", 20_000, 5, 0.3),
 }
 
 
@@ -178,11 +172,11 @@ def coverage(cell: Cell, fits: int, seed: int = 0) -> tuple[Array, Array, int]:
 
 
 def real_coverage(
-    cell: Cell, model: HuberRegressor | Ridge, fits: int, seed: int = 0
+    cell: Cell, model: Ridge, fits: int, seed: int = 0
 ) -> tuple[Array, Array, int]:
     """Returns the same of a regression.
 
-    A made table has errors of 0.3 times a normal law, for Huber's loss times Student's of 3 degrees of freedom.
+    A made table has errors of 0.3 times a normal law.
     """
     generator = np.random.default_rng(seed)
     if isinstance(cell.features, int):
@@ -197,9 +191,7 @@ def real_coverage(
     for _ in range(fits):
         if isinstance(cell.features, int):
             part = np.column_stack([generator.uniform(-1, 1, (cell.n, dim)), np.ones(cell.n)])
-            huber = isinstance(model, HuberRegressor)
-            errors = generator.standard_t(3, cell.n) if huber else generator.normal(size=cell.n)
-            y = part @ truth + 0.3 * errors
+            y = part @ truth + 0.3 * generator.normal(size=cell.n)
         else:
             chosen = generator.integers(0, len(rows), cell.n)
             part, y = rows[chosen], targets[chosen]
@@ -221,14 +213,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    cells = CELLS | RIDGES | HUBERS
+    cells = CELLS | RIDGES
     every = cells | LIMITS | REAL_LIMITS
     parser.add_argument("--cells", nargs="+", choices=[*every, "limits"], default=[*cells])
     parser.add_argument("--fits", type=int, default=1000)
     parser.add_argument("--smoke", action="store_true", help="one cell, a few fits")
     given = parser.parse_args(arguments)
     if given.smoke:
-        given.cells, given.fits = ["made_1000", "ridge_1000", "huber_1000"], 5
+        given.cells, given.fits = ["made_1000", "ridge_1000"], 5
     if "limits" in given.cells:
         given.cells = [*LIMITS, *REAL_LIMITS]
     print(
@@ -240,15 +232,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name in CELLS | LIMITS:
             held, naive, refused = coverage(cell, given.fits)
         else:
-            ridge, huber = (
-                Ridge(adjacency="add_remove", bound_y=2.0, intervals=0.05),
-                HuberRegressor(
-                    adjacency="add_remove", bound_y=4.0, threshold=0.3, intervals=0.3
-                ),
-            )
-            held, naive, refused = real_coverage(
-                cell, ridge if "ridge" in name else huber, given.fits
-            )
+            ridge = Ridge(adjacency="add_remove", bound_y=2.0, intervals=0.05)
+            held, naive, refused = real_coverage(cell, ridge, given.fits)
         print(
             f"| {name} | {cell.n} | {len(held) - 1} | {cell.epsilon:g} | {100 * held.mean():.1f} % | "
             f"{100 * held.min():.1f} % | {100 * naive.mean():.1f} % | {refused} |",

@@ -16,10 +16,8 @@ Types are checked on entry: arguments of public callables are compared with thei
 `check_fields` for dataclasses. Ranges are checked where the values are used; so are arguments annotated `Any`. Whatever
 Python says about missing and unknown arguments, it says itself; but keywords of other libraries are answered with ours.
 
-Keywords of other libraries, and what they are called here: for errors of a first call.
-
-From scikit-learn, Opacus, TensorFlow Privacy, diffprivlib and OpenDP. An unknown keyword that is one of them is
-answered with our word and how its value is to be converted; all others are left to Python.
+An unknown keyword that is one of another library's (words.toml) is answered with our word and how its value is to be
+converted; all others are left to Python.
 """
 
 from __future__ import annotations
@@ -33,6 +31,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from collections.abc import Set as AbstractSet
 from numbers import Number
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
@@ -447,64 +446,7 @@ _HOW = {  # how to make what an argument must be
 }
 
 _Class = TypeVar("_Class", bound=type)
-
-_PLAN = "the plan has it: the optimizer's class .plan(...)"
-# Theirs: (ours, what is to be known), of which the first that a callable takes is named; "" for no keyword at all.
-_WORDS: dict[str, tuple[tuple[str, str], ...]] = {
-    "C": (("reg", "reg = 1 / C, of the sum of the losses"),),
-    "alpha": (
-        ("reg", "of the sum of the losses plus reg/2 |w|^2, where squared losses are r^2/2"),
-    ),
-    "weight_decay": (("reg", "of a plan or optimizer"),),
-    "penalty": (("reg", "the penalty is reg/2 |w|^2"),),
-    "max_iter": (("", "solvers stop when the answer is certified"),),
-    "tol": (("", "solvers stop when the answer is certified"),),
-    "random_state": (("", "noise comes from the operating system, and cannot be repeated"),),
-    "data_norm": (("bound_x", "public"),),
-    "bounds_X": (
-        (
-            "bound_x",
-            "a public bound on the norm of rows; see also feature_center and feature_scale",
-        ),
-    ),
-    "bounds_y": (("bound_y", "targets are clipped to [-bound_y, bound_y]"),),
-    "l2_norm_clip": (
-        ("clip", "the same number"),
-        ("problem", "losses.<Loss>().problem(bound_x=...) has the clip"),
-    ),
-    "eps": (("epsilon", ""), ("budget", "Budget(epsilon, delta)")),
-    "target_delta": (("delta", ""), ("budget", "Budget(epsilon, delta)")),
-    "sample_rate": (
-        ("batch_size", "sample_rate times n"),
-        ("", "the batch size of the data loader has it"),
-    ),
-    "expected_batch_size": (
-        ("batch_size", ""),
-        ("", "the batch size of the data loader has it"),
-    ),
-    "noise_multiplier": (("budget", "the noise follows from it"), ("", _PLAN)),
-    "num_microbatches": (("", "each record is clipped by itself"),),
-    "poisson_sampling": (("sampling", "'poisson', 'full' or 'allocated'"),),
-    "clipping": (
-        ("clip", "a number: all parameters are clipped together"),
-        ("", "all parameters together"),
-    ),
-    "epsilon": (("budget", "Budget(epsilon, delta)"),),
-    "delta": (("budget", "Budget(epsilon, delta)"),),
-    "intervals": (
-        ("", "confidence intervals are proved for LogisticRegression, HuberRegressor and Ridge"),
-    ),
-    "groups": (("users", "the id of the user of each record"),),
-    "n": (("n_users", "the public number of users"), ("", _PLAN)),
-}
-for _theirs in ("max_grad_norm", "clipping_norm", "clip_norm", "norm_clip", "max_norm"):
-    _WORDS[_theirs] = _WORDS["l2_norm_clip"]
-for _theirs in ("target_epsilon", "privacy_budget"):
-    _WORDS[_theirs] = _WORDS["eps"]
-for _theirs in ("l2_reg", "lam"):
-    _WORDS[_theirs] = _WORDS["alpha"]
-for _ours in ("epochs", "batch_size", "lr", "clip", "budget", "problem", "n"):
-    _WORDS.setdefault(_ours, (("", _PLAN),))
+_PLAN = "(plan)"  # in words.toml
 
 
 def require_ours(name: str, given: Iterable[str], taken: Collection[str]) -> None:
@@ -529,14 +471,23 @@ def require_ours(name: str, given: Iterable[str], taken: Collection[str]) -> Non
 
 
 def _answer(word: str, taken: Collection[str]) -> str:
-    for ours, how in _WORDS.get(word, ()):
+    for ours, how in _words().get(word, ()):
         if ours in taken:
             return f"{word}: take {ours}{f' ({how})' if how else ''}"
-        if not ours and how is not _PLAN:
+        if not ours:
             return f"{word}: leave it out ({how})"
-        if not ours and "optimizer" in taken:
-            return f"{word}: {how}"
+        if ours == _PLAN and "optimizer" in taken:
+            return f"{word}: the plan has it: the optimizer's class .plan(...)"
     return ""
+
+
+@functools.cache
+def _words() -> dict[str, list[list[str]]]:
+    """Returns keywords of others, with lists of (ours, what is to be known): see words.toml."""
+    import tomllib  # for errors only
+
+    text = Path(__file__).with_name("words.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
 
 
 def in_our_words(cls: _Class) -> _Class:

@@ -49,7 +49,9 @@ from torch_dpsco.compat import ConvNd
 from torch_dpsco.errors import SequenceError
 
 WIDEST = 2**26  # columns for which the errors of norms are proved
-_BATCH, _GROUP = 32, 4  # of _kernel.c
+# of _kernel.c
+_BATCH = 32
+_GROUP = 4
 _KEPT_ROWS = 1024  # that are computed together
 SLOPES = {"given": 0, "sign": 1, "logistic": 2, "square": 3}
 LOSSES = {"curved": 0, "bent": 1, "fixed": 2}
@@ -218,7 +220,8 @@ def outer_sums(
         (out, k) float32 and (out,) float64.
     """
     weights = weights.contiguous()
-    (n, out), width = backprops.shape, rows.shape[1]
+    n, out = backprops.shape
+    width = rows.shape[1]
     _require(weights, n, torch.float64)
     if len(rows) != n or tile < 1:
         raise ValueError(

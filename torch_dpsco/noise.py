@@ -55,7 +55,9 @@ from torch_dpsco.errors import PrivacyError, UtilityWarning
 _PAIRS = 2**15  # of numbers at a time, that stay in cache
 _SMALL = 2**8  # numbers for which a call of torch is dear
 _EDGE = 2.0**-20  # V is refined that close to 0 or 1
-_LOW, _HIGH = math.log(_EDGE), -_EDGE  # of log V, where it is not
+# of log V, where it is not
+_LOW = math.log(_EDGE)
+_HIGH = -_EDGE
 _MORE = 192  # bits
 _SCALES = 2.0**-100, 2.0**100  # of a standard deviation that float32 holds with all its bits
 

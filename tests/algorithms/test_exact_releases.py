@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
 
 import numpy as np
@@ -17,14 +16,11 @@ from torch_dpsco.accounting.analysis.rounding import exact_grid
 from torch_dpsco.accounting.designs import is_exact
 from torch_dpsco.algorithms import row_free
 from torch_dpsco.errors import BudgetExceeded, ConditionError
-from torch_dpsco.estimators import least_squares as adassp_module
 from torch_dpsco.estimators import output as output_module
 from torch_dpsco.estimators.choose import plan_linear
-from torch_dpsco.estimators.least_squares import plan_adassp
 from torch_dpsco.estimators.output import plan_output
 from torch_dpsco.estimators.preparation import Preparation
-from torch_dpsco.estimators.task import LinearTask, make_records
-from torch_dpsco.step.exact_noise import on_grid
+from torch_dpsco.estimators.task import LinearTask
 
 N, DIM = 60, 3
 BUDGET = dp.Budget(1.0, 1e-4, "replace_one")
@@ -118,15 +114,6 @@ def test_the_grid_is_in_the_sensitivity_of_exact_plans(make):
     assert 1.0 <= exact_std / std / GRID < 1.0 + 1e-12
 
 
-def test_the_grid_is_in_the_noise_of_the_statistics_of_a_ridge():
-    plain, exact = (plan_adassp(squares(), secure=secure) for secure in (None, "exact"))
-    for float_std, std in zip(plain.constants, exact.constants, strict=True):
-        assert std == pytest.approx(float_std * GRID, rel=1e-12)
-    ((_, mu),) = exact.event().sens
-    assert exact.event().sigma == 1.0
-    assert mu == plain.event().mu
-
-
 @pytest.mark.parametrize("make", MAKERS)
 def test_every_number_of_an_exact_answer_is_on_the_public_grid(make):
     optimizer = make("exact")
@@ -209,102 +196,17 @@ def squares(adjacency: str = "add_remove", **changes: object) -> LinearTask:
     return task(**({"loss": dp.losses.Squared(), "bound_y": 2.0, "budget": budget} | changes))
 
 
-def whitened(
-    given: LinearTask, rows: torch.Tensor, targets: torch.Tensor, monkeypatch
-) -> torch.Tensor:
-    """Returns what the release of a ridge puts on the grid, in steps of the grid."""
-    plan, seen = plan_adassp(given, secure="exact"), []
-
-    def released(value, event, source):
-        seen.append(
-            on_grid(value, exact_grid(event.sigma, min(dict(event.sens).values()), len(value)))
-        )
-        return value
-
-    monkeypatch.setattr(adassp_module, "exact_release", released)
-    plan.release(
-        make_records(given, rows, targets), dp.Accountant(given.budget), torch.Generator()
-    )
-    return seen[0]
-
-
-@pytest.mark.cases(1, 1)
-@pytest.mark.parametrize("classes", [1, 4])
-@pytest.mark.parametrize("adjacency", ["add_remove", "zero_out", "replace_one"])
-def test_neighbors_of_a_ridge_differ_by_at_most_the_charged_level_on_the_grid(
-    adjacency, classes, monkeypatch
-):
-    kind = (
-        {"loss": dp.losses.SoftmaxCrossEntropy(classes), "bound_y": None} if classes > 1 else {}
-    )
-    given = squares(adjacency, n=4 if adjacency != "add_remove" else 5, **kind)
-    ((_, mu),) = plan_adassp(given, secure="exact").event().sens
-    spacing = exact_grid(1.0, mu, 1 + DIM * (DIM + 1) // 2 + classes * DIM).spacing
-    common = torch.tensor(
-        [[0.2, -0.3, 0.1], [0.0, 0.9, 0.1], [0.4, 0.4, 0.7]], dtype=torch.float64
-    )
-    odd = [
-        ([1.0, 0.0, 0.0], 2.0),
-        ([0.0, -1.0, 0.0], 2.0),
-        ([0.6, 0.8, 0.0], -2.0),
-        ([1e9, 1e9, 1e9], 1e9),
-        ([0.0, 0.0, 0.0], 0.0),
-        ([math.nan, 0.0, 0.0], 1.0),
-    ]
-    if adjacency == "zero_out":
-        pairs = [(record, ([0.0] * 3, 0.0)) for record in odd]
-    else:
-        pairs = (
-            [(one, other) for one in odd for other in odd] if adjacency == "replace_one" else []
-        )
-
-    def released(*records):
-        rows = torch.cat(
-            [common, torch.tensor([r for r, _ in records], dtype=torch.float64).view(-1, DIM)]
-        )
-        targets = torch.tensor([0.5, -1.0, 2.0, *(t for _, t in records)], dtype=torch.float64)
-        if classes > 1:  # those of no class are null records, as are rows with a NaN
-            targets = targets.clamp(-9, 9).long()
-        return whitened(given, rows, targets, monkeypatch)
-
-    moved = [released(one) - released(other) for one, other in pairs]
-    if adjacency == "add_remove":
-        moved = [released(one) - released() for one in odd]
-    worst = max(spacing * math.sqrt(int((m * m).sum())) for m in moved)
-    assert worst <= mu
-    assert worst > 0.8 * mu  # and the attack is a good one
-
-
 def test_a_ridge_in_exact_noise_finds_the_slope_and_says_so():
     X = np.linspace(-1, 1, 4000).reshape(-1, 1)
-    model = estimators.Ridge(epsilon=4.0, n=4000, bound_x=1.0, bound_y=3.0, secure="exact").fit(
-        X, 2 * X[:, 0]
-    )
-    assert model.mechanism_ == "adassp"
+    given = {"epsilon": 4.0, "n": 4000, "bound_x": 1.0, "bound_y": 3.0}
+    model = estimators.Ridge(**given, secure="exact").fit(X, 2 * X[:, 0])
+    assert model.mechanism_ == "output"
     assert abs(model.coef_[0] - 2) < 0.6
     assert IDEAL not in said(model.report())
     assert model.privacy_.epsilon <= 4.0
     assert is_exact(model.privacy_.charges[0].event)
-    plain = estimators.Ridge(epsilon=4.0, n=4000, bound_x=1.0, bound_y=3.0).fit(X, 2 * X[:, 0])
+    plain = estimators.Ridge(**given).fit(X, 2 * X[:, 0])
     assert IDEAL in said(plain.report())
-
-
-def test_matrices_that_go_through_the_grid_come_back_as_they_were(monkeypatch):
-    monkeypatch.setattr(adassp_module, "exact_release", lambda value, event, source: value)
-    gram = torch.tensor(
-        [[4.0, 1.0, 0.5], [1.0, 3.0, -2.0], [0.5, -2.0, 5.0]], dtype=torch.float64
-    )
-    moment = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
-    given = plan_adassp(squares(), secure="exact").constants
-    least, noisy, back = adassp_module._exact(0.7, gram, moment, given, None, None)
-    assert least == pytest.approx(0.7, rel=1e-15)
-    assert torch.allclose(noisy, gram, rtol=1e-15)
-    assert torch.allclose(back, moment, rtol=1e-15)
-
-
-def test_a_grid_that_the_statistics_would_leave_is_refused_before_the_charge():
-    with pytest.raises(ConditionError, match="secure='exact'"):
-        plan_adassp(squares(dim=1000, n=10**10), secure="exact")
 
 
 # -- estimators, moments ----------------------------------------------------------------------------------------------
@@ -316,10 +218,8 @@ def test_auto_takes_a_mechanism_that_has_an_exact_form(estimator):
     X = np.linspace(-1, 1, 300).reshape(-1, 1)
     settings = {"epsilon": 4.0, "n": 300, "bound_x": 1.0, "classes": (0, 1)}
     model = getattr(estimators, estimator)(**settings, secure="exact").fit(X, X[:, 0] > 0)
-    exact, plain = "output", ("objective", "noisy_gd")
-    if estimator == "SoftmaxRegression":
-        exact, plain = "adassp", ("preconditioned_gd",)
-    assert model.mechanism_ == exact
+    plain = ("objective", "noisy_gd", "preconditioned_gd")
+    assert model.mechanism_ == "output"
     assert IDEAL not in said(model.report())
     assert getattr(estimators, estimator)(**settings).plan(1).mechanism in plain
 
@@ -331,6 +231,8 @@ def test_what_has_no_exact_form_refuses_by_name():
     refusals = [
         (lambda: plan_linear(task(), "objective", secure="exact"), "mechanism='output'"),
         (lambda: plan_linear(task(), "noisy_gd", secure="exact"), "mechanism='output'"),
+        (lambda: plan_linear(squares(), "adassp", secure="exact"), "mechanism='output'"),
+        (lambda: plan_linear(squares(curvature=0.1), secure="exact"), "mechanism='output'"),
         (lambda: output("exact", budget=dp.Budget(1.0, 0.0)), "K-norm"),
         (
             lambda: bolt_on("exact", budget=dp.Budget(1.0, 0.0, adjacency="replace_one")),
@@ -381,7 +283,6 @@ def test_a_word_that_is_not_exact_is_refused_everywhere():
         lambda: output("yes"),
         lambda: bolt_on("yes"),
         lambda: holder("yes"),
-        lambda: plan_adassp(squares(), secure="yes"),
     ):
         with pytest.raises(ValueError, match="secure must be one of None, exact"):
             refused()
@@ -391,4 +292,3 @@ def test_plans_print_what_noise_they_have():
     assert "secure='exact'" in repr(plan_output(task(reg=2.0), secure="exact"))
     assert "secure='exact'" in repr(bolt_on("exact")._plan)
     assert "secure='exact'" in repr(holder("exact")._plan)
-    assert "secure='exact'" in repr(plan_adassp(squares(), secure="exact"))

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from torch_dpsco.accounting.analysis.rounding import DOUBLE, SINGLE, Arithmetic, gamma
+from torch_dpsco.accounting.analysis.rounding import DOUBLE, Arithmetic, gamma
 from torch_dpsco.algorithms.holder_numbers import RunPath, path_sensitivity, run_path
 from torch_dpsco.algorithms.output_sgd_numbers import LossPromises, output_path
 from torch_dpsco.errors import ConditionError, MissingConstantError
 
+SINGLE = 2.0**-24
 BOUND_X, BOUND_Y = 1.0, 0.7
 
 

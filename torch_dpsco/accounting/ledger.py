@@ -262,7 +262,8 @@ class Ledger:
                     f"count must leave at most {sys.maxsize} events in the ledger (got {length})"
                 )
             # PRIVACY: sums that Ctrl-C interrupted are made anew (test_an_interrupted_charge_leaves_no_stale_answer)
-            sums, self._sums = self._sums, {}
+            sums = self._sums
+            self._sums = {}
             for place, simple, times in entries:
                 counts = self._counts.setdefault(place, {})
                 counts[simple] = counts.get(simple, 0) + times

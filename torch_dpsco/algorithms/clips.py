@@ -51,7 +51,9 @@ from torch_dpsco.rows import GradBatch
 from torch_dpsco.step.exact_noise import release_on_grid
 from torch_dpsco.step.oracle import ClippedMean, MeanOracle, Release, clip_weights, joint_norm
 
-C_MIN, C_MAX = 1e-4, 1e4  # default range of thresholds
+# default range of thresholds
+C_MIN = 1e-4
+C_MAX = 1e4
 LEAST_PILOT = 200  # records
 RULES = ("theory", "balanced", "median")
 _FAILURE = 0.05
@@ -430,7 +432,9 @@ _NULL = (
 _MOST_NOISE = 2.0**256  # of the count: far from where its sum is no number
 
 
-_LEAST, _LARGEST = 2.0**-30, 2.0**39  # of clips; float32 sums are proved between 2^-40 and 2^40
+# of clips; float32 sums are proved between 2^-40 and 2^40
+_LEAST = 2.0**-30
+_LARGEST = 2.0**39
 
 
 def votes(norms: Tensor, clip: float, target: float, null: float) -> Tensor:

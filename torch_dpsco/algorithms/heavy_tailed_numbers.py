@@ -541,7 +541,9 @@ def proximal_pl_plan(
 
 # PRIVACY: l2 sensitivity of a sum of rows clipped at 1 (test_one_record_moves_a_clipped_mean_by_no_more_than_declared).
 
-_SMALLEST, _LARGEST = 2.0**-960, 2.0**960  # no result is subnormal in between
+# no result is subnormal in between
+_SMALLEST = 2.0**-960
+_LARGEST = 2.0**960
 
 
 def safe_exp(exponent: float) -> float:

@@ -476,9 +476,6 @@ def _path_of_radii(
     return np.concatenate([[radius], ends])
 
 
-BoolArray = NDArray[np.bool_]
-
-
 _TAIL = 1e-40  # mass that truncation may lose, in all
 _BLOCKS = 256
 _UNITS = 256

@@ -333,7 +333,7 @@ class _Probe:
         return [JointRows(self._gradients(made).rows, size)]
 
     def _look_at_bits(self) -> None:
-        """Compares the bits of one row in batches of several sizes, places and companies."""
+        """Compares the bits of one row in batches of several sizes and companies."""
         source = self.script.source
         if not self.script.attached or not isinstance(source, PrivateLoader):
             return

@@ -121,7 +121,7 @@ class LinearModel(BaseEstimator):
         radius: > 0, norm that the answer is projected to; inf for none.
         mechanism: "auto" (chosen by public facts) or one of `linear.MECHANISMS`.
         n_max: public cap on the number of records; None for 2 n.
-        secure: "exact" for noise drawn in integers on a public grid: mechanism "adassp" or "output", delta > 0.
+        secure: "exact" for noise drawn in integers on a public grid: mechanism "output", delta > 0.
         accountant: ledger that every fit is charged to, copies' and clones' too; None for a new one per fit.
 
     Attributes:
@@ -409,7 +409,8 @@ class LinearModel(BaseEstimator):
         return ledger.report(self.delta if ledger.budget is None else None)
 
     def _install(self, fitted: LinearFit) -> None:
-        self.units_, dim = fitted.units, self.plan_.task.dim
+        self.units_ = fitted.units
+        dim = self.plan_.task.dim
         for name, released in (("hessian_", fitted.hessian), ("moments_", fitted.moments)):
             vars(self).pop(name, None)
             if released is not None:
@@ -484,8 +485,8 @@ class LinearModel(BaseEstimator):
         check.open_interval(0.0, 1.0, level=level)
         if not hasattr(self, "hessian_"):
             raise ConditionError(
-                f"{name} has no summary: intervals must be paid for by the fit, of LogisticRegression,"
-                " HuberRegressor or Ridge (intervals=0.3 spends 0.3 of the same budget on them)"
+                f"{name} has no summary: intervals must be paid for by the fit, of LogisticRegression"
+                " or Ridge (intervals=0.3 spends 0.3 of the same budget on them)"
             )
         return act("model.summary")(self, level)
 

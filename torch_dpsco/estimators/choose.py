@@ -40,8 +40,10 @@ from torch_dpsco.estimators.task import (
 )
 from torch_dpsco.noise import noise_generator
 
-_ROUNDED = "use mechanism='output', or 'adassp' for the squared loss, without groups"
-_NOISY_LABELS, _NOISY_TARGETS = 400, 20_000  # n mu / sqrt(d)
+_ROUNDED = "use mechanism='output', without groups"
+# n mu / sqrt(d)
+_NOISY_LABELS = 400
+_NOISY_TARGETS = 20_000
 _DROWNED = 30  # of that, where X'X with noise tells nothing
 MECHANISMS = (
     "auto",
@@ -59,11 +61,11 @@ def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
 
     | loss | delta > 0 | delta = 0 |
     |---|---|---|
-    | squared, not clipped | boosted_adassp, adassp where `secure` | output |
+    | squared, not clipped | boosted_adassp | output |
     | smooth, bounded gradients, real targets, much noise | preconditioned_gd; noisy_gd where X'X drowns | as below |
     | smooth, bounded gradients, labels, much noise | noisy_gd | as below |
     | the same, less noise, or reg is given | objective | objective where reg allows it, else output |
-    | softmax | preconditioned_gd; objective for a reg of yours; adassp for exact noise | output |
+    | softmax | preconditioned_gd; objective for a reg of yours | output |
     | with kinks, tilted, adversarial | output | output |
 
     Source: docs/proofs/objective.md#default-regularizer, docs/proofs/output.md#how-far-to-go,
@@ -77,19 +79,16 @@ def choose_mechanism(task: LinearTask, secure: str | None = None) -> str:
         >>> choose_mechanism(task)
         'output'
     """
-    if task.tilt or task.attack_radius:
+    if task.curvature:
+        return "adassp" if task.loss.squared else "objective"
+    if task.tilt or task.attack_radius or asks_exact(secure):
         return "output"
     if task.loss.squared and task.residual_clip is None:
-        if task.pure:
-            return "output"
-        return "adassp" if asks_exact(secure) or task.curvature else "boosted_adassp"
-    if task.curvature:
-        return "objective"
+        return "output" if task.pure else "boosted_adassp"
     classes = task.num_scores > 1
-    exact = asks_exact(secure)
     if classes and not task.pure:
-        return "adassp" if exact else "preconditioned_gd" if task.reg is None else "objective"
-    if task.lipschitz is None or task.smoothness is None or exact:
+        return "preconditioned_gd" if task.reg is None else "objective"
+    if task.lipschitz is None or task.smoothness is None:
         return "output"
     if not task.pure:
         if not _is_noisy(task):
@@ -144,7 +143,7 @@ def plan_linear(
     Args:
         task: public numbers.
         mechanism: "auto" (`choose_mechanism`) or one of `MECHANISMS`.
-        secure: "exact" for noise drawn in integers (output, adassp; delta > 0), which "auto" then chooses from.
+        secure: "exact" for noise drawn in integers (output; delta > 0), which "auto" then chooses.
 
     Raises:
         ConditionError: the mechanism does not cover the task.
@@ -166,9 +165,9 @@ def plan_linear(
         return replace(plan, reason=_REASONS.get("robust" if robust else chosen, ""))
     if mechanism == "output":
         return plan_output(task, secure)
-    if mechanism == "adassp":
-        return plan_adassp(task, secure)
     require_gaussian(secure, _ROUNDED)
+    if mechanism == "adassp":
+        return plan_adassp(task)
     if mechanism == "noisy_gd":
         return plan_noisy_gd(task, released="all" if task.reg is None else "last")
     if mechanism == "objective":
@@ -184,8 +183,7 @@ class LinearFit(NamedTuple):
             multiplied by the constant of the preparation. They are for rows and targets in these units:
         units: public, or released too.
         hessian: (width, width) of the sum of losses at the weights, with noise, where `LinearTask.curvature` is not 0.
-        moments: with noise, of the squared loss then: X'y and the sum of squared targets (width + 1,); of Huber's: the
-            sum of squared slopes (1,).
+        moments: with noise, of the squared loss then: X'y and the sum of squared targets (width + 1,).
     """
 
     weights: Tensor

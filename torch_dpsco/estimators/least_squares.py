@@ -87,15 +87,11 @@ from torch_dpsco.accounting.analysis.gaussian import (
 from torch_dpsco.accounting.analysis.rounding import (
     DOUBLE,
     FloatArray,
-    asks_exact,
-    exact_grid,
     safe,
     scaled_up,
     up,
-    with_grid,
 )
-from torch_dpsco.accounting.designs import is_exact
-from torch_dpsco.accounting.events import GDP, REPLACE_ONE, Gaussian
+from torch_dpsco.accounting.events import GDP, REPLACE_ONE
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.gradient_descent import DescentPlan, descend
 from torch_dpsco.estimators.near import NEAR_ROWS, ROUNDINGS, NearSums
@@ -108,8 +104,7 @@ from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective
 from torch_dpsco.losses.table import SoftmaxCrossEntropy
 from torch_dpsco.noise import Source
 from torch_dpsco.problem import round_up
-from torch_dpsco.step.exact_noise import exact_release, gaussian_vector, symmetric_noise
-from torch_dpsco.step.plan import exact_cost
+from torch_dpsco.step.exact_noise import gaussian_vector, symmetric_noise
 
 _SCORES = 100.0  # radius of the ball of iterates, in units of one score per parameter
 
@@ -321,7 +316,8 @@ def plan_preconditioned_gd(task: LinearTask) -> PreconditionedGDPlan:
 
 def calibrated(draft: _Plan, share: float) -> _Plan:
     """Returns a plan with the noise that uses the level of its task up: this share of mu^2 is for X'X."""
-    level, (gram, moved) = draft.task.level, draft._moves
+    level = draft.task.level
+    gram, moved = draft._moves
     gram_std = gram / (level * math.sqrt(share))
     noise_std = moved * math.sqrt(draft.steps / (1 - share)) / level
     # PRIVACY: rounded up, so that the level comes out below mu (test_the_rounds_have_the_level_of_the_budget)
@@ -499,11 +495,9 @@ class AdaSSPPlan(LinearPlan):
 
     Args:
         constants: noise and ridge.
-        secure: "exact" for noise in integers on a public grid; None for floating point.
     """
 
     constants: AdaSSPConstants
-    secure: str | None = None
 
     mechanism = "adassp"
 
@@ -513,8 +507,6 @@ class AdaSSPPlan(LinearPlan):
         )  # a list, where it was saved
         super().__post_init__()
         _require_covered(self.task)
-        if self.task.curvature and asks_exact(self.secure):
-            raise ConditionError("secure must be None where intervals are paid for")
 
     @property
     def reg(self) -> float:
@@ -526,7 +518,7 @@ class AdaSSPPlan(LinearPlan):
         """Level of the three releases together, rounding included."""
         # PRIVACY: of the noise that is drawn (test_an_edited_plan_is_refused_or_charges_what_it_draws)
         level = adassp_mu(self.constants, *_bounds(self.task), adjacency=self.task.adjacency)
-        return level * _rounding(self.task, asks_exact(self.secure))
+        return level * _rounding(self.task)
 
     @property
     def total_scale(self) -> float:
@@ -538,7 +530,7 @@ class AdaSSPPlan(LinearPlan):
         # PRIVACY: a record adds up to bound_y^2 (test_no_record_moves_the_sum_of_squares_by_more,
         # test_the_sum_of_squares_is_charged_with_the_statistics); margin of the quotient
         # (docs/proofs/rounding.md#model-of-arithmetic)
-        moved = bound_y**2 * _rounding(self.task, False)
+        moved = bound_y**2 * _rounding(self.task)
         return up(moved / self.task.curvature, 1e-15) if self.task.curvature else 0.0
 
     @property
@@ -546,29 +538,20 @@ class AdaSSPPlan(LinearPlan):
         """As in `LinearPlan`: of X'X."""
         return self.constants.std_xtx_diag if self.task.curvature else 0.0
 
-    def own_event(self) -> GDP | Gaussian:
+    def own_event(self) -> GDP:
         """Returns what the release alone costs."""
-        adjacency = self.task.adjacency
+        level = self.mu
         if self.task.curvature:
             # PRIVACY: of all four (test_the_sum_of_squares_is_charged_with_the_statistics); margin of the
             # root (docs/proofs/rounding.md#model-of-arithmetic)
-            return GDP(up(math.hypot(self.mu, self.task.curvature), 2.0**-50), (adjacency,))
-        return (
-            Gaussian(1.0, {adjacency: self.mu}, exact=True)
-            if self.secure
-            else GDP(self.mu, (adjacency,))
-        )
+            level = up(math.hypot(level, self.task.curvature), 2.0**-50)
+        return GDP(level, (self.task.adjacency,))
 
     @property
     def noise_and_signal(self) -> tuple[float, float, str]:
         """As in `LinearPlan`."""
         bound_x, bound_y, _ = _bounds(self.task)
         return self.constants.std_xty, self.task.n * bound_x * bound_y, "X'y"
-
-    def lines(self) -> Iterator[tuple[str, str]]:
-        """Yields what is to be said beside the promise."""
-        yield from super().lines()
-        yield exact_cost(self.secure)
 
     def statistics(self, records: Records) -> tuple[float, Tensor, Tensor]:
         """Returns the least eigenvalue of X'X, X'X and X'y, flattened: NOT private."""
@@ -584,17 +567,11 @@ class AdaSSPPlan(LinearPlan):
         Where intervals are paid for, noisy X'X, X'y and the sum of squared targets follow.
         """
         least, gram, moment = self.statistics(solved)
-        event = self.own_event()
         given = self.constants
         dim = solved.dim
-        if is_exact(event):
-            least, noisy, moment = _exact(least, gram, moment, given, event, generator)
-        else:
-            least += float(gaussian_vector(1, given.std_lmin, generator))
-            noisy = gram + symmetric_noise(
-                dim, given.std_xtx_diag, given.std_xtx_offdiag, generator
-            )
-            moment = moment + gaussian_vector(len(moment), given.std_xty, generator)
+        least += float(gaussian_vector(1, given.std_lmin, generator))
+        noisy = gram + symmetric_noise(dim, given.std_xtx_diag, given.std_xtx_offdiag, generator)
+        moment = moment + gaussian_vector(len(moment), given.std_xty, generator)
         ridge = max(0.0, given.lam_cap - max(0.0, least - given.lmin_shift)) + self.reg
         values, vectors = torch.linalg.eigh(noisy)
         # post-processing: an improbable matrix that is not positive definite
@@ -612,13 +589,11 @@ class AdaSSPPlan(LinearPlan):
         return torch.cat([answer, noisy.flatten(), moment, total + noise])
 
 
-def plan_adassp(task: LinearTask, secure: str | None = None) -> AdaSSPPlan:
+def plan_adassp(task: LinearTask) -> AdaSSPPlan:
     """Returns the numbers of AdaSSP for a task with the squared loss, or the softmax cross-entropy.
 
     Args:
         task: its public numbers; delta > 0. reg is added to the ridge; None adds nothing.
-        secure: "exact" for noise drawn in integers, on the three statistics over their stds, as one
-            vector: its event is a Gaussian of std 1.
 
     Raises:
         ConditionError: another loss, or delta = 0.
@@ -629,17 +604,11 @@ def plan_adassp(task: LinearTask, secure: str | None = None) -> AdaSSPPlan:
     _require_covered(task)
     epsilon = task.target.epsilon
     delta = task.target.delta
-    exact = asks_exact(secure)
     constants = adassp_constants(
         epsilon, delta, *_bounds(task), adjacency=task.adjacency, spent=task.measured
     )
-    constants = AdaSSPConstants(*(value * _rounding(task, exact) for value in constants))
-    plan = AdaSSPPlan(task=task, constants=constants, secure=secure)
-    if exact:
-        size = 1 + task.width * (task.width + 1) // 2 + task.parameters
-        mu = plan.mu
-        exact_grid(1.0, mu, size, largest=2 * task.most_records * mu)  # raises before a charge
-    return plan
+    constants = AdaSSPConstants(*(value * _rounding(task) for value in constants))
+    return AdaSSPPlan(task=task, constants=constants)
 
 
 def _require_covered(task: LinearTask) -> None:
@@ -660,40 +629,15 @@ def _bounds(task: LinearTask) -> tuple[float, float, int]:
     return task.preparation.bound, bound_y, task.width
 
 
-def _rounding(task: LinearTask, exact: bool) -> float:
+def _rounding(task: LinearTask) -> float:
     """Returns the factor by which records move what is released further than the statistics in real numbers."""
     most = task.most_records
     # PRIVACY: sums and eigenvalues are rounded, in both data sets (test_rounding_is_in_the_noise_of_the_statistics)
-    rounding = (
-        1.0 + 4 * most * (sum_terms(most) + 64 * task.width + 80) * DOUBLE
-    )  # 16 for the divisions by stds
-    # PRIVACY: rounding to the grid moves them too (test_the_grid_is_in_the_noise_of_the_statistics_of_a_ridge)
-    return with_grid(rounding, exact)
+    return 1.0 + 4 * most * (sum_terms(most) + 64 * task.width + 80) * DOUBLE
 
 
-def _exact(
-    least: float,
-    gram: Tensor,
-    moment: Tensor,
-    given: AdaSSPConstants,
-    event: Gaussian,
-    generator: Source,
-) -> tuple[float, Tensor, Tensor]:
-    """Returns eigenvalue, matrix and moments, released as one vector in which each has noise of std 1."""
-    dim = len(gram)
-    row, column = torch.triu_indices(dim, dim, device=gram.device)
-    # squares off the diagonal count once here and twice in the Frobenius norm, for noise of 1/sqrt(2) of the std
-    stds = torch.where(row == column, given.std_xtx_diag, given.std_xtx_offdiag).to(gram)
-    first = moment.new_tensor([least / given.std_lmin])
-    released = exact_release(
-        torch.cat([first, gram[row, column] / stds, moment / given.std_xty]), event, generator
-    )
-    noisy = torch.zeros_like(gram)
-    noisy[row, column] = noisy[column, row] = released[1 : 1 + len(row)] * stds
-    return float(released[0]) * given.std_lmin, noisy, released[1 + len(row) :] * given.std_xty
-
-
-_ROUNDS, _SHARE = 40, 0.2  # of mu^2, for X'X
+_ROUNDS = 40
+_SHARE = 0.2  # of mu^2, for X'X
 _FAR_CLIP = (
     1000.0  # times the clip on residuals over the bound on rows: iterates are kept in that ball
 )

@@ -420,13 +420,6 @@ class HuberRegressor(Regressor):
         threshold: > 0, in units of the target, public, to which the noise is proportional; "auto" for 0.3 of
             the median distance of targets from their median, which is measured (a half for users, a half to one
             and a half for other mechanisms; a twentieth of bound_y where measuring does not pay).
-        intervals: share in (0, 1) of the budget, in mu^2 of Gaussian noise, for a Hessian at the answer and a sum of
-            squares, which `summary` needs (0.3 is a good one). Then nothing is measured (give a threshold, about the
-            spread of errors), and the mechanism is objective perturbation. None for no intervals.
-
-    Attributes:
-        hessian_: released one of the sum of losses, in prepared units, with noise; only with `intervals`.
-        moments_: the sum of squared slopes, (1,), likewise.
 
     Example:
         >>> import numpy as np
@@ -440,7 +433,6 @@ class HuberRegressor(Regressor):
     """
 
     threshold: float | str = "auto"
-    intervals: float | None = None
 
     def _wanted(self) -> tuple[float | None, bool, float]:
         return 0.5, self.threshold == "auto", self._bound()
@@ -448,13 +440,6 @@ class HuberRegressor(Regressor):
     def make_loss(self, facts: Facts) -> TableLoss:
         spreads = self._kink(facts)
         return Huber(_width("threshold", self.threshold, spreads, self._bound() / 20, facts))
-
-    def task_options(self, facts: Facts) -> dict[str, Any]:
-        if self.intervals is not None and not self.fit_intercept:
-            raise ConditionError(
-                "fit_intercept must be True for intervals: it counts the errors below the threshold"
-            )
-        return super().task_options(facts)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

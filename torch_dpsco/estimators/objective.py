@@ -155,45 +155,18 @@ class ObjectivePlan(LinearPlan):
         Source: docs/proofs/inference.md#a-hessian-at-the-answer
         """
         moved = hessian_sensitivity(_constants(self.task)[1], self.task.adjacency)
-        return self._scale(moved, 1.0 if self._threshold is None else 1 - _SQUARES)
-
-    @property
-    def squares_scale(self) -> float:
-        """Std of the noise on the sum of squared slopes of Huber losses, which intervals need; 0 for no release.
-
-        Source: docs/proofs/inference.md#hubers-loss
-        """
-        # PRIVACY: a record adds up to threshold^2 (test_no_record_moves_what_is_released_beside_by_more)
-        return 0.0 if self._threshold is None else self._scale(self._threshold**2, _SQUARES)
-
-    @property
-    def _threshold(self) -> float | None:
-        """Bound on the slopes whose squares are summed, of Huber's loss, where intervals are paid for."""
-        loss = self.task.loss
-        squares = loss.intervals == "squares" and self.task.curvature
-        return loss.grad_bound(math.inf, 1.0, 1.0) if squares else None
-
-    def _scale(self, moved: float, share: float) -> float:
-        """Returns the std of noise with a share of the level of intervals, on a sum that a record moves so far."""
         task = self.task
         if not task.curvature:
             return 0.0
         most = task.most_records
         reach = task.width * task.preparation.bound * _norm(task, self.reg, self.noise_scale)
-        if (
-            self._threshold is not None
-        ):  # slopes of both sums, in units of what a record moves: 2 / threshold at most
-            reach = (reach + (task.bound_y or 0.0)) / self._threshold
         # PRIVACY: sums and scores are rounded, in both data sets (test_rounding_is_in_the_noise_of_the_hessian)
         rounding = 1 + 4 * most * (sum_terms(most) + 64 * task.width + 80 + 8 * reach) * DOUBLE
         # margin: of the quotient (docs/proofs/rounding.md#model-of-arithmetic)
-        return up(moved * rounding / (task.curvature * math.sqrt(share)), 1e-15)
+        return up(moved * rounding / task.curvature, 1e-15)
 
     def draw(self, solved: Records, generator: Source) -> Tensor:
-        """Draws b, solves, adds noise: returns the private vector, then what intervals need, if it is paid for.
-
-        That is the entries of a Hessian and, of Huber's loss, the sum of squared slopes. See `LinearPlan`.
-        """
+        """Draws b, solves, adds noise: returns the private vector, then a Hessian, if it is paid for."""
         draw = knorm_vector if self.task.pure else gaussian_vector
         dim = self.task.parameters
         objective = build_objective(
@@ -204,31 +177,13 @@ class ObjectivePlan(LinearPlan):
         if not self.task.curvature:
             return answer
         # PRIVACY: at what is released, not at the secret point (test_the_hessian_is_that_at_the_answer)
-        hessian, *squares = self._curvature(answer, solved)
+        hessian = build_objective(self.task, 0.0, solved).hessian(answer)
         noise = symmetric_noise(
             dim, self.hessian_scale, self.hessian_scale / math.sqrt(2), generator
         )
-        sums = [one + gaussian_vector(1, self.squares_scale, generator) for one in squares]
-        return torch.cat([answer, (hessian + noise).flatten(), *sums])
-
-    def _curvature(self, answer: Tensor, records: Records) -> tuple[Tensor, ...]:
-        """Returns the Hessian of the sum of losses; of Huber's with ramps for jumps, and the sum of squared slopes."""
-        loss = self.task.loss
-        if loss.intervals != "squares":
-            return (build_objective(self.task, 0.0, records).hessian(answer),)
-
-        def sums(part: Records) -> tuple[Tensor, ...]:
-            scores = part.scores(answer)
-            squares = part.weights * loss.derivative(scores, part.targets).square()
-            ramps = part.weights * loss.ramp(part.targets - scores)
-            return part.gram(ramps), part.total(squares)
-
-        return records.sum(sums)
+        return torch.cat([answer, (hessian + noise).flatten()])
 
 
-_SQUARES = (
-    0.1  # share of the level of intervals, in mu^2, for a sum of squares, beside d^2 / 2 numbers
-)
 _LARGEST_REG = 1e15  # beyond, the rounding of sums alone is too large
 
 

@@ -341,7 +341,8 @@ class SoftmaxObjective(SumObjective):
 
     def hessian(self, point: Tensor) -> Tensor:
         """X^T diag(c p_k (1[k = l] - p_l)) X/N in block (k, l), plus reg I; O(n K^2 d^2) and K^2 d^2 memory."""
-        (classes, dim), weight = self.shape, point.view(self.shape)
+        classes, dim = self.shape
+        weight = point.view(self.shape)
         pairs = [(k, other) for k in range(classes) for other in range(k + 1)]
 
         def of_part(part: Records) -> tuple[Tensor, ...]:
@@ -458,7 +459,8 @@ class Tilted(Objective):
             )
         self.tilt = finite(tilt=tilt)
         self.reg = nonnegative(reg=reg)
-        self.dim, self.device = self.records.dim, self.records.device
+        self.dim = self.records.dim
+        self.device = self.records.device
         largest = float(self.records.targets.abs().max())
         self._slope = loss.grad_bound(math.inf, 1.0, max(largest, 1.0))
         self._bend = problem.smoothness

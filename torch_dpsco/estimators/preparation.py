@@ -40,7 +40,9 @@ from torch_dpsco.problem import round_up
 from torch_dpsco.step.exact_noise import gaussian_vector
 
 _MOST_ROWS = 2**40  # of a sum; more would change what is counted for rounding
-_LEAST, _MOST = 1e-100, 1e100  # norms whose squares neither overflow nor underflow
+# norms whose squares neither overflow nor underflow
+_LEAST = 1e-100
+_MOST = 1e100
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,9 @@ class Units:
     spread: float = 1.0
 
 
-_LEAST_RADIUS, _LEAST_SPREAD = 50, 500  # bound over the least one that is told apart
+# bound over the least one that is told apart
+_LEAST_RADIUS = 50
+_LEAST_SPREAD = 500
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -173,7 +173,9 @@ def _strong(objective: Objective) -> float:
 
 BLOCK_ROWS = 1024
 _SHARE = 1e-3  # of the sensitivity: the noise grows by that much
-_AMP_LEAST, _AMP_MOST = 1e-6, 1e-2  # of the Lipschitz constant
+# of the Lipschitz constant
+_AMP_LEAST = 1e-6
+_AMP_MOST = 1e-2
 _ROOM = 4  # tolerances must exceed the rounding by this factor
 
 

@@ -176,7 +176,7 @@ class LinearTask:
     def _require_intervals(self) -> None:
         """Raises ConditionError where what is released tells no confidence intervals."""
         needed = (
-            ("loss", "Logistic, Huber or Squared", self.loss, self.loss.intervals is not None),
+            ("loss", "Logistic or Squared", self.loss, self.loss.intervals is not None),
             ("delta", "> 0", 0.0, not self.pure),
             ("residual_clip", "None", self.residual_clip, self.residual_clip is None),
             ("prepare", "None", self.prepare, self.prepare is None),
@@ -476,7 +476,8 @@ class LinearPlan(Plan):
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what all such plans say; see `Plan.lines`."""
-        task, (std, signal, of) = self.task, self.noise_and_signal
+        task = self.task
+        std, signal, of = self.noise_and_signal
         targets = "" if task.bound_y is None else f", targets to {task.bound_y:g}"
         yield (
             "model",

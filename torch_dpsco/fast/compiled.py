@@ -142,7 +142,8 @@ def _pair(value: Any) -> tuple[int, ...]:
 _LossFn = Callable[[Any, Any], Any]
 _Rows = tuple[Tensor, ...]
 # records that are made up, and how far from the model's parameters their rows are taken
-_MADE_UP, _APART = (7, 0.1)
+_MADE_UP = 7
+_APART = 0.1
 _COUPLED = (
     "records must not reach each other in model and loss (with {what} as one of several made-up"
     " records, rows of others changed): an operation with a vmap rule of its own"
@@ -564,7 +565,9 @@ def try_compile(model: nn.Module, loss_fn: _LossFn, loader: PrivateLoader) -> Co
 
 
 _CALL = 8  # c, in records: measured 1 for a transformer block and 15 for a small network of convolutions
-_LEAST, _MOST = 8, 512  # records at once
+# records at once
+_LEAST = 8
+_MOST = 512
 _NUMBERS = 2**22  # in the rows of a part, 16 MiB of float32: past it they only cost memory
 _UNKNOWN = 16  # records at once if nothing is known of batches
 

@@ -48,7 +48,9 @@ from torch_dpsco.step.distributed import world_size
 from torch_dpsco.step.run import CommonOptimizer
 from torch_dpsco.train import Checkpoint
 
-_STATE, _SCHEDULER = "private.pt", "scheduler.pt"  # files of a checkpoint
+# files of a checkpoint
+_STATE = "private.pt"
+_SCHEDULER = "scheduler.pt"
 _IGNORED = -100  # a label that does not count
 # what the Trainer would log of training records
 _TOLD = ("loss", "grad_norm", "train_loss", "total_flos", "train_samples_per_second")

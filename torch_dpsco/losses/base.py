@@ -210,17 +210,15 @@ class TableLoss(Loss):
     Attributes:
         monotone: whether the derivative keeps its sign for each record, at every score.
         squared: whether it is r^2/2, which sums of products of the records solve.
-        log_odds: whether its scores are log odds, whose scale logistic regression of them mends.
         intervals: what is released beside an answer for confidence intervals that are proved (docs/inference.md): a
-            "hessian"; that and a sum of "squares" of slopes; or "moments" of the squared loss. None if nothing is, as
-            of losses of your own: what a release costs was counted for each.
+            "hessian", or "moments" of the squared loss. None if nothing is, as of losses of your own: what a release
+            costs was counted for each.
     """
 
     interpolates: ClassVar[bool] = False
     monotone: ClassVar[bool] = False
     squared: ClassVar[bool] = False
-    log_odds: ClassVar[bool] = False
-    intervals: ClassVar[Literal["hessian", "squares", "moments"] | None] = None
+    intervals: ClassVar[Literal["hessian", "moments"] | None] = None
 
     def problem(
         self,
@@ -328,10 +326,6 @@ class TableLoss(Loss):
     def clipped_bend(self, slope: _Number, bound: _Number) -> _Number | None:
         """Bound on phi'' B^2 where |phi'| B <= slope <= B/2, B = bound; None for that of the row."""
         return None
-
-    def ramp(self, residual: Tensor) -> Tensor:
-        """Phi'' with its jumps smoothed, as intervals of kind "squares" release it."""
-        raise ConditionError(f"no confidence intervals are proved for {self!r}")
 
     @property
     def unclipped(self) -> TableLoss:

@@ -138,7 +138,6 @@ class Logistic(MarginLoss):
     """
 
     interpolates = True
-    log_odds = True
     intervals = "hessian"
 
     def loss_range(self, reach: float) -> float:
@@ -478,7 +477,6 @@ class Huber(ResidualLoss):
     """
 
     interpolates = True
-    intervals = "squares"
 
     threshold: float = 1.0
 
@@ -499,10 +497,6 @@ class Huber(ResidualLoss):
 
     def bend(self, residual: Tensor) -> Tensor:
         return (residual.abs() <= self.threshold).to(residual.dtype)
-
-    def ramp(self, residual: Tensor) -> Tensor:
-        """Second derivative whose jumps are lines from 3/4 to 5/4 of the threshold, of slope 2 / threshold."""
-        return (2.5 - 2 * residual.abs() / self.threshold).clamp(0.0, 1.0)
 
     def corner(self, limit: Tensor) -> Tensor:
         return torch.where(limit < self.threshold, limit, math.inf)

@@ -62,7 +62,8 @@ _GROUP, _MANY_TILES = (
     16,
 )  # sums of tiles that are added in float32 first, where there are many
 # up to that many numbers float64 is not slower, in one block or altogether
-_FEW, _SMALL = (2**16, 2**17)
+_FEW = 2**16
+_SMALL = 2**17
 _LARGE = 64  # rows of a tile
 _MAX_ERROR32 = 2.0**-7
 CANCELLATION = 2.0**10  # largest ratio of the terms of a row to its certified norm, see `gram`

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 
-_TILE, _WIDTH = 1024, 1024  # rows and columns of a tile
+_TILE = 1024  # rows of a tile
+_WIDTH = 1024  # and its columns
 _PAIRS = 256  # that are decided at once by the sum of squares
 _ROW_ELEMENTS = 2**20  # numbers in a tile of whole rows
 _UNIT = 2.0**-53

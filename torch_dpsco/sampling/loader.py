@@ -381,7 +381,10 @@ _RARE = 60.0 * math.log(
 )  # a draw has more units than the capacity with probability below 2^-60
 _MULTIPLE = 8  # a friendly number of rows
 # of blocks of users: rows of a user, rows, numbers of all rows
-_EACH, _LEAST, _MOST, _NUMBERS = (4, 64, 8192, 2**26)
+_EACH = 4
+_LEAST = 64
+_MOST = 8192
+_NUMBERS = 2**26
 
 
 def capacity(design: Design, *, processes: int = 1, records: int | None = None) -> int:

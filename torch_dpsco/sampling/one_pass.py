@@ -41,7 +41,8 @@ from torch_dpsco.sampling.samplers import (
 _Indices = npt.NDArray[Any]
 _KEY = 32  # bytes of the cut of an `Assigned` design
 # ends of cuts from which records draw by their ids, or places in shards
-_BY_ID, _OF_SHARDS = (b"\x01", b"\x02")
+_BY_ID = b"\x01"
+_OF_SHARDS = b"\x02"
 # PRIVACY: draws that are made at a time; with another number a resumed run would draw others
 # (test_the_draws_of_a_key_are_those_of_every_version)
 _BLOCK = 1 << 20

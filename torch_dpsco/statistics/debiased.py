@@ -63,7 +63,6 @@ def debias(
     noise_std: float,
     output_std: float,
     hessian_std: float,
-    variance: float = 1.0,
     rate: float = 0.0,
 ) -> Debiased:
     """Returns the estimate without the bias of the regularizer, and its covariances.
@@ -75,7 +74,6 @@ def debias(
         noise_std: >= 0, of b.
         output_std: >= 0, of the noise on the answer.
         hessian_std: >= 0, of the noise on the diagonal of the Hessian; 1/sqrt(2) of it elsewhere.
-        variance: >= 0, of the gradients, where the Hessian is 1.
         rate: >= 0, by which share of itself a second derivative changes at most where the answer moves by 1.
 
     Raises:
@@ -92,7 +90,6 @@ def debias(
     check.nonnegative(reg=reg)
     check.nonnegative(noise_std=noise_std)
     check.nonnegative(output_std=output_std)
-    check.nonnegative(variance=variance)
     check.nonnegative(rate=rate)
     size = len(weights)
     inverse = _inverse(hessian, hessian_std)
@@ -102,7 +99,7 @@ def debias(
     of_hessian = hessian_std**2 / 2 * ((shift @ shift) * square + torch.outer(across, across))
     stretch = torch.eye(size, dtype=torch.float64, device=weights.device) + reg * inverse
     noise = noise_std**2 * square + of_hessian + output_std**2 * stretch @ stretch
-    return _clear(weights + shift, variance * inverse, noise, hessian, hessian_std, rate)
+    return _clear(weights + shift, inverse, noise, hessian, hessian_std, rate)
 
 
 def least_squares(

@@ -121,7 +121,8 @@ class PrivateTransformer(_Names, TransformerMixin, BaseEstimator):
         Args:
             dim: d >= 1.
         """
-        dim, (one, two) = check.positive_count(dim=dim), self._squares()
+        dim = check.positive_count(dim=dim)
+        one, two = self._squares()
         moved = with_grid(math.sqrt(dim * one) * _ROUNDED)
         sens: dict[Adjacency, float] = dict.fromkeys((ADD_REMOVE, ZERO_OUT), moved)
         sens[REPLACE_ONE] = with_grid(math.sqrt(dim * max(one, two)) * _ROUNDED)

@@ -76,7 +76,8 @@ _UNIT = 2**20  # of a contribution, in integers
 # L2, L1 sensitivity of the counts
 _L2 = {ADD_REMOVE: 1.0, ZERO_OUT: 1.0, REPLACE_ONE: math.nextafter(math.sqrt(2.0), 2.0)}
 _L1 = {ADD_REMOVE: 1.0, ZERO_OUT: 1.0, REPLACE_ONE: 2.0}
-_MOST_BINS, _USUAL_BINS = 1024, 16  # the second where the number of records is private
+_MOST_BINS = 1024
+_USUAL_BINS = 16  # where the number of records is private
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,8 @@ from torch_dpsco.statistics.summary import Summary
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_LEAST, _SHOWN = 50, 12  # units in each part; coefficients in a picture
+_LEAST = 50  # units in each part
+_SHOWN = 12  # coefficients in a picture
 _UNSET = {
     "epsilon": 1.0,
     "delta": 1e-6,

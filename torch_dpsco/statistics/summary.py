@@ -214,37 +214,16 @@ def _of_logistic(
         "the log-odds are linear in the features, and records are independent: else standard"
         " errors may be small"
     )
-    return _newton_step(plan, prepared, hessian, 1.0, 1.0), (assumed,)
-
-
-def _of_huber(
-    plan: Any, prepared: Tensor, hessian: Tensor, moments: Array | None
-) -> tuple[Debiased, tuple[str, ...]]:
-    assert moments is not None
-    inside = max(float(hessian[-1, -1]) / plan.task.preparation.intercept**2, 1.0)
-    squares = max(float(moments[0]), plan.squares_scale)
-    assumed = (
-        "targets are a linear function of the features, and errors of one law (a skewed one is in"
-        " the intercept); records are independent"
-    )
-    step = _newton_step(plan, prepared, hessian, squares / inside, plan.task.loss.knee)
-    return step, (assumed,)
-
-
-def _newton_step(
-    plan: Any, prepared: Tensor, hessian: Tensor, variance: float, width: float
-) -> Debiased:
-    """Returns the estimate in prepared units, of objective perturbation; width is that of the loss, in scores."""
-    return debias(
+    found = debias(
         prepared,
         hessian,
         reg=plan.reg,
         noise_std=plan.noise_scale,
         output_std=plan.output_scale,
         hessian_std=plan.hessian_scale,
-        variance=variance,
-        rate=plan.task.preparation.bound / width,
+        rate=plan.task.preparation.bound,
     )
+    return found, (assumed,)
 
 
 def _of_squared(
@@ -267,4 +246,4 @@ def _of_squared(
     return found, (assumed,)
 
 
-_DEBIASED = {"hessian": _of_logistic, "squares": _of_huber, "moments": _of_squared}
+_DEBIASED = {"hessian": _of_logistic, "moments": _of_squared}

@@ -502,15 +502,14 @@ def quietest(design: Design, steps: int | None) -> Design:
     return Assigned(design.batch_size, design.n) if steps == design.batches else design
 
 
-def noise_for(budget: Budget, design: Design, steps: int | None, rtol: float = 1e-4) -> float:
-    """Returns the least noise multiplier at which these steps fit the budget, up to rtol."""
+def noise_for(budget: Budget, design: Design, steps: int | None) -> float:
+    """Returns the least noise multiplier at which these steps fit the budget."""
     return calibrate.noise_multiplier(
         budget.epsilon,
         budget.delta,
         design=design,
         steps=check.positive_count(steps=steps),
         adjacency=budget.adjacency,
-        rtol=rtol,
     )
 
 

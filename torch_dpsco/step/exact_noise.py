@@ -84,7 +84,8 @@ Read = Callable[[int], bytes]
 
 LEAST_BITS = 4
 MOST_BITS = 40
-_CELLS, _N = 192, 3180  # cells of the table; N of the proof, the largest with sum c_k < 2^16
+_CELLS = 192  # of the table
+_N = 3180  # of the proof, the largest with sum c_k < 2^16
 _TAIL = _CELLS
 _AGAIN = _CELLS + 1
 _FIXED = 160  # bits after the point of the table's exponentials

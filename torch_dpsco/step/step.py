@@ -327,7 +327,8 @@ class PrivateOptimizer(RunOptimizer):
         run = self._run
         progress = self._progress
         phases = run.schedule.phases
-        index, k = 0, progress.steps
+        index = 0
+        k = progress.steps
         if len(phases) > 1:
             index, k = run.schedule.locate(k)
         phase = phases[index]

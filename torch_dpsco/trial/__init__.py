@@ -3,7 +3,7 @@
 A function is a model, the operations of a loss, a training pass; what it gives for each record is an `Answer`:
 outputs, or rows. `compare` makes one record 1000 times as small, 10,000 times as large, NaN, or another one, and moves
 the median of small and large records by one; the answers of the other records must stay, up to rounding. `isolation`
-moves a record to other places, sizes and companies; its answer must stay to the last bit. Who asks: the first step of
+moves a record to other sizes and companies; its answer must stay to the last bit. Who asks: the first step of
 an attached model, compiled rows, the trace of a loss, the doctor and by it `fit`.
 
 Values of records play no part: tensors of the shapes and dtypes of a batch are filled with numbers in (0.25, 0.75), or
@@ -357,22 +357,18 @@ class Isolation:
     Args:
         rows: of the batch of fixed size that was looked at.
         size: another number of rows does.
-        place: another place in the batch does.
         company: how far other records beside it do, in a batch of the same size, relative; 0.0 for no bit.
     """
 
     rows: int
     size: bool | None = None
-    place: bool | None = None
     company: float | None = None
 
     def __str__(self) -> str:
         if self.company is None:
             return "it could not be checked on made-up records, since the model is random"
         verdict = "does NOT hold" if self.company else "holds"
-        others = ["the number of rows"] if self.size else []
-        others += ["their place"] if self.place else []
-        moved = f"; bits depend on {' and '.join(others)}" if others else ""
+        moved = "; bits depend on the number of rows" if self.size else ""
         return f"it {verdict} for made-up records in batches of {self.rows} rows{moved}"
 
 
@@ -402,11 +398,10 @@ def isolation(
     places = sorted({1, rows // 2, rows - 1} - {0})
     others = 1 + (pool - 1) // 2
     # by place, or by company
-    differ = [made for made in seen(rows, places, others) if _gap(base, made) != 0.0]
+    differ = any(_gap(base, made) != 0.0 for made in seen(rows, places, others))
     return Isolation(
         rows,
         size=any(_gap(base, made) != 0.0 for made in sizes),
-        place=bool(differ) and any(_gap(base, made) != 0.0 for made in seen(rows, places)),
         company=_gap(base, *seen(rows, [0], others)) if differ else 0.0,
     )
 

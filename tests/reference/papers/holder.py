@@ -50,13 +50,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta
 from torch_dpsco.accounting.analysis.rounding import scaled_up
 from torch_dpsco.algorithms.holder_numbers import (
     _TAIL,
-    BoolArray,
     FloatArray,
     RunPath,
     SensitivityLaw,
@@ -75,6 +75,8 @@ from torch_dpsco.algorithms.holder_numbers import (
 )
 from torch_dpsco.errors import ConditionError, InfeasibleError, MissingConstantError
 from torch_dpsco.problem import Problem, round_up
+
+BoolArray = NDArray[np.bool_]
 
 
 def uniform_delta(sigma: float, path: RunPath, sample_rate: float, epsilon: float) -> float:

@@ -805,7 +805,7 @@ def adassp_plan_of_the_paper(task: LinearTask) -> AdaSSPPlan:
         paper.lam_cap,
         paper.shift_lmin,
     )
-    more = _rounding(task, False)
+    more = _rounding(task)
     return AdaSSPPlan(task=task, constants=AdaSSPConstants(*(value * more for value in up_to)))
 
 

@@ -473,4 +473,6 @@ def profile(pair: AllocationLoss, log_floor: float) -> tuple[FloatArray, FloatAr
 
 ADJACENCIES = ("add_remove", "zero_out", "replace_one")
 LEAST_NOISE = 0.25  # from which on sums of losses are computed
-MOST_NOISE, MOST_STEPS = 1e4, 1 << 20  # more counts as that much
+# more counts as that much
+MOST_NOISE = 1e4
+MOST_STEPS = 1 << 20

@@ -42,7 +42,9 @@ from torch_dpsco.accounting.analysis.rdp import FloatArray
 
 _DETAIL = 512  # intervals are single steps up to this distance from the center, then 1 / 512 of it wide
 _WIDE = 3.0  # noise below which the terms l(x) - t l(-x) are spread around 0
-_FEW, _MANY = 1 << 12, 1 << 20  # steps of a window
+# steps of a window
+_FEW = 1 << 12
+_MANY = 1 << 20
 _WIDEST = 1 << 18  # steps of a term
 _SPARE = 20.0  # nats below the smallest probability that matters, where terms are cut
 _LOW = 60.0  # nats of tilt below the mean, where terms are cut

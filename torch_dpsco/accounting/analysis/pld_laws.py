@@ -236,7 +236,8 @@ class OppositePair(LossPair):
     def _densities(
         self, x: FloatArray, rise: FloatArray, loss: FloatArray
     ) -> tuple[FloatArray, FloatArray]:
-        exponent, (stay, drawn) = rise / (self.noise * self.noise), self._log_weights
+        exponent = rise / (self.noise * self.noise)
+        stay, drawn = self._log_weights
         forward = self._normal(x, 1, drawn)
         excess = self._normal(x, -1, drawn + loss) * np.expm1(exponent) - forward * np.expm1(
             -exponent

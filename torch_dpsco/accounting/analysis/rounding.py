@@ -89,7 +89,6 @@ FloatArray = NDArray[np.float64]
 Numbers = TypeVar("Numbers", float, NDArray[np.floating], NDArray[np.float64])
 
 DOUBLE = 2.0**-53
-SINGLE = 2.0**-24
 
 
 def gamma(operations: int, unit_roundoff: float = DOUBLE) -> float:

@@ -330,7 +330,8 @@ class EmbeddingKind(Kind):
 
     def rows(self, use: Use) -> Kept:
         """Returns the rows by record and item."""
-        n_records, (n_items, width) = len(use.x), use.weight.shape
+        n_records = len(use.x)
+        n_items, width = use.weight.shape
         items = use.x.flatten().long()
         uses = use.grad.reshape(-1, width)
         records = torch.arange(n_records, device=items.device).repeat_interleave(

@@ -165,7 +165,8 @@ def pairs(
         scale: all rows are multiplied by it.
     """
     if acts.shape[1] == 1 and len(shape) == 2:
-        acts, backprops = acts[:, 0], backprops[:, 0]
+        acts = acts[:, 0]
+        backprops = backprops[:, 0]
         return Factors(acts, backprops, shape, weight=weight, bias=bias, scale=scale)
     # float64 has no wider precision in which the norms of factors could be certified
     double = torch.float64 in (acts.dtype, backprops.dtype)
@@ -263,7 +264,8 @@ class Factors(Kept):
             for side in sides
         )
         if times == 1:
-            acts, backprops = acts[:, 0], backprops[:, 0]
+            acts = acts[:, 0]
+            backprops = backprops[:, 0]
         return Factors(acts, backprops, self._shape, **self._trained)
 
     def formed(self) -> Formed:
