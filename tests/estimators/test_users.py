@@ -27,11 +27,13 @@ from torch_dpsco.estimators import (
     gradient_descent,
     preparation,
 )
+from torch_dpsco.estimators import gradient_descent as users
 from torch_dpsco.estimators.choose import fit_linear, plan_linear
 from torch_dpsco.estimators.gradient_descent import UserGDPlan, plan_users, users_of
 from torch_dpsco.estimators.objectives import LinearObjective
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.task import LinearTask, make_records
+from torch_dpsco.step.chooser import smooth_pace
 from torch_dpsco.step.exact_noise import gaussian_vector
 
 HUGE = [math.nan, math.inf, -math.inf, 1e300, -1e300, 0.0, 1e-300, 1.0]
@@ -51,12 +53,32 @@ def task(adjacency: str = "add_remove", **settings: object) -> LinearTask:
     )
 
 
+@pytest.fixture(autouse=True)
+def few_users_get_a_scale_and_an_intercept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(users, "_LAST_SIGNAL", 0.0)
+
+
 def rows(count: int = 200, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Rows, labels, and the user of each: user k has about 1, 2, 3, ... rows."""
     draws = torch.Generator().manual_seed(seed)
     features = torch.randn(count, 2, generator=draws, dtype=torch.float64)
     ids = (torch.rand(count, generator=draws) ** 2 * N).long()
     return features, torch.where(features[:, 0] > 0, 1.0, -1.0).double(), ids
+
+
+def last_total(
+    plan: UserGDPlan, features: Tensor, labels: Tensor, ids: Tensor, w: Tensor, v: Tensor
+) -> Tensor:
+    """The sum over users for scale and intercept, without noise, after the answer w of the steps."""
+    (codes, shares), count = users_of(ids), len(ids.unique())
+    given = plan.task
+    if given.adjacency != "add_remove":
+        given = dataclasses.replace(given, n=count, n_max=count)
+    slopes, unit = plan._slopes_and_unit(w)
+    pairs = plan._pairs(
+        slopes / unit, make_records(given, features, labels, shares, users=codes)
+    )
+    return plan._sum(pairs, codes, v, math.sqrt(2))
 
 
 def total(plan: UserGDPlan, features: Tensor, labels: Tensor, ids: Tensor, w: Tensor) -> Tensor:
@@ -67,7 +89,7 @@ def total(plan: UserGDPlan, features: Tensor, labels: Tensor, ids: Tensor, w: Te
         given = dataclasses.replace(given, n=count, n_max=count)
     records = make_records(given, features, labels, shares, users=codes)
     objective = LinearObjective(given.loss, records, reg=0.0, normalizer=1.0)
-    return plan._sum(objective, codes, w)
+    return plan._sum(objective, codes, w, plan.clip)
 
 
 # -- what a user moves ------------------------------------------------------------------------------------------------
@@ -119,6 +141,46 @@ def test_users_who_disagree_attain_the_clip() -> None:
         plan, features, torch.where(ids == 2, -1.0, labels), ids, w
     )
     assert float(gap.norm()) == pytest.approx(2 * 0.01, rel=1e-9)
+
+
+@pytest.mark.slow
+@examples(
+    st.lists(st.tuples(st.sampled_from(HUGE), st.sampled_from(HUGE)), min_size=1, max_size=30),
+    st.tuples(st.floats(-50, 50), st.floats(-50, 50), st.floats(-50, 50)),
+    st.tuples(st.floats(-1e3, 1e3), st.floats(-1e3, 1e3)),
+)
+def test_no_user_moves_a_sum_for_scale_and_intercept_further_than_its_clip(
+    odd: list, answer: tuple[float, float, float], point: tuple[float, float]
+) -> None:
+    plan = plan_users(task(preparation=Preparation(1.0, intercept=0.5)))
+    features, labels, ids = rows()
+    new, w, v = (
+        torch.tensor(odd).double(),
+        torch.tensor(answer).double(),
+        torch.tensor(point).double(),
+    )
+    table, signs = torch.cat([features, new]), torch.cat([labels, torch.ones(len(new))])
+    names = torch.cat([ids, torch.full((len(new),), N)])
+    gap = last_total(plan, table, signs, names, w, v) - last_total(
+        plan, features, labels, ids, w, v
+    )
+    assert float(gap.norm()) <= math.sqrt(2) + 1e-10
+    # replaced: the same rows, all of the other label
+    gap = last_total(plan, table, torch.where(names == N, -1.0, signs), names, w, v)
+    gap = gap - last_total(plan, table, signs, names, w, v)
+    assert float(gap.norm()) <= 2 * math.sqrt(2) + 1e-10
+
+
+def test_users_attain_the_clip_of_the_sums_for_scale_and_intercept() -> None:
+    """At a point where its label is wrong by far, a user whose score is at the clip has a slope of 1 in both."""
+    plan = plan_users(task("replace_one", preparation=Preparation(1.0, intercept=0.5)))
+    features, ids = torch.ones(6, 2).double(), torch.tensor([0, 0, 0, 1, 1, 2])
+    w, v = torch.ones(3).double(), torch.tensor([40.0, 40.0]).double()
+    sums = [
+        last_total(plan, features, torch.where(ids == 2, sign, 1.0), ids, w, v)
+        for sign in (-1.0, 1.0)
+    ]
+    assert float((sums[0] - sums[1]).norm()) == pytest.approx(math.sqrt(2), rel=1e-9)
 
 
 def test_a_user_counts_as_much_as_one_record() -> None:
@@ -215,9 +277,11 @@ def test_each_sum_over_users_gets_its_noise(
     count = len(ids.unique())
     plan = plan_users(task(adjacency, n=count, n_max=count), steps=30)
     fit_linear(plan, features, labels, users=ids)
-    assert drawn == [plan.noise_std] * 30
+    assert drawn == [plan.noise_std] * 30 + [plan.last_std] * 32
     sides = 2 if adjacency == "replace_one" else 1
-    level = sides * math.sqrt(30) * plan.clip / plan.noise_std
+    level = sides * math.hypot(
+        math.sqrt(30) * plan.clip / plan.noise_std, math.sqrt(2 * 32) / plan.last_std
+    )
     assert level <= plan.event().mu <= level * (1 + 1e-4)
     assert gaussian_mu(1.0, 1e-6) * (1 - 1e-9) <= plan.event().mu <= gaussian_mu(1.0, 1e-6)
 
@@ -247,6 +311,83 @@ def test_rounding_is_in_the_sensitivity_of_a_sum_over_users() -> None:
     assert error <= plan._rounding
 
 
+def test_the_sums_for_scale_and_intercept_are_charged() -> None:
+    plan = plan_users(task())
+    alone = dataclasses.replace(plan, last_std=None).event().mu
+    assert plan.event().mu >= math.hypot(alone, math.sqrt(2 * 32) / plan.last_std)
+    assert alone < 0.9 * gaussian_mu(1.0, 1e-6)
+    for loss in (dp.losses.Huber(), dp.losses.SmoothedPinball(width=0.1)):
+        other = plan_users(task(loss=loss, bound_y=1.0))
+        assert other.last_std is None
+        with pytest.raises(ConditionError, match="last_std"):
+            dataclasses.replace(other, last_std=1.0)
+
+
+@pytest.mark.slow
+def test_rounding_is_in_the_sensitivity_of_the_sums_for_scale_and_intercept() -> None:
+    given = task(preparation=Preparation(1.0, intercept=0.5))
+    plan, (features, labels, ids) = plan_users(given), rows(3000)
+    w, v = torch.tensor([300.0, -500.0, 3.0]).double(), torch.tensor([700.0, -300.0]).double()
+    computed = last_total(plan, features, labels, ids, w, v)
+    prepared = torch.stack([given.preparation(row[None])[0] for row in features])
+    slopes, unit = plan._slopes_and_unit(w)
+    scores = [math.fsum((row * slopes).tolist()) / unit for row in prepared]
+    pairs = [(min(max(score, -1.0), 1.0), 1.0) for score in scores]
+    margins = [
+        y * (v[0].item() * p[0] + v[1].item())
+        for y, p in zip(labels.tolist(), pairs, strict=True)
+    ]
+    rates = [
+        -y / (1 + math.exp(m)) if m < 700 else 0.0
+        for y, m in zip(labels.tolist(), margins, strict=True)
+    ]
+    exact = []
+    for user in ids.unique():
+        mine = [k for k in range(len(ids)) if ids[k] == user]
+        exact.append(
+            [math.fsum(rates[k] * pairs[k][j] for k in mine) / len(mine) for j in range(2)]
+        )
+    error = max(abs(float(computed[j]) - math.fsum(mean[j] for mean in exact)) for j in range(2))
+    assert error <= plan._last_rounding
+    assert (
+        plan._last_rounding > 60 * (1 + 250 * math.sqrt(2)) * 18 * 2.0**-53 * 4
+    )  # of scores, n_max users
+
+
+def test_scale_and_intercept_are_the_loop_of_the_docstring() -> None:
+    plan = plan_users(task(preparation=Preparation(1.0, intercept=0.5)), steps=4)
+    features, labels, ids = rows()
+    found = fit_linear_with_seed(plan, features, labels, ids)[0]
+    first = fit_linear_with_seed(
+        dataclasses.replace(plan, last_std=None), features, labels, ids
+    )[0]
+    noise = torch.Generator().manual_seed(5)
+    for _ in range(4):
+        gaussian_vector(3, plan.noise_std, noise)
+    clipped = features / torch.linalg.vector_norm(features, dim=1, keepdim=True).clamp(min=1.0)
+    scores = clipped @ first[:2]
+    unit = 0.25 * float(first[:2].norm())
+    pairs = torch.stack([(scores / unit).clamp(-1, 1), torch.ones(len(ids)).double()], dim=1)
+    v, moved, later = torch.tensor([unit, 0.0]).double(), torch.zeros(2).double(), []
+    pace = smooth_pace(2.0 * math.sqrt(32) / (plan.last_std * math.sqrt(2)), 32, N * 2 * 0.25)
+    for step in range(32):
+        slopes = -labels * torch.sigmoid(-labels * (pairs @ v))
+        gradient = torch.zeros(2).double()
+        for user in ids.unique():
+            gradient += (slopes[ids == user].unsqueeze(1) * pairs[ids == user]).mean(0)
+        moved = pace.momentum * moved - pace.lr * (
+            gradient + gaussian_vector(2, plan.last_std, noise)
+        )
+        v = v + moved
+        if step >= 16:
+            later.append(v)
+    scale, shift = torch.stack(later).mean(0).tolist()
+    wanted = torch.cat(
+        [first[:2] * min(max(scale / unit, 0.1), 1.0), torch.tensor([shift / 0.5]).double()]
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9)
+
+
 def test_the_way_of_users_is_short_where_noise_is_large_and_no_spread_is_measured() -> None:
     def reach(plan: UserGDPlan) -> float:
         return plan.lr * plan.task.n * plan.steps * plan.clip / (1 - plan.momentum)
@@ -269,6 +410,46 @@ def test_the_way_of_users_is_short_where_noise_is_large_and_no_spread_is_measure
     assert few.clip < measured.clip <= 0.1
 
 
+def test_scale_and_intercept_stay_within_the_radius() -> None:
+    plan = plan_users(task(preparation=Preparation(1.0, intercept=0.01), radius=0.3))
+    features, labels, ids = rows()
+    assert float(fit_linear(plan, features, labels, users=ids).weights.norm()) <= 0.3 * (
+        1 + 1e-9
+    )
+
+
+@pytest.mark.cases(0, 1)
+@pytest.mark.parametrize("intercept", [0.0, 0.5])
+def test_without_noise_users_of_one_label_each_get_the_rate_of_labels(
+    intercept: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All users are clipped, and vote for 0 four to one: rates are those of a mean loss all the same."""
+    monkeypatch.setattr(
+        gradient_descent,
+        "gaussian_vector",
+        lambda dim, *_: torch.zeros(dim, dtype=torch.float64),
+    )
+    draws = torch.Generator().manual_seed(3)
+    ids = torch.arange(2000) % 500
+    labels = torch.where(ids < 100, 1.0, -1.0).double()
+    features = 0.3 * torch.randn(2000, 2, generator=draws, dtype=torch.float64)
+    given = task(n=500, n_max=600, preparation=Preparation(1.0, intercept=intercept))
+    for last in (True, False):
+        plan = plan_users(given)
+        weights = fit_linear(
+            plan if last else dataclasses.replace(plan, last_std=None),
+            features,
+            labels,
+            users=ids,
+        )
+        found = weights.weights[0]
+        if intercept:
+            rate = float(torch.sigmoid(features @ found[:2] + intercept * found[2]).mean())
+            assert (abs(rate - 0.2) < 0.02) is last
+        else:
+            assert len(found) == 2
+
+
 @pytest.mark.slow
 def test_the_whole_fit_is_charged_before_the_first_draw_for_users(
     monkeypatch: pytest.MonkeyPatch,
@@ -289,11 +470,13 @@ def test_the_whole_fit_is_charged_before_the_first_draw_for_users(
     assert set(seen) == {plan.epsilon()}
     with pytest.raises(BudgetExceeded):
         fit_linear(plan, features, labels, users=ids, accountant=ledger)
-    assert len(seen) == plan.steps
+    assert len(seen) == plan.steps + 32
 
 
 def test_a_run_on_users_is_the_loop_of_its_docstring() -> None:
-    plan = dataclasses.replace(plan_users(task(), steps=8, clip=0.2), momentum=0.6)
+    plan = dataclasses.replace(
+        plan_users(task(), steps=8, clip=0.2), momentum=0.6, last_std=None
+    )
     features, labels, ids = rows()
     found = fit_linear_with_seed(plan, features, labels, ids)
     noise, w, v, later = (
@@ -397,6 +580,20 @@ def test_models_without_a_fit_for_users_name_those_that_have_one(
 ) -> None:
     with pytest.raises(ConditionError, match="HuberRegressor"):
         kind(epsilon=1.0, n=500, bound_x=1.0, **more).plan(3, "user")
+
+
+def test_scale_and_intercept_are_set_where_noise_lets_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+    settings = {"epsilon": 0.5, "adjacency": "add_remove", "bound_x": 1.0, "classes": (0, 1)}
+    few, many = (LogisticRegression(n=n, **settings).plan(3, "user") for n in (400, 600))
+    assert few.last_std is None
+    assert many.last_std is not None
+    assert (
+        LogisticRegression(n=1_500, **settings | {"epsilon": 0.1}).plan(3, "user").last_std
+        is None
+    )
 
 
 def test_a_clip_above_a_tenth_needs_noise_below_a_thousandth(

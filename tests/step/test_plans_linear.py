@@ -273,7 +273,9 @@ def of_users(adjacency: str = "add_remove", **kind: Any) -> Callable[[], LinearP
         "preparation": Preparation(1.0, intercept=1.0),
         **kind,
     }
-    budget = dp.Budget(20.0, 1e-6, adjacency=adjacency, unit="user")
+    budget = dp.Budget(
+        20.0, 1e-6, adjacency=adjacency, unit="user"
+    )  # so that labels get a scale and an intercept
     return lambda: plan_linear(LinearTask(dim=DIM, n=N, budget=budget, **given))
 
 

@@ -18,6 +18,10 @@ Noisy gradient descent on users: the mean gradient of a user's rows is clipped, 
 All T noisy sums are released, as in `gradient_descent`, with users in place of records; the answer is the average of
 the later half. A user's rows have the weight 1 / their number, so that what is measured before counts users as well.
 
+Clipped users have votes of equal length: the intercept goes to the median user, and scores grow too large. So the
+logistic loss gets more such steps on rows of two numbers, the score of that answer and the constant, whose clip is the
+bound on their gradients: scale and intercept are those of the mean loss of users.
+
 Differs from the paper in: it is not there. Source: docs/proofs/user_level.md#linear-models
 """
 
@@ -46,8 +50,9 @@ from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.objectives import LinearObjective, SumObjective
 from torch_dpsco.estimators.preparation import signal_to_noise
 from torch_dpsco.estimators.records import Records
-from torch_dpsco.estimators.solvers import project
+from torch_dpsco.estimators.solvers import gradient_rounding, project
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective, weight_guess
+from torch_dpsco.losses import Logistic
 from torch_dpsco.noise import Source
 from torch_dpsco.step.chooser import smooth_pace, steps_to
 from torch_dpsco.step.exact_noise import gaussian_vector
@@ -335,6 +340,20 @@ _QUIET = 1e-3  # noise on the mean of all steps, of that bound, up to which a la
 _SAFE = (
     0.1  # guess of |w| over bound_y / bound on rows, at most, for each unit of signal over noise
 )
+_LAST_STEPS, _LAST_SHARE, _LAST_CLIP = (
+    32,
+    0.2,
+    math.sqrt(2),
+)  # for scale and intercept: share of mu^2, gradients' bound
+_WIDE, _WAY, _LAST_FAR = (
+    0.25,
+    2.0,
+    1000.0,
+)  # clip of scores over their bound; way of scale and intercept, and its bound
+_LEAST_SCALE = 0.1  # 0 would lose the order of scores
+_LAST_SIGNAL = (
+    15.0  # n mu / sqrt(2) of these sums, below which noise does more harm than they mend
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,6 +363,7 @@ class UserGDPlan(DescentPlan):
     Args:
         momentum: m in [0, 1).
         clip: C > 0.
+        last_std: of the noise on the sums for scale and intercept, of the logistic loss; None for no such sums.
     """
 
     unit: ClassVar[str] = "user"
@@ -351,11 +371,18 @@ class UserGDPlan(DescentPlan):
 
     momentum: float
     clip: float
+    last_std: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check.positive(clip=self.clip)
         check_momentum(self.momentum)
+        if self.last_std is not None:
+            check.positive(last_std=self.last_std)
+            if not self.task.loss.log_odds:
+                raise ConditionError(
+                    f"last_std must be None for other losses than Logistic (got {self.task.loss!r})"
+                )
 
     @property
     def largest(self) -> float:
@@ -370,12 +397,20 @@ class UserGDPlan(DescentPlan):
     def own_event(self) -> GDP:
         """Returns what all noisy sums cost."""
         # PRIVACY: of the noise and steps of the release (test_an_edited_plan_is_refused_or_charges_what_it_draws)
+        level = self._level(self.steps, self.clip, self._rounding, self.noise_std)
+        if self.last_std is not None:
+            # PRIVACY: these sums are released too (test_the_sums_for_scale_and_intercept_are_charged)
+            level = safe(math.hypot(level, self._last_level(self.last_std)))
+        return GDP(level, (self.task.adjacency,))
+
+    def _last_level(self, std: float) -> float:
+        return self._level(_LAST_STEPS, _LAST_CLIP, self._last_rounding, std)
+
+    def _level(self, steps: int, clip: float, rounding: float, std: float) -> float:
         sides = 2.0 if self.task.adjacency == REPLACE_ONE else 1.0
         # PRIVACY: each sum is rounded, in both data sets (test_rounding_is_in_the_sensitivity_of_a_sum_over_users);
         # margin of both (docs/proofs/rounding.md#weighted-means-of-users)
-        moved = sides * self.clip + 2 * self._rounding
-        level = noisy_gd_mu(self.steps, 1.0, moved, self.noise_std)
-        return GDP(level, (self.task.adjacency,))
+        return noisy_gd_mu(steps, 1.0, sides * clip + 2 * rounding, std)
 
     @property
     def _rounding(self) -> float:
@@ -386,6 +421,27 @@ class UserGDPlan(DescentPlan):
         mean = task.gradient_rounding(0.0, far_radius(task), lipschitz, dim=task.width, most=1)
         mean += lipschitz * gamma(MOST_ROWS)
         return most * (mean + self.clip * gamma(most + task.width + 16))
+
+    @property
+    def _last_rounding(self) -> float:
+        """As `_rounding`, of the sums for scale and intercept."""
+        most = self.task.most_records
+        slope = 1.0
+        bend = 0.25
+        score = gamma(self.task.width + 16) / _WIDE  # of a score, over its clip
+        # PRIVACY: products that make a score may be rounded differently beside other rows
+        # (test_rounding_is_in_the_sensitivity_of_the_sums_for_scale_and_intercept)
+        mean = (slope + _LAST_CLIP * bend * _LAST_FAR) * score + _LAST_CLIP * gamma(MOST_ROWS)
+        mean += gradient_rounding(
+            1,
+            2,
+            lipschitz=_LAST_CLIP,
+            smoothness=2 * bend,
+            reg=0.0,
+            norm=_LAST_FAR,
+            score_offset=1.0,
+        )
+        return most * (mean + _LAST_CLIP * gamma(most + 18))
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
@@ -398,6 +454,14 @@ class UserGDPlan(DescentPlan):
                 f" momentum {self.momentum:.3g}"
             ),
         )
+        if self.last_std is not None:
+            yield (
+                "",
+                (
+                    f"{_LAST_STEPS} more for scale and intercept, noise of std {self.last_std:.4g}"
+                    " on the sum"
+                ),
+            )
 
     def draw(self, solved: tuple[Records, Tensor], generator: Source) -> Tensor:
         """Makes the steps from 0: returns the private average; see `LinearPlan`.
@@ -409,8 +473,8 @@ class UserGDPlan(DescentPlan):
         records, users = solved
         loss = self.task.loss if self.task.clipped is None else self.task.clipped
         objective = LinearObjective(loss, records, reg=0.0)
-        return descend(
-            lambda w: self._sum(objective, users, w),
+        w = descend(
+            lambda w: self._sum(objective, users, w, self.clip),
             torch.zeros(objective.dim, dtype=torch.float64, device=objective.device),
             self.noise_std,
             generator,
@@ -420,8 +484,50 @@ class UserGDPlan(DescentPlan):
             momentum=self.momentum,
             direction=lambda noisy, w: noisy + self.reg * w,
         )
+        if self.last_std is None:
+            return w
+        return self._scaled(w, self.last_std, records, users, generator)
 
-    def _sum(self, objective: LinearObjective, users: Tensor, w: Tensor) -> Tensor:
+    def _scaled(
+        self, w: Tensor, std: float, records: Records, users: Tensor, generator: Source
+    ) -> Tensor:
+        """Returns the private answer with a private scale, in [0.1, 1], and a private intercept."""
+        slopes, unit = self._slopes_and_unit(w)
+        objective = self._pairs(slopes / unit, records)
+        pace = smooth_pace(_WAY / std * math.sqrt(_LAST_STEPS / 2), _LAST_STEPS, self.task.n / 2)
+        scale, shift = descend(
+            lambda v: self._sum(objective, users, v, _LAST_CLIP),
+            torch.tensor([unit, 0.0], dtype=torch.float64, device=w.device),
+            std,
+            generator,
+            steps=_LAST_STEPS,
+            lr=pace.lr,
+            radius=_LAST_FAR,
+            momentum=pace.momentum,
+        ).tolist()
+        answer = slopes * float(min(max(scale / unit, _LEAST_SCALE), 1.0))
+        if self.task.preparation.intercept:
+            answer[-1] = shift / self.task.preparation.intercept
+        return project(answer, far_radius(self.task))
+
+    def _slopes_and_unit(self, w: Tensor) -> tuple[Tensor, float]:
+        """Returns the answer without its intercept, and the scores at which rows of pairs are clipped."""
+        slopes = w.clone()
+        if self.task.preparation.intercept:
+            slopes[-1] = 0.0
+        return slopes, max(_WIDE * self.task.preparation.bound_x * float(slopes.norm()), 1e-100)
+
+    def _pairs(self, slopes: Tensor, records: Records) -> LinearObjective:
+        """Returns the loss of scale and intercept: its rows are score and constant, both in [-1, 1]: NOT private."""
+        rows = torch.zeros(records.count, 2, dtype=torch.float64, device=slopes.device)
+        for part, block in records.blocks():
+            rows[part, 0] = (block @ slopes).clamp(-1.0, 1.0)
+            if self.task.preparation.intercept:
+                rows[part, 1] = block[:, -1] / self.task.preparation.intercept
+        pairs = Records(rows, records.targets, records.weights)
+        return LinearObjective(Logistic(), pairs, reg=0.0)
+
+    def _sum(self, objective: LinearObjective, users: Tensor, w: Tensor, clip: float) -> Tensor:
         """Returns the sum over users of their clipped means: NOT private."""
         count = int(users.max()) + 1 if len(users) else 0
         means = torch.zeros(count, len(w), dtype=torch.float64, device=w.device)
@@ -431,7 +537,7 @@ class UserGDPlan(DescentPlan):
             )
         norms = torch.linalg.vector_norm(means, dim=1)
         # PRIVACY: less by the roundings (test_the_clipped_mean_of_a_user_is_not_longer_than_the_clip)
-        most = self.clip * (1 - gamma(len(w) + 8))
+        most = clip * (1 - gamma(len(w) + 8))
         return (means * torch.where(norms > most, most / norms, 1.0).unsqueeze(1)).sum(0)
 
 
@@ -455,6 +561,7 @@ def plan_users(
     lipschitz, _ = smooth_constants(task)
     draft = UserGDPlan(task=task, steps=steps, noise_std=1.0, momentum=0.0, clip=lipschitz)
     signal = signal_to_noise(task.level, task.n, task.parameters)
+    level = task.level
     guess = way_guess(task)
     if task.bound_y is not None:
         guess = min(guess, _SAFE * signal * task.bound_y / task.preparation.bound)
@@ -468,7 +575,15 @@ def plan_users(
         clip = lipschitz * min(max(_FRICTION * reach / (steepest * lipschitz), least), most)
     friction = min(max(steepest * clip / reach, _LEAST_FRICTION), 1.0)
     draft = replace(draft, clip=clip, momentum=1.0 - friction)
-    return replace(draft, noise_std=safe(draft.own_event().mu / task.level))
+    last = None
+    if (
+        task.loss.log_odds
+        and signal_to_noise(math.sqrt(_LAST_SHARE) * level, task.n, 2) >= _LAST_SIGNAL
+    ):
+        level *= 1 - 1e-12  # room for roundings
+        last = draft._last_level(1.0) / (math.sqrt(_LAST_SHARE) * level)
+        level *= math.sqrt(1 - _LAST_SHARE)
+    return replace(draft, noise_std=safe(draft.own_event().mu / level), last_std=last)
 
 
 def users_of(groups: Tensor) -> tuple[Tensor, Tensor]:

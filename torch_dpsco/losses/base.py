@@ -210,6 +210,7 @@ class TableLoss(Loss):
     Attributes:
         monotone: whether the derivative keeps its sign for each record, at every score.
         squared: whether it is r^2/2, which sums of products of the records solve.
+        log_odds: whether its scores are log odds, whose scale logistic regression of them mends.
         intervals: what is released beside an answer for confidence intervals that are proved (docs/inference.md): a
             "hessian", or "moments" of the squared loss. None if nothing is, as of losses of your own: what a release
             costs was counted for each.
@@ -218,6 +219,7 @@ class TableLoss(Loss):
     interpolates: ClassVar[bool] = False
     monotone: ClassVar[bool] = False
     squared: ClassVar[bool] = False
+    log_odds: ClassVar[bool] = False
     intervals: ClassVar[Literal["hessian", "moments"] | None] = None
 
     def problem(

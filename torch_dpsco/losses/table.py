@@ -138,6 +138,7 @@ class Logistic(MarginLoss):
     """
 
     interpolates = True
+    log_odds = True
     intervals = "hessian"
 
     def loss_range(self, reach: float) -> float:
