@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch_dpsco.compat import tree_flatten, tree_leaves, tree_unflatten
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.rows.batch import batch_sizes
-from torch_dpsco.rows.replay import COMPILED, Replay, is_compiled
+from torch_dpsco.rows.replay import COMPILED, Replay
 from torch_dpsco.trial import (
     SEED,
     Leaf,
@@ -41,7 +41,7 @@ from torch_dpsco.trial import (
     seed_torch,
 )
 from torch_dpsco.trial.loss import RepeatedLoss, plain, trace_outputs
-from torch_dpsco.trial.sizes import Sizes, memory_of, torch_settings
+from torch_dpsco.trial.sizes import Sizes, is_compiled, memory_of, torch_settings
 
 # of synthetic batches: the first that is no other size of the model's tensors
 _SIZES = (7, 5, 11, 13, 17, 19, 23)
@@ -91,7 +91,7 @@ class FirstStep:
         self._dims: list[int | None] | None = (
             None  # of the model's outputs, as far as that was seen
         )
-        self._memory: frozenset[int] = frozenset()  # of its inputs, numbers that are not whole
+        self._memory: frozenset[tuple[int, int]] = frozenset()  # of its inputs, numbers that are not whole
         self.autocast = False  # whether its first forward ran under autocast
         self.compiled = False  # whether the model is called through torch.compile
         self._replay: Replay | None = None  # how it was called, without data
@@ -116,7 +116,7 @@ class FirstStep:
         model: nn.Module,
         usual: int,
         most: int,
-        delivered: frozenset[int],
+        delivered: frozenset[tuple[int, int]],
         *,
         known: bool,
     ) -> Sizes | str | None:

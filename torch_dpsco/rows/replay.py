@@ -44,11 +44,11 @@ class Replay:
     inputs: list[Any]
     dims: Sequence[int | None]
     mean: bool
-    memory: frozenset[int]
+    memory: frozenset[tuple[int, int]]
     loss: RepeatedLoss | None = None
 
     def sizes(
-        self, model: nn.Module, usual: int, most: int, delivered: frozenset[int]
+        self, model: nn.Module, usual: int, most: int, delivered: frozenset[tuple[int, int]]
     ) -> Sizes | str:
         """Returns in what sizes batches may come; see `trial.sizes.Trial`.
 
@@ -104,12 +104,6 @@ def of_passes(model: nn.Module) -> tuple[Callable[[bool], None], Callable[[], bo
         return passes.tag is not None
 
     return use_exact_means, in_forward
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Returns whether torch.compile runs a module."""
-    own = getattr(module, "_compiled_call_impl", None) is not None
-    return own or type(module).__name__ == "OptimizedModule"
 
 
 def _picked(t: Any, dim: int | None) -> bool:

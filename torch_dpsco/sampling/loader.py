@@ -294,7 +294,7 @@ class PrivateLoader:
             log.deliver(chunk)
             if chunk.slots is not None:
                 batch = filled(batch, chunk.slots, chunk.size)
-            if self.isolation.open:
+            if self.isolation.open or self.isolation.tested is not None:
                 self.isolation.delivered = memory_of(batch)
             if chunk.users is None:
                 yield batch
@@ -428,7 +428,7 @@ class Isolation:
     checked: str = "it was not checked"
     why: str = ""
     alone: bool = False
-    delivered: frozenset[int] = frozenset()
+    delivered: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def level(self) -> str:

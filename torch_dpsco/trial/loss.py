@@ -393,7 +393,7 @@ class RepeatedLoss:
         self._rows = outputs[0].shape[self._dim]
         # of a loss without data: what tensors from elsewhere look like, and where their memory was
         self.leaves: list[Leaf] = []
-        self.memory: list[frozenset[int]] = []
+        self.memory: list[frozenset[tuple[int, int]]] = []
 
     def without_data(self) -> RepeatedLoss:
         """Returns the same loss, which holds shapes of tensors and none of them."""
@@ -403,7 +403,7 @@ class RepeatedLoss:
         kept._elsewhere = []
         return kept
 
-    def made_before(self, delivered: frozenset[int]) -> list[tuple[int, torch.dtype]]:
+    def made_before(self, delivered: frozenset[tuple[int, int]]) -> list[tuple[int, torch.dtype]]:
         """Returns numbers by record, and types, of the tensors from elsewhere that are in no memory of the batch.
 
         Args:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_dpsco.compat import tree_leaves
@@ -37,6 +37,13 @@ _MOST_NUMBERS = 2**22  # whose bits are added up at once
 AUTOCAST = (
     "model must not run under autocast (got torch.autocast on the CPU), as it did not in its first step: run all"
     " steps alike, or give isolation='slots' to optimizer.loader(...)"
+)
+# elementwise functions without torch's tag for them
+_UNTAGGED = frozenset(
+    """
+    binary_cross_entropy binary_cross_entropy_backward glu glu_backward log_sigmoid_backward log_sigmoid_forward
+    smooth_l1_loss smooth_l1_loss_backward
+    """.split()  # noqa: SIM905
 )
 # elementwise functions that IEEE 754 defines to the last bit, or that only choose and copy
 _EXACT = frozenset(
@@ -81,17 +88,35 @@ def torch_settings() -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.backends.mkldnn.enabled,
+        _flushes(),
     )
 
 
-def memory_of(tree: Any) -> frozenset[int]:
-    """Returns where the memory of nested tensors begins."""
-    leaves = [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
-    return frozenset(t.untyped_storage().data_ptr() for t in leaves if t.layout is torch.strided)
+def _flushes() -> bool:
+    """Returns whether this thread takes numbers below 1e-38 for 0."""
+    return bool(torch.full((), 2.0**-126) / 2.0 == 0.0)
+
+
+def memory_of(tree: Any) -> frozenset[tuple[int, int]]:
+    """Returns where the memory of nested tensors begins, and how often it was written to."""
+    leaves = [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.layout is torch.strided]
+    return frozenset(
+        (t.untyped_storage().data_ptr(), 0 if t.is_inference() else t._version) for t in leaves
+    )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Returns whether torch.compile runs a module."""
+    own = getattr(module, "_compiled_call_impl", None) is not None
+    return own or type(module).__name__ == "OptimizedModule"
 
 
 class DrawsError(Exception):
     """A model draws random numbers in a way that cannot be left out."""
+
+
+class ChoosesError(Exception):
+    """A model goes on with some of the values, whose number depends on all records."""
 
 
 class _Watched(TorchDispatchMode):
@@ -122,8 +147,15 @@ class _Watched(TorchDispatchMode):
             chosen = {k: args[k] for k in places if k < len(args)}
             if not places or any(chosen.values()) or (kwargs or {}).get("dropout_p"):
                 raise DrawsError(name)
+        if torch.Tag.dynamic_output_shape in func.tags or (name == "index" and _has_mask(args)):
+            # PRIVACY: how many others are chosen moves the end (test_a_model_that_chooses_values_keeps_slots)
+            raise ChoosesError(name)
         result = func(*args, **(kwargs or {}))
-        if torch.Tag.pointwise in func.tags and not _is_exact(name.rstrip("_"), args):
+        if name in _UNTAGGED:
+            # PRIVACY: sums of them have the end of a batch too (test_a_loss_without_a_tag_is_an_elementwise_function)
+            for leaf in args:
+                self._note(leaf)
+        elif torch.Tag.pointwise in func.tags and not _is_exact(name.rstrip("_"), args):
             self._note(result)
         return result
 
@@ -135,6 +167,8 @@ class _Watched(TorchDispatchMode):
             return answers(made)
 
     def _note(self, result: Any) -> None:
+        if isinstance(result, Tensor) and result.is_complex():
+            result = torch.view_as_real(result.detach().resolve_conj())
         known = isinstance(result, Tensor) and result.dtype in _VECTORS
         if known and not result.numel() % self.rows:
             self.widths.add((result.numel() // self.rows, result.dtype))
@@ -142,7 +176,14 @@ class _Watched(TorchDispatchMode):
 
 def _is_exact(name: str, args: tuple[Any, ...]) -> bool:
     """Returns whether an elementwise function gives the same bits in a vector of the CPU and outside of one."""
+    if any(isinstance(t, Tensor) and t.is_complex() for t in args):
+        return False
     return name in _EXACT or (name == "pow" and args[1:] == (2,))
+
+
+def _has_mask(args: tuple[Any, ...]) -> bool:
+    masks = (torch.bool, torch.uint8)
+    return any(isinstance(t, Tensor) and t.dtype in masks for t in args[1])
 
 
 def whole(numbers: int, unit: int, threads: int) -> bool:
@@ -181,6 +222,9 @@ class Trial:
             return "batches of several sizes are tested on the CPU only"
         if torch.is_autocast_enabled("cpu"):
             return "batches of several sizes are not tested under autocast"
+        if _flushes() and torch.get_num_threads() > 1:
+            # PRIVACY: torch flushes in the thread that asked (test_numbers_that_one_thread_flushes_keep_slots)
+            return "torch.set_flush_denormal is of one thread, and there are several"
         found = attempt("batches of several sizes", self._found)
         if isinstance(found, Refused):  # only the kind: messages may quote shapes
             return f"batches of several sizes raise {type(found.error).__name__} for made-up records"
@@ -240,6 +284,9 @@ class Trial:
         usual = sizes[near[0]]
         bits = partial(self._bits, pool, records, watched)
         first = bits([usual], 0)
+        if len(first.unique(dim=0)) < min(records, _FEWEST) // 2:
+            # PRIVACY: few of them show nothing about others (test_few_different_records_keep_slots)
+            return False
         places = {0, len(sizes) - 1, *range(max(0, near[0] - 3), min(len(sizes), near[0] + 4))}
         others = [sizes[k] for k in sorted(places, key=lambda k: abs(sizes[k] - usual))]
         others = others[1:] + others[:1]
