@@ -459,6 +459,41 @@ def test_no_batch_is_larger_than_the_largest_that_was_asked_for() -> None:
     assert {size for _, _, size in loader.isolation.rounded(3, least - 1)} == {least}
 
 
+def test_parts_of_a_draw_come_in_several_sizes() -> None:
+    _, loader, seen = looped(net(), SUM, steps=12, physical_batch_size=16)
+    assert loader.isolation.level == "rounded"
+    assert max(seen) <= 16
+
+
+class OfOneSize(nn.Module):
+    """Moves the bits of few records, in batches of one size."""
+
+    size = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1.0 + 1e-6 * (len(x) == self.size))
+
+
+@pytest.mark.parametrize("most", [None, 24])
+@pytest.mark.parametrize("usual", [8, 32, 200])
+def test_all_sizes_are_tested(usual: int, most: int | None) -> None:
+    layer = OfOneSize()
+    model = net(layer)
+    _, loader, _ = looped(model, SUM, design=Poisson(usual, N), physical_batch_size=most)
+    assert loader.isolation.tested is not None
+    sizes = loader.isolation.tested.sizes
+    assert len(sizes) <= 64
+    for size in {*sizes[:3], sizes[len(sizes) // 2], *sizes[-3:]}:
+        layer.size = size
+        model._dpsco.first._sizes = None
+        model._dpsco.isolation = None
+        model._dpsco.reset()
+        slots = loader.slots
+        replay = model._dpsco.first._replay
+        found = replay.sizes(model, slots.usual, slots.most, replay.memory)
+        assert isinstance(found, str) or size not in found.sizes
+
+
 # -- what a loop does after the test -------------------------------------------------------------------------------
 
 
@@ -590,7 +625,9 @@ def test_a_loss_without_a_tag_is_an_elementwise_function() -> None:
         return F.smooth_l1_loss(scores[:, 0], y, reduction="sum", beta=0.005)
 
     x, _ = records().tensors
-    _, loader, _ = looped(net(), loss, data=TensorDataset(x, 1e-3 * x[:, 0]), design=Poisson(8, N))
+    _, loader, _ = looped(
+        net(), loss, data=TensorDataset(x, 1e-3 * x[:, 0]), design=Poisson(8, N)
+    )
     tested = loader.isolation.tested
     assert tested is None or all(size % 32 == 0 for size in tested.sizes)
 

@@ -91,7 +91,10 @@ class FirstStep:
         self._dims: list[int | None] | None = (
             None  # of the model's outputs, as far as that was seen
         )
-        self._memory: frozenset[tuple[int, int]] = frozenset()  # of its inputs, numbers that are not whole
+        self._memory: frozenset[tuple[int, int]] = (
+            frozenset()
+        )  # of its inputs, numbers that are not whole
+        self.delivered: frozenset[tuple[int, int]] = frozenset()  # memory of the batch then
         self.autocast = False  # whether its first forward ran under autocast
         self.compiled = False  # whether the model is called through torch.compile
         self._replay: Replay | None = None  # how it was called, without data

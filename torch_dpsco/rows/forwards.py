@@ -260,6 +260,8 @@ class Attachment:
         self, usual: int, most: int, delivered: frozenset[tuple[int, int]], *, known: bool
     ) -> Sizes | str | None:
         """Returns in what sizes draws may be delivered, see `FirstStep.sizes`, and is ready for them."""
+        # PRIVACY: a later part may have the memory of the first (test_parts_of_a_draw_come_in_several_sizes)
+        delivered = self.first.delivered or delivered
         found = self.first.sizes(self.layers[0], usual, most, delivered, known=known)
         self.get_ready(found)
         return found
@@ -279,7 +281,11 @@ class Attachment:
         if not memory_of([t for t in numbers if t.is_floating_point()]) <= isolation.delivered:
             # PRIVACY: what a loop computes for all records at once (test_inputs_that_are_computed_later_are_refused)
             raise SequenceError(_OTHER_INPUTS)
-        if self.first.compiled or any(map(is_compiled, self.layers)) or not isolation.tested.hold:
+        if (
+            self.first.compiled
+            or any(map(is_compiled, self.layers))
+            or not isolation.tested.hold
+        ):
             # PRIVACY: other kernels, after the draw (test_a_model_compiled_after_the_test_is_refused,
             # test_threads_that_are_set_after_the_draw_are_refused)
             raise SequenceError(_OTHER_KERNELS)
@@ -354,7 +360,8 @@ class _Drop:
         if passes is not None:
             passes.append(attachment.passes.number)
             if grad is not None and not hasattr(p, "dpsco_compared"):
-                p.dpsco_first_backward = grad.detach(), attachment.mean  # type: ignore[attr-defined]
+                mean = attachment.mean and not attachment.passes.exact_means
+                p.dpsco_first_backward = grad.detach(), mean  # type: ignore[attr-defined]
         elif grad is not None:
             attachment.refuse_gradient(p)
 
@@ -438,6 +445,8 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         attachment.require_as_tested((args, kwargs))
     if attachment.looks:
         attachment.first.begin(layers, (args, kwargs))
+        if attachment.isolation is not None and attachment.first.waits:
+            attachment.first.delivered = attachment.isolation.delivered
     require_unwrapped(attachment.params)
     if dist.is_available() and dist.is_initialized():
         _require_alone(model)

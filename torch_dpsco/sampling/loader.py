@@ -533,8 +533,9 @@ class Slots:
         self._dim = dim
         self.block = self._fitting(physical_batch_size)
         # rows of a draw, as far as that is known: users have any number of them
-        self.usual = self.block if of_users else math.ceil(design.batch_size / processes)
-        self.most = self.block if of_users else self.capacity
+        usual = self.block if of_users else math.ceil(design.batch_size / processes)
+        self.usual = min(usual, self.block)
+        self.most = self.block
         self._rng = sampling_generator()
         self._keeps = isinstance(design, Full)
         self._kept = np.empty(0, dtype=np.int64)
@@ -549,7 +550,8 @@ class Slots:
     def of_size(self, physical_batch_size: int) -> Slots:
         """Returns slots of smaller blocks for the same draws."""
         part = copy.copy(self)
-        part.block = part._fitting(physical_batch_size)
+        part.block = part.most = part._fitting(physical_batch_size)
+        part.usual = min(part.usual, part.block)
         return part
 
     def places(self, units: int) -> _Indices:

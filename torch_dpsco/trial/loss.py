@@ -403,7 +403,9 @@ class RepeatedLoss:
         kept._elsewhere = []
         return kept
 
-    def made_before(self, delivered: frozenset[tuple[int, int]]) -> list[tuple[int, torch.dtype]]:
+    def made_before(
+        self, delivered: frozenset[tuple[int, int]]
+    ) -> list[tuple[int, torch.dtype]]:
         """Returns numbers by record, and types, of the tensors from elsewhere that are in no memory of the batch.
 
         Args:

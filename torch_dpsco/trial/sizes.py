@@ -31,6 +31,7 @@ _FEWEST = 700  # of models whose steps are long: .99^700 < 1e-3
 _STEPS = 20  # plain steps that the test may take, unless there would be fewer records
 _GRIDS = (4, 8, 16, 32)
 _LEAST = 8  # rows
+_MOST_SIZES = 16  # from half of a usual batch to twice of it, about
 _GRAIN = 32768  # numbers that torch leaves to one thread
 _VECTORS = {torch.float32: 32, torch.float64: 16, torch.float16: 64, torch.bfloat16: 64}
 _MOST_NUMBERS = 2**22  # whose bits are added up at once
@@ -99,7 +100,9 @@ def _flushes() -> bool:
 
 def memory_of(tree: Any) -> frozenset[tuple[int, int]]:
     """Returns where the memory of nested tensors begins, and how often it was written to."""
-    leaves = [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.layout is torch.strided]
+    leaves = [
+        t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.layout is torch.strided
+    ]
     return frozenset(
         (t.untyped_storage().data_ptr(), 0 if t.is_inference() else t._version) for t in leaves
     )
@@ -268,7 +271,10 @@ class Trial:
         threads = torch.get_num_threads()
         last = max(self.most, self.usual)
         found: list[int] = []
-        for size in range(-(-_LEAST // grid) * grid, 64 * last, grid):
+        # PRIVACY: no more than can all be tested (test_all_sizes_are_tested)
+        grid *= max(1, self.usual // (_MOST_SIZES * grid))
+        least = max(_LEAST, self.usual // 2)
+        for size in range(-(-least // grid) * grid, 64 * last, grid):
             if powers and size & (size - 1):
                 continue
             if all(whole(size * d, _VECTORS[kind], threads) for d, kind in widths):
@@ -283,14 +289,15 @@ class Trial:
         near = [k for k, size in enumerate(sizes) if size >= self.usual] or [len(sizes) - 1]
         usual = sizes[near[0]]
         bits = partial(self._bits, pool, records, watched)
-        first = bits([usual], 0)
+        first = bits([usual], 0)[:records]
         if len(first.unique(dim=0)) < min(records, _FEWEST) // 2:
             # PRIVACY: few of them show nothing about others (test_few_different_records_keep_slots)
             return False
-        places = {0, len(sizes) - 1, *range(max(0, near[0] - 3), min(len(sizes), near[0] + 4))}
-        others = [sizes[k] for k in sorted(places, key=lambda k: abs(sizes[k] - usual))]
-        others = others[1:] + others[:1]
-        return torch.equal(first, bits(others, records // 3 + 1))
+        others = sorted(sizes, key=lambda size: abs(size - usual))[::-1]
+        start = records // 3 + 1
+        second = bits(others, start)
+        index = (start + torch.arange(len(second))) % records
+        return torch.equal(first[index], second)
 
     def _bits(
         self,
@@ -304,17 +311,17 @@ class Trial:
         found: list[Tensor] = []
         done = 0
         turn = 0
-        while done < records:
+        while done < records or turn < len(sizes):
             size = sizes[turn % len(sizes)]
             chosen = [(start + done + k) % records for k in range(size)]
             scales = [(1.0, -1.0, 1e-2, -1e-2)[k % 4] for k in chosen]
             numbers = {k: scales for k, leaf in enumerate(self.leaves) if _scaled(leaf)}
             answers = watched.run(self.answers, pool.batch(numbers, chosen))
             rows = torch.stack([_sum_of_bits(t) for t in answers if len(t) == size], dim=1)
-            found.append(rows[: records - done])
+            found.append(rows)
             done += size
             turn += 1
-        return torch.cat(found).roll(start, 0)
+        return torch.cat(found)
 
 
 def _scaled(leaf: Leaf) -> bool:
