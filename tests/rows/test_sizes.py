@@ -657,6 +657,17 @@ def test_a_model_that_chooses_values_keeps_slots() -> None:
     assert "ChoosesError" in loader.isolation.why
 
 
+def test_a_loss_that_chooses_values_keeps_slots_in_fit() -> None:
+    def loss(scores: Tensor, y: Tensor) -> Tensor:
+        known = y >= 0
+        return F.mse_loss(torch.sigmoid(scores[known][:, 0]), y[known].float(), reduction="sum")
+
+    model = dp.attach(net(), loss_reduction="sum")
+    optimizer = make_optimizer(model, Poisson(32, N), noise=1.0, adjacency="add_remove")
+    dp.fit(model, optimizer, records(), loss, steps=2, progress=False)
+    assert optimizer._isolation.level == "slots"
+
+
 def test_complex_numbers_come_in_full_vectors() -> None:
     _, loader, _ = looped(net(Complex()), SUM)
     tested = loader.isolation.tested
@@ -665,10 +676,13 @@ def test_complex_numbers_come_in_full_vectors() -> None:
 
 def test_few_different_records_keep_slots() -> None:
     """Two kinds of records show nothing about others."""
-    model = nn.Sequential(nn.Embedding(50, 10), nn.Flatten(), nn.Linear(10, CLASSES))
-    x = torch.arange(N)[:, None] % 50
-    _, loader, _ = looped(model, SUM, data=TensorDataset(x, records().tensors[1]))
-    assert loader.isolation.level == "slots"
+    x = torch.arange(N)[:, None] % 2
+    levels = []
+    for kinds in (2, 1000):
+        model = nn.Sequential(nn.Embedding(kinds, 16), nn.Flatten(), nn.Linear(16, CLASSES))
+        _, loader, _ = looped(model, SUM, data=TensorDataset(x, records().tensors[1]))
+        levels.append(loader.isolation.level)
+    assert levels == ["slots", "rounded"]
 
 
 def test_numbers_that_one_thread_flushes_keep_slots() -> None:

@@ -10,7 +10,7 @@ random parameters. Source: docs/proofs/record_isolation.md#batches-of-several-si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +31,7 @@ _FEWEST = 700  # of models whose steps are long: .99^700 < 1e-3
 _STEPS = 20  # plain steps that the test may take, unless there would be fewer records
 _GRIDS = (4, 8, 16, 32)
 _LEAST = 8  # rows
+_KINDS = (1000, 127, 30, 10, 5, 3)  # of integers, most first
 _MOST_SIZES = 16  # from half of a usual batch to twice of it, about
 _GRAIN = 32768  # numbers that torch leaves to one thread
 _VECTORS = {torch.float32: 32, torch.float64: 16, torch.float16: 64, torch.bfloat16: 64}
@@ -150,7 +151,7 @@ class _Watched(TorchDispatchMode):
             chosen = {k: args[k] for k in places if k < len(args)}
             if not places or any(chosen.values()) or (kwargs or {}).get("dropout_p"):
                 raise DrawsError(name)
-        if torch.Tag.dynamic_output_shape in func.tags or (name == "index" and _has_mask(args)):
+        if _chooses(func, args) and (self.in_forward() or _differentiable(args)):
             # PRIVACY: how many others are chosen moves the end (test_a_model_that_chooses_values_keeps_slots)
             raise ChoosesError(name)
         result = func(*args, **(kwargs or {}))
@@ -184,9 +185,16 @@ def _is_exact(name: str, args: tuple[Any, ...]) -> bool:
     return name in _EXACT or (name == "pow" and args[1:] == (2,))
 
 
-def _has_mask(args: tuple[Any, ...]) -> bool:
+def _chooses(func: Any, args: tuple[Any, ...]) -> bool:
+    """Returns whether an operation picks values, of which others decide how many there are."""
+    picks = args[1] if func.overloadpacket.__name__ == "index" else ()
     masks = (torch.bool, torch.uint8)
-    return any(isinstance(t, Tensor) and t.dtype in masks for t in args[1])
+    by_mask = any(isinstance(t, Tensor) and t.dtype in masks for t in picks)
+    return by_mask or torch.Tag.dynamic_output_shape in func.tags
+
+
+def _differentiable(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(args))
 
 
 def whole(numbers: int, unit: int, threads: int) -> bool:
@@ -242,27 +250,49 @@ class Trial:
         watched.widths.update(self.before)
         if watched.random:
             secret_state()  # or none can be made
+        kinds = self._kinds(watched)
         records = max(_FEWEST, min(RECORDS, _STEPS * self.usual))
         for exact in (True, False) if self.mean else (False,):
             self.use_exact_means(exact)
             powers = self.mean and not exact
             grids = [self._admitted(grid, watched.widths, powers=powers) for grid in _GRIDS]
             # a loss that is no exact mean is refused
-            first = partial(self._first, grids, records, watched)
+            first = partial(self._first, grids, records, watched, kinds)
             sizes = attempt("batches of several sizes", first)
             if not isinstance(sizes, Refused) and sizes:
                 return Sizes(sizes, torch_settings(), records, exact, watched.random)
         return "bits of a record depend on the number of rows, or on its place"
 
     def _first(
-        self, grids: Sequence[Sequence[int]], records: int, watched: _Watched
+        self,
+        grids: Sequence[Sequence[int]],
+        records: int,
+        watched: _Watched,
+        kinds: Mapping[int, int],
     ) -> Sequence[int]:
         """Returns the first sizes in which made-up records have the same bits; empty if there are none."""
         for sizes in filter(None, grids):
             # few records first: what depends on the place mostly does so for many
-            if all(self._same_bits(sizes, k, watched) for k in (self.usual, records)):
+            if all(self._same_bits(sizes, k, watched, kinds) for k in (self.usual, records)):
                 return sizes
         return ()
+
+    def _kinds(self, watched: _Watched) -> dict[int, int]:
+        """Returns how many integers the model takes, of some numbers that are tried, by place."""
+        found: dict[int, int] = {}
+        for k, leaf in enumerate(self.leaves):
+            if leaf.is_number or leaf.dim is None or leaf.counts or leaf.dtype is torch.bool:
+                continue
+            for kinds in (n for n in _KINDS if n <= torch.iinfo(leaf.dtype).max):
+                made = SyntheticBatches(self.leaves, 13, None).batch()
+                made[k].fill_(kinds - 1)
+                answers = attempt("larger integers", partial(watched.run, self.answers, made))
+                if not isinstance(answers, Refused) and all(
+                    bool(t.isfinite().all()) for t in answers
+                ):
+                    found[k] = kinds
+                    break
+        return found
 
     def _admitted(
         self, grid: int, widths: set[tuple[int, torch.dtype]], *, powers: bool
@@ -283,14 +313,16 @@ class Trial:
                     break
         return found
 
-    def _same_bits(self, sizes: Sequence[int], records: int, watched: _Watched) -> bool:
+    def _same_bits(
+        self, sizes: Sequence[int], records: int, watched: _Watched, kinds: Mapping[int, int]
+    ) -> bool:
         """Returns whether made-up records have the same bits in batches of several sizes and at several places."""
-        pool = SyntheticBatches(self.leaves, records, None)
+        pool = SyntheticBatches(self.leaves, records, None, kinds=kinds)
         near = [k for k, size in enumerate(sizes) if size >= self.usual] or [len(sizes) - 1]
         usual = sizes[near[0]]
         bits = partial(self._bits, pool, records, watched)
         first = bits([usual], 0)[:records]
-        if len(first.unique(dim=0)) < min(records, _FEWEST) // 2:
+        if len(first.unique(dim=0)) < min(records, _FEWEST) // 4:
             # PRIVACY: few of them show nothing about others (test_few_different_records_keep_slots)
             return False
         others = sorted(sizes, key=lambda size: abs(size - usual))[::-1]
