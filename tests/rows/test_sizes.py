@@ -794,6 +794,28 @@ def test_a_loss_that_is_no_exact_mean_any_more_is_refused() -> None:
     assert optimizer.steps == 3
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda scores, y: SUM(scores, y) / len(y),
+        lambda scores, y: SUM(scores, y) * (1.0 / len(y)),
+        lambda scores, y: SUM(scores, y) + scores.square().sum() / scores.shape[0],
+    ],
+    ids=["quotient", "factor", "term"],
+)
+@pytest.mark.parametrize("mean", [False, True])
+def test_a_loss_that_names_the_number_of_rows_keeps_slots(
+    loss: Callable[[Tensor, Tensor], Tensor], mean: bool
+) -> None:
+    """It is another number in each batch, by which the rows of all records change."""
+
+    def whole_one(scores: Tensor, y: Tensor) -> Tensor:
+        return loss(scores, y) + (MEAN(scores, y) if mean else 0.0)
+
+    _, loader, _ = looped(net(), whole_one, mean=mean)
+    assert loader.isolation.level == "slots"
+
+
 def test_a_mean_by_hand_keeps_slots() -> None:
     _, loader, _ = looped(net(), lambda scores, y: SUM(scores, y) / len(y), mean=True)
     assert loader.isolation.level == "slots"

@@ -156,10 +156,12 @@ class FirstStep:
         self.verdicts.update(other.verdicts)
         self._open.update(other._open)
 
-    def begin(self, layers: Sequence[nn.Module], inputs: Any) -> None:
+    def begin(self, layers: Sequence[nn.Module], inputs: Any, isolation: Any) -> None:
         """Notes what a model keeps before a training forward, after which it may be looked at, and inputs' memory."""
         if not self.waits:
             return
+        if isolation is not None:
+            self.delivered = isolation.delivered
         self.autocast = torch.is_autocast_enabled("cpu")
         numbers = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
         self._memory = memory_of([t for t in numbers if t.is_floating_point()])

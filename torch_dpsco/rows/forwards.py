@@ -444,9 +444,7 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     if attachment.isolation is not None and attachment.isolation.tested is not None:
         attachment.require_as_tested((args, kwargs))
     if attachment.looks:
-        attachment.first.begin(layers, (args, kwargs))
-        if attachment.isolation is not None and attachment.first.waits:
-            attachment.first.delivered = attachment.isolation.delivered
+        attachment.first.begin(layers, (args, kwargs), attachment.isolation)
     require_unwrapped(attachment.params)
     if dist.is_available() and dist.is_initialized():
         _require_alone(model)

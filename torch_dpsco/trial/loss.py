@@ -419,6 +419,12 @@ class RepeatedLoss:
                 )
         return found
 
+    def names_rows(self) -> bool:
+        """Returns whether a number among the arguments is that of the rows, or 1 over it."""
+        leaves = [v for call in self._calls for v in tree_leaves((call.args, call.kwargs))]
+        numbers = [v for v in leaves if type(v) in (int, float)]
+        return any(v in (self._rows, 1.0 / self._rows) for v in numbers)
+
     def of(self, outputs: Sequence[Tensor], elsewhere: Sequence[Tensor]) -> Tensor:
         """Returns the loss of outputs of the model, with made-up tensors in place of those that came from elsewhere."""
         total: Tensor = self._repeat(dict(enumerate(outputs)), elsewhere)[self._root].sum()
