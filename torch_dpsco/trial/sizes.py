@@ -233,6 +233,8 @@ class Trial:
             return "batches of several sizes are tested on the CPU only"
         if torch.is_autocast_enabled("cpu"):
             return "batches of several sizes are not tested under autocast"
+        if self.most < _LEAST:
+            return f"batches of fewer than {_LEAST} rows come in one size"
         if _flushes() and torch.get_num_threads() > 1:
             # PRIVACY: torch flushes in the thread that asked (test_numbers_that_one_thread_flushes_keep_slots)
             return "torch.set_flush_denormal is of one thread, and there are several"
