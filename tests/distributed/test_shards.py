@@ -47,7 +47,7 @@ from torch_dpsco.errors import (
 )
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.sampling import PrivateLoader, RankAssignedSampler, RankSampler
-from torch_dpsco.sampling.loader import capacity
+from torch_dpsco.sampling.slots import capacity
 from torch_dpsco.step import distributed
 from torch_dpsco.step.distributed import World
 from torch_dpsco.step.oracle import Release

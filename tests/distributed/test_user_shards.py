@@ -33,7 +33,7 @@ from torch_dpsco.algorithms.user_oracles import UserClipped
 from torch_dpsco.errors import UnitError
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import PoissonSampler, RankSampler, UserLoader
-from torch_dpsco.sampling.loader import capacity
+from torch_dpsco.sampling.slots import capacity
 from torch_dpsco.step import checks
 from torch_dpsco.step.distributed import World
 from torch_dpsco.step.oracle import Clipped, Release

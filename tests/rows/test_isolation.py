@@ -40,8 +40,8 @@ from torch_dpsco.sampling import (
     PrivateLoader,
     Slots,
 )
-from torch_dpsco.sampling.loader import capacity
 from torch_dpsco.sampling.samplers import DesignSampler
+from torch_dpsco.sampling.slots import capacity
 from torch_dpsco.step.run import sizes_are_private
 
 FALSE_ALARM = 1e-6

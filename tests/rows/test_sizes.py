@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 from collections.abc import Callable
 
 import pytest
@@ -19,7 +21,7 @@ from torch_dpsco.accounting.designs import Assigned, Design, Full, Poisson
 from torch_dpsco.accounting.events import ADJACENCIES
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows import closed_form
-from torch_dpsco.rows.means import Source, averaged, next_power
+from torch_dpsco.rows.means import Source, averaged
 from torch_dpsco.rows.replay import random_parameters
 from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.sampling.loader import Sizes, torch_settings
@@ -330,6 +332,7 @@ def test_masks_of_a_model_are_secret() -> None:
     assert loader.isolation.level == "rounded"
     assert seen[1] < seen[0]
     assert model._dpsco.passes.secret_masks
+    model._dpsco.isolation = None  # what follows is no batch of the loader
     x = torch.ones(8, 20)
     outputs = []
     for _ in range(2):
@@ -457,6 +460,140 @@ def test_no_batch_is_larger_than_the_largest_that_was_asked_for() -> None:
     assert loader.isolation.is_rounded(least)
 
 
+def test_parts_of_a_draw_come_in_several_sizes() -> None:
+    _, loader, seen = looped(net(), SUM, steps=12, physical_batch_size=16)
+    assert loader.isolation.level == "rounded"
+    assert max(seen) <= 16
+
+
+class OfOneSize(nn.Module):
+    """Moves the bits of few records, in batches of one size."""
+
+    size = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1.0 + 1e-6 * (len(x) == self.size))
+
+
+@pytest.mark.parametrize("most", [None, 24])
+@pytest.mark.parametrize("usual", [8, 32, 200])
+def test_all_sizes_are_tested(usual: int, most: int | None) -> None:
+    layer = OfOneSize()
+    model = net(layer)
+    _, loader, _ = looped(model, SUM, design=Poisson(usual, N), physical_batch_size=most)
+    assert loader.isolation.tested is not None
+    sizes = loader.isolation.tested.sizes
+    assert len(sizes) <= 64
+    for size in {*sizes[:3], sizes[len(sizes) // 2], *sizes[-3:]}:
+        layer.size = size
+        model._dpsco.first._sizes = None
+        model._dpsco.isolation = None
+        model._dpsco.reset()
+        slots = loader.slots
+        replay = model._dpsco.first._replay
+        found = replay.sizes(model, slots.usual, slots.most, replay.memory)
+        assert isinstance(found, str) or size not in found.sizes
+
+
+# -- what a loop does after the test -------------------------------------------------------------------------------
+
+
+def later(change: Callable[[nn.Module, Tensor], Tensor], match: str) -> None:
+    """A loop that was tested goes on in another way, which is refused and costs nothing."""
+    model = net()
+    optimizer, loader, _ = looped(model, SUM, steps=2)
+    assert loader.isolation.level == "rounded"
+    charged = len(optimizer.accountant)
+    for x, y in loader:
+        with pytest.raises(SequenceError, match=match):
+            SUM(change(model, x), y).backward()
+        break
+    assert len(optimizer.accountant) == charged
+    optimizer.discard()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [torch.tanh, torch.tanh_, lambda x: x.mul_(2.0)],
+    ids=["other memory", "in place", "exact, in place"],
+)
+def test_inputs_that_are_computed_later_are_refused(change: Callable[[Tensor], Tensor]) -> None:
+    later(lambda model, x: model(change(x)), "inputs of the model must be the tensors")
+
+
+def test_inputs_that_are_computed_in_place_keep_slots() -> None:
+    model = dp.attach(net(), loss_reduction="sum")
+    optimizer = make_optimizer(model, Poisson(32, N), noise=1.0, adjacency="add_remove")
+    loader = optimizer.loader(records(), steps=2)
+    for x, y in loader:
+        SUM(model(x.tanh_()), y).backward()
+        optimizer.step()
+    assert loader.isolation.level == "slots"
+    assert "inputs of the model" in loader.isolation.why
+
+
+def test_threads_that_are_set_after_the_draw_are_refused() -> None:
+    threads = torch.get_num_threads()
+
+    def change(model: nn.Module, x: Tensor) -> Tensor:
+        torch.set_num_threads(threads + 1)
+        return model(x)
+
+    try:
+        later(change, "model and torch must stay")
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("part", [False, True])
+def test_a_model_compiled_after_the_test_is_refused(part: bool) -> None:
+    def change(model: nn.Module, x: Tensor) -> Tensor:
+        if not part:
+            return torch.compile(model, backend="aot_eager")(x)
+        model[1].compile(backend="aot_eager")
+        return model(x)
+
+    later(change, "model and torch must stay")
+
+
+def test_a_term_that_is_no_exact_mean_is_refused() -> None:
+    """Its rows would be multiplied as those of an exact mean are, which is wrong by the number of rows."""
+    model = net()
+    optimizer, loader, _ = looped(model, MEAN, steps=2, mean=True)
+    assert model._dpsco.passes.exact_means
+    for x, y in loader:
+        scores = model(x)
+        with pytest.raises(SequenceError, match="loss must be the mean over the batch"):
+            (MEAN(scores, y) + scores.square().sum() / len(x)).backward()
+        break
+    optimizer.discard()
+
+
+def test_a_loader_of_slots_takes_any_mean_again() -> None:
+    model = net()
+    optimizer, loader, _ = looped(model, MEAN, steps=2, mean=True)
+    assert loader.isolation.level == "rounded"
+    for x, y in optimizer.loader(records(), steps=1, isolation="slots"):
+        (SUM(model(x), y) / len(x)).backward()
+        optimizer.step()
+    assert optimizer.steps == 3
+
+
+def test_a_copy_of_a_model_has_no_places() -> None:
+    model = net()
+    looped(model, SUM, steps=2)
+    assert copy.deepcopy(model)._dpsco.isolation is None
+
+
+def test_outputs_of_a_tested_model_are_saved_as_tensors() -> None:
+    output = averaged(torch.ones(3, requires_grad=True) * 2.0, Source(3, Passes()))
+    file = io.BytesIO()
+    torch.save(output, file)
+    file.seek(0)
+    assert type(torch.load(file)) is Tensor
+
+
 # -- elementwise kernels -------------------------------------------------------------------------------------------
 
 
@@ -480,6 +617,86 @@ def test_the_rule_for_elementwise_kernels_is_sufficient(dtype: torch.dtype, d: i
             if whole(size * d, unit, threads):
                 parts = torch.cat([function(part.contiguous()) for part in x.split(size)])
                 assert torch.equal(parts, whole_one)
+
+
+def test_a_loss_without_a_tag_is_an_elementwise_function() -> None:
+    """Where residuals are small smooth L1 has other bits at the end of a batch; made-up ones are large."""
+
+    def loss(scores: Tensor, y: Tensor) -> Tensor:
+        return F.smooth_l1_loss(scores[:, 0], y, reduction="sum", beta=0.005)
+
+    x, _ = records().tensors
+    _, loader, _ = looped(
+        net(), loss, data=TensorDataset(x, 1e-3 * x[:, 0]), design=Poisson(8, N)
+    )
+    tested = loader.isolation.tested
+    assert tested is None or all(size % 32 == 0 for size in tested.sizes)
+
+
+class Chosen(nn.Module):
+    """Computes some of the values only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        large = x.detach() > 50.0
+        x[large] = F.silu(x[large])
+        return x
+
+
+class Complex(nn.Module):
+    """Computes with complex numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.view_as_complex(x[:, :6].reshape(len(x), 3, 2))
+        return F.pad(torch.view_as_real(z * (z + 1.0)).flatten(1), (0, x.shape[1] - 6))
+
+
+def test_a_model_that_chooses_values_keeps_slots() -> None:
+    """How many values others have chosen decides which of them are at the end."""
+    _, loader, _ = looped(net(Chosen()), SUM)
+    assert loader.isolation.level == "slots"
+    assert "ChoosesError" in loader.isolation.why
+
+
+def test_a_loss_that_chooses_values_keeps_slots_in_fit() -> None:
+    def loss(scores: Tensor, y: Tensor) -> Tensor:
+        known = y >= 0
+        return F.mse_loss(torch.sigmoid(scores[known][:, 0]), y[known].float(), reduction="sum")
+
+    model = dp.attach(net(), loss_reduction="sum")
+    optimizer = make_optimizer(model, Poisson(32, N), noise=1.0, adjacency="add_remove")
+    dp.fit(model, optimizer, records(), loss, steps=2, progress=False)
+    assert optimizer._isolation.level == "slots"
+
+
+def test_complex_numbers_come_in_full_vectors() -> None:
+    _, loader, _ = looped(net(Complex()), SUM)
+    tested = loader.isolation.tested
+    assert tested is None or all(6 * size % 32 == 0 for size in tested.sizes)
+
+
+def test_few_different_records_keep_slots() -> None:
+    """Two kinds of records show nothing about others."""
+    x = torch.arange(N)[:, None] % 2
+    levels = []
+    for kinds in (2, 1000):
+        model = nn.Sequential(nn.Embedding(kinds, 16), nn.Flatten(), nn.Linear(16, CLASSES))
+        _, loader, _ = looped(model, SUM, data=TensorDataset(x, records().tensors[1]))
+        levels.append(loader.isolation.level)
+    assert levels == ["slots", "rounded"]
+
+
+def test_numbers_that_one_thread_flushes_keep_slots() -> None:
+    threads = torch.get_num_threads()
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU flushes no numbers")
+    try:
+        torch.set_num_threads(2)
+        _, loader, _ = looped(net(), SUM, steps=2)
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)
+    assert loader.isolation.level == "slots"
 
 
 def test_the_rule_looks_at_the_part_of_each_thread() -> None:
@@ -528,26 +745,37 @@ def test_exact_means_have_the_value_of_means_and_gradients_of_sums(
     assert type(found) is Tensor
     torch.testing.assert_close(found, known)
     assert passes.averaged != -1
-    power = next_power(rows)
-    torch.testing.assert_close(exact.grad * power / rows, plain.grad)
-    # a record by itself has the same bits, times 2
+    torch.testing.assert_close(exact.grad / rows, plain.grad)
+    # a record by itself has the same bits
     alone = start[:1].clone().requires_grad_()
     criterion(averaged(alone * 1.0, Source(1, passes)), y[:1]).backward()
-    assert torch.equal(alone.grad[0], exact.grad[0] * power)
+    assert torch.equal(alone.grad[0], exact.grad[0])
 
 
-def test_next_power() -> None:
-    assert [next_power(k) for k in (0, 1, 2, 3, 4, 5, 255, 256, 257)] == [
-        1,
-        1,
-        2,
-        4,
-        4,
-        8,
-        256,
-        256,
-        512,
-    ]
+def test_exact_means_keep_gradients_that_are_nearly_zero() -> None:
+    """A division by a power of 2 rounds below 1e-38."""
+    found = []
+    for rows in (8, 64, 100):
+        start = torch.full((rows, 1), 1.1e-38, requires_grad=True)
+        passes = Passes()
+        (averaged(start * 1.0, Source(rows, passes)) * start.detach()).mean().backward()
+        found.append(start.grad[0].clone())
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("size", [8, 32])
+def test_rows_of_opacus_have_the_length_of_exact_means(size: int) -> None:
+    lengths = []
+    for exact in (False, True):
+        torch.manual_seed(0)
+        model = dp.attach(nn.Sequential(nn.Linear(20, 16), nn.PReLU(), nn.Linear(16, CLASSES)))
+        assert model._dpsco.dense
+        model._dpsco.passes.exact_means = exact
+        x, y = records().tensors
+        MEAN(model(x[:size]), y[:size]).backward()
+        lengths.append(_taken(list(model.parameters())).norms())
+    torch.testing.assert_close(*lengths)
 
 
 def test_a_loss_that_is_no_exact_mean_any_more_is_refused() -> None:
@@ -565,6 +793,28 @@ def test_a_loss_that_is_no_exact_mean_any_more_is_refused() -> None:
         MEAN(model(x), y).backward()
         optimizer.step()
     assert optimizer.steps == 3
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda scores, y: SUM(scores, y) / len(y),
+        lambda scores, y: SUM(scores, y) * (1.0 / len(y)),
+        lambda scores, y: SUM(scores, y) + scores.square().sum() / scores.shape[0],
+    ],
+    ids=["quotient", "factor", "term"],
+)
+@pytest.mark.parametrize("mean", [False, True])
+def test_a_loss_that_names_the_number_of_rows_keeps_slots(
+    loss: Callable[[Tensor, Tensor], Tensor], mean: bool
+) -> None:
+    """It is another number in each batch, by which the rows of all records change."""
+
+    def whole_one(scores: Tensor, y: Tensor) -> Tensor:
+        return loss(scores, y) + (MEAN(scores, y) if mean else 0.0)
+
+    _, loader, _ = looped(net(), whole_one, mean=mean)
+    assert loader.isolation.level == "slots"
 
 
 def test_a_mean_by_hand_keeps_slots() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 import torch_dpsco as dp
 from torch_dpsco.errors import NotCertifiedError, UtilityWarning
 from torch_dpsco.noise import Keystream, Stream
-from torch_dpsco.sampling.loader import free_slots
+from torch_dpsco.sampling.slots import free_slots
 from torch_dpsco.statistics import held_out, scores
 from torch_dpsco.statistics.conformal import conformal
 from torch_dpsco.statistics.scores import METRICS

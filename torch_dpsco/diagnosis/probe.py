@@ -35,7 +35,6 @@ from torch_dpsco.rows.blocks import Block, FactoredBlock
 from torch_dpsco.rows.forwards import forget_uses
 from torch_dpsco.rows.replay import (
     COMPILED,
-    is_compiled,
     of_passes,
     random_parameters,
     rows_of_a_pass,
@@ -58,7 +57,7 @@ from torch_dpsco.trial import (
     isolation,
     seed_torch,
 )
-from torch_dpsco.trial.sizes import Trial
+from torch_dpsco.trial.sizes import Trial, is_compiled
 
 ROUNDING = 1e-9  # relative, of sums in double precision in any order
 _SEED = 1_000_003
@@ -506,6 +505,7 @@ def settle_sizes(model: nn.Module, loss: Any, loader: PrivateLoader) -> None:
         found = attempt("making up a batch from the first record", partial(_sizes, script))
     found = str(found) if isinstance(found, Refused) else found
     loader.isolation.settle(found)
+    attachment.isolation = loader.isolation
     attachment.get_ready(found)
 
 

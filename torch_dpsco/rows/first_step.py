@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch_dpsco.compat import tree_flatten, tree_leaves, tree_unflatten
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.rows.batch import batch_sizes
-from torch_dpsco.rows.replay import COMPILED, Replay, is_compiled
+from torch_dpsco.rows.replay import COMPILED, Replay
 from torch_dpsco.sampling.loader import Sizes, memory_of, torch_settings
 from torch_dpsco.trial import (
     SEED,
@@ -42,6 +42,7 @@ from torch_dpsco.trial import (
     seed_torch,
 )
 from torch_dpsco.trial.loss import RepeatedLoss, plain, trace_outputs
+from torch_dpsco.trial.sizes import is_compiled
 
 # of synthetic batches: the first that is no other size of the model's tensors
 _SIZES = (7, 5, 11, 13, 17, 19, 23)
@@ -91,7 +92,10 @@ class FirstStep:
         self._dims: list[int | None] | None = (
             None  # of the model's outputs, as far as that was seen
         )
-        self._memory: frozenset[int] = frozenset()  # of its inputs, numbers that are not whole
+        self._memory: frozenset[tuple[int, int]] = (
+            frozenset()
+        )  # of its inputs, numbers that are not whole
+        self.delivered: frozenset[tuple[int, int]] = frozenset()  # memory of the batch then
         self.autocast = False  # whether its first forward ran under autocast
         self.compiled = False  # whether the model is called through torch.compile
         self._replay: Replay | None = None  # how it was called, without data
@@ -116,7 +120,7 @@ class FirstStep:
         model: nn.Module,
         usual: int,
         most: int,
-        delivered: frozenset[int],
+        delivered: frozenset[tuple[int, int]],
         *,
         known: bool,
     ) -> Sizes | str | None:
@@ -153,10 +157,12 @@ class FirstStep:
         self.verdicts.update(other.verdicts)
         self._open.update(other._open)
 
-    def begin(self, layers: Sequence[nn.Module], inputs: Any) -> None:
+    def begin(self, layers: Sequence[nn.Module], inputs: Any, isolation: Any) -> None:
         """Notes what a model keeps before a training forward, after which it may be looked at, and inputs' memory."""
         if not self.waits:
             return
+        if isolation is not None:
+            self.delivered = isolation.delivered
         self.autocast = torch.is_autocast_enabled("cpu")
         numbers = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
         self._memory = memory_of([t for t in numbers if t.is_floating_point()])
@@ -291,7 +297,7 @@ class _Calls:
             device = _CPU if self._on_cpu else t.device
             self.leaves.append(Leaf(tuple(t.shape), t.dtype, device, dim))
 
-    def replay(self, mean: bool, memory: frozenset[int]) -> Replay:
+    def replay(self, mean: bool, memory: frozenset[tuple[int, int]]) -> Replay:
         """Returns how the model is called, without data."""
         inputs = [self._without_data(k, t) for k, t in enumerate(self._inputs)]
         return Replay(self._structure, inputs, self.dims, mean, memory)

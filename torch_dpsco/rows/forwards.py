@@ -40,11 +40,21 @@ from torch_dpsco.rows.carried import CLOCK, CarriedState, Forward
 from torch_dpsco.rows.first_step import FirstStep
 from torch_dpsco.rows.layers.recorded import require_whole
 from torch_dpsco.rows.means import NO_MEAN, Source, averaged_outputs
-from torch_dpsco.sampling.loader import Sizes
+from torch_dpsco.sampling.loader import Sizes, memory_of
 from torch_dpsco.trial.loss import plain
 from torch_dpsco.trial.masks import secret_state
-from torch_dpsco.trial.sizes import AUTOCAST
+from torch_dpsco.trial.sizes import AUTOCAST, is_compiled
 
+_OTHER_INPUTS = (
+    "inputs of the model must be the tensors of the loader, unchanged, as in the first step: do what"
+    " the loop does to them in the model, or in the data set, or give isolation='slots' to"
+    " optimizer.loader(...)"
+)
+_OTHER_KERNELS = (
+    "model and torch must stay as they were in the first step, in a loop over batches of several sizes (threads,"
+    " torch.compile and precision of products decide which kernels run): set them before the loop, or"
+    " give isolation='slots' to optimizer.loader(...)"
+)
 ONE_MODULE = (
     "where a loss needs several forwards of one model (real and generated images, views of a"
     " record, pairs), wrap them in one module that makes all of them inside of its forward,"
@@ -76,7 +86,6 @@ class PassCounter:
         exact: number of the last backward that was seen to run in full precision.
         differentiated: whether a backward of the running batch is to be differentiated itself (create_graph=True).
         sizes: that the batch of the running pass may have, if they are known.
-        rounded: whether batches may come in several sizes.
         exact_means: whether a mean over the batch is divided by a power of 2, see `rows.means`.
         averaged: number of the last backward that such a mean was in.
         secret_masks: whether forwards draw from a secret state of torch's generator, see `trial.masks`.
@@ -91,7 +100,6 @@ class PassCounter:
         self.exact = -1
         self.differentiated = False
         self.sizes: frozenset[int] | None = None
-        self.rounded = False
         self.exact_means = False
         self.averaged = -1
         self.secret_masks = False
@@ -161,6 +169,7 @@ class Attachment:
         self.passes = passes
         self.batch_dim = batch_dim
         self.carried = CarriedState(model)
+        self.isolation: Any = None  # of the loader, see `sampling.loader.Isolation`
         self.filled: int | None = None  # rows of the batch, if some of them may be filling
         self.factored = [p for layer in factored for p in layer.parameters() if p.requires_grad]
         done = {id(p) for p in self.factored}
@@ -207,7 +216,8 @@ class Attachment:
                 " optimizer.step() or optimizer.discard() first"
             )
         # hooks of parameters are neither copied nor pickled
-        return self.__dict__ | {"hooked": False, "stop_watching": None}
+        # PRIVACY: places come from a secret stream (test_a_copy_of_a_model_has_no_places)
+        return self.__dict__ | {"hooked": False, "stop_watching": None, "isolation": None}
 
     def retire(self, filled: int | None = None) -> None:
         """Refuses backwards of all forwards so far, and their outputs as inputs: their batch was used, or given up.
@@ -248,19 +258,38 @@ class Attachment:
             )
 
     def sizes(
-        self, usual: int, most: int, delivered: frozenset[int], *, known: bool
+        self, usual: int, most: int, delivered: frozenset[tuple[int, int]], *, known: bool
     ) -> Sizes | str | None:
         """Returns in what sizes draws may be delivered, see `FirstStep.sizes`, and is ready for them."""
+        # PRIVACY: a later part may have the memory of the first (test_parts_of_a_draw_come_in_several_sizes)
+        delivered = self.first.delivered or delivered
         found = self.first.sizes(self.layers[0], usual, most, delivered, known=known)
         self.get_ready(found)
         return found
 
     def get_ready(self, found: Sizes | str | None) -> None:
         """Makes means over the batch exact and masks secret, if the sizes of batches need it."""
-        self.passes.rounded = isinstance(found, Sizes)
-        if isinstance(found, Sizes):
-            self.passes.exact_means = found.exact_means
-            self.passes.secret_masks = found.secret_masks
+        self.passes.exact_means = isinstance(found, Sizes) and found.exact_means
+        self.passes.secret_masks = isinstance(found, Sizes) and found.secret_masks
+
+    def require_as_tested(self, inputs: Any) -> None:
+        """Raises SequenceError for a forward that is run in another way than batches of several sizes were tested."""
+        isolation: Any = self.isolation
+        if torch.is_autocast_enabled("cpu"):
+            # PRIVACY: other kernels than those of the test (test_a_forward_under_autocast_after_the_test_is_refused)
+            raise SequenceError(AUTOCAST)
+        numbers = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
+        if not memory_of([t for t in numbers if t.is_floating_point()]) <= isolation.delivered:
+            # PRIVACY: what a loop computes for all records at once (test_inputs_that_are_computed_later_are_refused)
+            raise SequenceError(_OTHER_INPUTS)
+        if (
+            self.first.compiled
+            or any(map(is_compiled, self.layers))
+            or not isolation.tested.hold
+        ):
+            # PRIVACY: other kernels, after the draw (test_a_model_compiled_after_the_test_is_refused,
+            # test_threads_that_are_set_after_the_draw_are_refused)
+            raise SequenceError(_OTHER_KERNELS)
 
     def refuse(self, message: str) -> NoReturn:
         """Drops all rows that wait, since a part of the refused backward may be among them, and raises."""
@@ -332,7 +361,8 @@ class _Drop:
         if passes is not None:
             passes.append(attachment.passes.number)
             if grad is not None and not hasattr(p, "dpsco_compared"):
-                p.dpsco_first_backward = grad.detach(), attachment.mean  # type: ignore[attr-defined]
+                mean = attachment.mean and not attachment.passes.exact_means
+                p.dpsco_first_backward = grad.detach(), mean  # type: ignore[attr-defined]
         elif grad is not None:
             attachment.refuse_gradient(p)
 
@@ -412,11 +442,10 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     attachment.carried.begin((args, kwargs), leaves_rows=leaves_rows)
     if not leaves_rows:
         return None
-    if attachment.passes.rounded and torch.is_autocast_enabled("cpu"):
-        # PRIVACY: other kernels than those of the test (test_a_forward_under_autocast_after_the_test_is_refused)
-        raise SequenceError(AUTOCAST)
+    if attachment.isolation is not None and attachment.isolation.tested is not None:
+        attachment.require_as_tested((args, kwargs))
     if attachment.looks:
-        attachment.first.begin(layers, (args, kwargs))
+        attachment.first.begin(layers, (args, kwargs), attachment.isolation)
     require_unwrapped(attachment.params)
     if dist.is_available() and dist.is_initialized():
         _require_alone(model)

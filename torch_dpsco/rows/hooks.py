@@ -189,6 +189,8 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
                 # PRIVACY: autocast rounds the 1/B of a mean to 8 or 11 bits
                 # (test_a_mean_loss_under_autocast_is_refused)
                 require_full_precision(forward_output[0])
+        if self._passes.exact_means:
+            loss_reduction = "sum"  # means that divide by no number of rows, see `rows.means`
         super().capture_backprops_hook(
             module, _forward_input, forward_output, loss_reduction, batch_first
         )

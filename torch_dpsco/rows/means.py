@@ -2,8 +2,8 @@
 
 A mean over s records divides each gradient by s, which rounds, so that a record more would move all others in their
 last bits. Outputs of a model in training are `Averaged` where batches come in several sizes: the last mean over the
-batch, by a criterion of torch or by `mean()`, is computed as a sum, and in the backward divided by the next power of 2
-of s in place of s. That is exact, and rows are multiplied by the same power again.
+batch, by a criterion of torch or by `mean()`, is computed as a sum, and not divided by s in the backward, so that rows
+need not be multiplied by s again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_dpsco.compat import backward_number, tree_leaves, tree_map, without_subclasses
+from torch_dpsco.errors import SequenceError
 
 _CRITERIA = {
     function: inspect.signature(function)
@@ -35,11 +36,6 @@ _MEANS = (torch.mean, Tensor.mean)
 _OF_CLASSES = (F.cross_entropy, F.nll_loss)
 
 
-def next_power(rows: int) -> int:
-    """Returns the least power of 2 that is no smaller."""
-    return 1 << max(0, rows - 1).bit_length()
-
-
 class Averaged(Tensor):
     """An output of a model in training, or what is computed from it before its mean over the batch.
 
@@ -56,11 +52,19 @@ class Averaged(Tensor):
         """Runs an operation; a mean over the batch gives a plain tensor."""
         kwargs = kwargs or {}
         known = [t.source for t in tree_leaves((args, kwargs)) if isinstance(t, Averaged)]
+        if func is Tensor.backward and known:
+            # PRIVACY: a part of the loss is no exact mean, whose rows would be multiplied in another way
+            # (test_a_term_that_is_no_exact_mean_is_refused)
+            raise SequenceError(NO_MEAN)
         with without_subclasses():
             found = _mean_of(func, args, kwargs, known[0]) if known else None
             if found is not None:
                 return found
             return tree_map(partial(_marked, source=known[0]), func(*args, **kwargs))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with without_subclasses():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with without_subclasses():
@@ -139,12 +143,12 @@ def _mean(total: Tensor, number: int, source: Source) -> Tensor | None:
 
 
 class _ExactMean(torch.autograd.Function):
-    """total / number, whose gradient is that of total / divisor."""
+    """total / number, whose gradient is that of total / (number / rows)."""
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, number: int, source: Source) -> Tensor:
         ctx.source = source
-        ctx.divisor = number // source.rows * next_power(source.rows)
+        ctx.divisor = number // source.rows
         return total / number
 
     @staticmethod

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from torch_dpsco.compat import tree_leaves, tree_unflatten
+from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows.batch import attachments, clear_rows
 from torch_dpsco.rows.blocks import Block, DenseBlock, FactoredBlock
 from torch_dpsco.rows.layers.kinds import ItemBlock
+from torch_dpsco.rows.means import NO_MEAN, Averaged
 from torch_dpsco.sampling.loader import Sizes
 from torch_dpsco.trial import SEED, Leaf, Untouched, seed_torch
 from torch_dpsco.trial.loss import RepeatedLoss
@@ -45,11 +47,11 @@ class Replay:
     inputs: list[Any]
     dims: Sequence[int | None]
     mean: bool
-    memory: frozenset[int]
+    memory: frozenset[tuple[int, int]]
     loss: RepeatedLoss | None = None
 
     def sizes(
-        self, model: nn.Module, usual: int, most: int, delivered: frozenset[int]
+        self, model: nn.Module, usual: int, most: int, delivered: frozenset[tuple[int, int]]
     ) -> Sizes | str:
         """Returns in what sizes batches may come; see `trial.sizes.Trial`.
 
@@ -62,6 +64,9 @@ class Replay:
         loss = self.loss
         if loss is None:
             return "not all that the loop computes of the outputs was seen"
+        if loss.names_rows():
+            # PRIVACY: repeated it is a constant (test_a_loss_that_names_the_number_of_rows_keeps_slots)
+            return "the loss of the loop uses the number of rows"
         if not self.memory <= delivered:
             # PRIVACY: what a loop computes for all records at once (test_what_a_loop_does_to_inputs_keeps_slots)
             return (
@@ -107,12 +112,6 @@ def of_passes(model: nn.Module) -> tuple[Callable[[bool], None], Callable[[], bo
     return use_exact_means, in_forward
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Returns whether torch.compile runs a module."""
-    own = getattr(module, "_compiled_call_impl", None) is not None
-    return own or type(module).__name__ == "OptimizedModule"
-
-
 def _picked(t: Any, dim: int | None) -> bool:
     return dim is not None and isinstance(t, Tensor) and t.requires_grad
 
@@ -127,6 +126,8 @@ def rows_of_a_pass(
         outputs: of its forward.
         loss: computed from them.
     """
+    if isinstance(loss, Averaged):
+        raise SequenceError(NO_MEAN)
     # not backward(): it would call hooks on the parameters
     torch.autograd.grad(loss, list(params), allow_unused=True)
     found = [t.detach() for t in outputs]

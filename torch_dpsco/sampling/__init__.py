@@ -3,7 +3,6 @@
 from torch_dpsco.sampling.datasets import Spilled
 from torch_dpsco.sampling.loader import (
     PrivateLoader,
-    Slots,
     UserLoader,
     adapt,
     user_ids,
@@ -33,6 +32,7 @@ from torch_dpsco.sampling.samplers import (
     records_of,
     require_divisible,
 )
+from torch_dpsco.sampling.slots import Slots
 
 __all__ = [
     "AssignedSampler",

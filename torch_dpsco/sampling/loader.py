@@ -6,16 +6,7 @@ as it likes. There are two levels. "rounded": each draw is delivered in batches 
 which a test has shown that they give every record the same bits, at every place; they are filled up with rows of zeros
 that no oracle ever sees. "slots", wherever that test fails or was not made yet: each draw is delivered in blocks of
 exactly M rows, M public, filled up likewise; a record's row in its block (its slot) does not depend on the other
-records:
-
-* units (records, or users) get places in [0, capacity), uniformly without replacement, from a secret stream;
-  a unit more takes a place that was free, and all others stay. Only where a draw has more units than the capacity does
-  one other unit move; it is chosen so that a Poisson draw of the declared size has more with probability below 2^-60;
-* the rows of a user stand side by side in one block, in as many columns as the next power of 2, the first of them a
-  multiple of it that the place fixes; users of more rows than a block has fill whole blocks first. Which of the blocks
-  a row is in depends on other users, but blocks are all of one shape; the order of a user's own rows never changes;
-* where no number of records is declared (scores of held-out records), each record draws a slot by itself, and records
-  of one slot stand in blocks one after another.
+records (`sampling.slots`).
 
 Proof and limits: docs/proofs/record_isolation.md.
 
@@ -26,7 +17,6 @@ optimizers stand for (docs/proofs/user_level.md#clipped-means-of-users; docs/use
 from __future__ import annotations
 
 import copy
-import math
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -43,12 +33,12 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
-from torch_dpsco.accounting.designs import Assigned, AssignedParts, Design, Full, Parts, Poisson
+from torch_dpsco.accounting.designs import Design, Full
 from torch_dpsco.compat import tree_leaves, tree_map
 from torch_dpsco.errors import UnitError
-from torch_dpsco.noise import Stream, sampling_generator
 from torch_dpsco.sampling.datasets import Gathered, one_by_one
 from torch_dpsco.sampling.samplers import Chunk, DesignSampler, records_of
+from torch_dpsco.sampling.slots import Slots
 
 _Indices = npt.NDArray[np.int64]
 _MOST_WORKERS = 1024  # processes
@@ -196,11 +186,7 @@ class PrivateLoader:
                 # PRIVACY: none can be chosen, by no other loader either
                 # (test_a_draw_that_is_delivered_again_has_the_places_that_it_had)
                 places = log.held.places
-            if (
-                places is None
-                and self.slots is not None
-                and not self.isolation.is_rounded(self.physical_batch_size)
-            ):
+            if places is None and self.slots is not None and not self._is_rounded():
                 places = self.slots.places(len(indices) if sizes is None else len(sizes))
             blocks = self._blocks(len(indices), sizes, places)
             start = 0
@@ -215,6 +201,12 @@ class PrivateLoader:
                 )
                 start += len(rows)
                 yield rows
+
+    def _is_rounded(self) -> bool:
+        """Returns whether the next draw comes in several sizes, none of them larger than was asked for."""
+        found = self.isolation.tested if self.isolation.is_rounded() else None
+        most = self.physical_batch_size
+        return found is not None and (most is None or most >= found.sizes[0])
 
     def _blocks(
         self, size: int, sizes: _Indices | None, places: _Indices | None
@@ -300,7 +292,7 @@ class PrivateLoader:
                 batch = list(batch)
             elif chunk.slots is not None:
                 batch = filled(batch, chunk.slots, chunk.size)
-            if self.isolation.open:
+            if self.isolation.open or self.isolation.tested is not None:
                 self.isolation.delivered = memory_of(batch)
             if chunk.users is None:
                 yield batch
@@ -376,71 +368,17 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return tree_map(moved, batch)
 
 
-_RARE = 60.0 * math.log(
-    2.0
-)  # a draw has more units than the capacity with probability below 2^-60
-_MULTIPLE = 8  # a friendly number of rows
-# of blocks of users: rows of a user, rows, numbers of all rows
-_EACH = 4
-_LEAST = 64
-_MOST = 8192
-_NUMBERS = 2**26
-
-
-def capacity(design: Design, *, processes: int = 1, records: int | None = None) -> int:
-    """Returns how many units the blocks of a draw have room for: public, from the design alone.
-
-    By the bound of Chernoff: a sum of independent indicators of mean m exceeds m + x with probability at most
-    exp(-m h(x / m)), h(t) = (1 + t) log(1 + t) - t.
-
-    Args:
-        design: how units are drawn.
-        processes: over which the units of a draw are spread.
-        records: that are drawn from, at most, where that is fewer than n: public.
-
-    Example:
-        >>> capacity(Poisson(256, 60_000)), capacity(Poisson(4096, 60_000))
-        (416, 4696)
-    """
-    if isinstance(design, Parts):
-        # PRIVACY: a part of all its records has a random number of them, if they were assigned to it
-        # (test_a_part_of_assigned_records_overflows_as_rarely)
-        drawn = isinstance(design, AssignedParts)
-        found = []
-        for part, _ in design.parts:
-            inner = Poisson(part.n, design.n) if drawn and isinstance(part, Full) else part
-            found.append(capacity(inner, processes=processes, records=records))
-        return max(found)
-    if not isinstance(design, (Full, Poisson, Assigned)):
-        return max(1, math.ceil(design.batch_size / processes))
-    # PRIVACY: a neighbor has one record more than the declared number
-    # (test_a_record_more_than_declared_overflows_as_rarely)
-    held = min(design.n, design.n if records is None else records) + 1
-    expected = float(design.batch_size)
-    if isinstance(design, Assigned):  # which may have fewer batches, and a divisor of its own
-        expected = max(expected, design.n / design.batches)
-    mean = expected * held / design.n / processes
-    most = math.ceil(held / processes)
-    most += (
-        8 * math.isqrt(most) + 16
-    )  # the number of all may be private, and near the declared one
-    room = most if isinstance(design, Full) else math.ceil(mean)
-    while room < most and mean * _rate(room / mean - 1.0) < _RARE:
-        room += 1
-    return min(most, room + -room % _MULTIPLE)
-
-
-def _rate(excess: float) -> float:
-    return (1.0 + excess) * math.log1p(excess) - excess
-
-
 LEVELS = ("rounded", "slots", "none")
 
 
-def memory_of(tree: Any) -> frozenset[int]:
-    """Returns where the memory of nested tensors begins."""
-    leaves = [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
-    return frozenset(t.untyped_storage().data_ptr() for t in leaves if t.layout is torch.strided)
+def memory_of(tree: Any) -> frozenset[tuple[int, int]]:
+    """Returns where the memory of nested tensors begins, and how often it was written to."""
+    leaves = [
+        t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.layout is torch.strided
+    ]
+    return frozenset(
+        (t.untyped_storage().data_ptr(), 0 if t.is_inference() else t._version) for t in leaves
+    )
 
 
 @dataclass(frozen=True)
@@ -475,7 +413,13 @@ def torch_settings() -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.backends.mkldnn.enabled,
+        flushes(),
     )
+
+
+def flushes() -> bool:
+    """Returns whether this thread takes numbers below 1e-38 for 0."""
+    return bool(torch.full((), 2.0**-126) / 2.0 == 0.0)
 
 
 @dataclass
@@ -500,7 +444,7 @@ class Isolation:
     checked: str = "it was not checked"
     why: str = ""
     alone: bool = False
-    delivered: frozenset[int] = frozenset()
+    delivered: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def level(self) -> str:
@@ -575,138 +519,6 @@ class Isolation:
             f"isolation of records: slots. Kernels for batches of {self.slots.block} rows, to which all are filled up,"
             f" compute each row from its own record alone, to the last bit ({self.checked}{why})"
         )
-
-
-class Slots:
-    """Assigns the rows of draws to slots of blocks.
-
-    Args:
-        design: how units are drawn.
-        of_users: whether units have any number of rows, or exactly one.
-        physical_batch_size: most rows of a block, public; default the capacity, or 64 to 8192 rows of users.
-        processes: over which the units of a draw are spread.
-        records: that are drawn from, see `capacity`.
-        dim: numbers in the gradient of a row; blocks of users hold 2^26 numbers, or 64 rows.
-    """
-
-    def __init__(
-        self,
-        design: Design,
-        *,
-        of_users: bool = False,
-        physical_batch_size: int | None = None,
-        processes: int = 1,
-        records: int | None = None,
-        dim: int = 1,
-    ) -> None:
-        self.capacity = capacity(design, processes=processes, records=records)
-        self._users = of_users
-        self._dim = dim
-        self.block = self._fitting(physical_batch_size)
-        # rows of a draw, as far as that is known: users have any number of them
-        self.usual = self.block if of_users else math.ceil(design.batch_size / processes)
-        self.most = self.block if of_users else self.capacity
-        self._rng = sampling_generator()
-        self._keeps = isinstance(design, Full)
-        self._kept = np.empty(0, dtype=np.int64)
-
-    def _fitting(self, most: int | None) -> int:
-        if self._users:
-            rows = max(_LEAST, min(_EACH * self.capacity, _MOST, _NUMBERS // self._dim))
-            return most or 1 << (rows.bit_length() - 1)  # a power of 2, which all widths divide
-        blocks = math.ceil(self.capacity / min(most or self.capacity, self.capacity))
-        return math.ceil(self.capacity / blocks)
-
-    def of_size(self, physical_batch_size: int) -> Slots:
-        """Returns slots of smaller blocks for the same draws."""
-        part = copy.copy(self)
-        part.block = part._fitting(physical_batch_size)
-        return part
-
-    def places(self, units: int) -> _Indices:
-        """Returns the places of that many units; those past the capacity have the places of another round."""
-        if self._keeps and len(self._kept) == units:
-            return self._kept  # the same units as in the draw before, which was of all
-        rounds = range(max(1, math.ceil(units / self.capacity)))
-        drawn = [self._rng.permutation(self.capacity) + k * self.capacity for k in rounds]
-        # PRIVACY: places in the order of the records would move with each record before them
-        # (test_places_are_uniform_without_replacement)
-        self._kept = np.concatenate(drawn)[:units]
-        return self._kept
-
-    def of_records(self, places: _Indices) -> Iterator[tuple[_Indices, _Indices]]:
-        """Yields (records, slots) of each block that has any; one empty block for an empty draw.
-
-        Args:
-            places: of the records of the draw.
-        """
-        blocks, slots = np.divmod(places, self.block)
-        return _grouped(blocks, slots)
-
-    def of_users(self, sizes: _Indices, places: _Indices) -> Iterator[tuple[_Indices, _Indices]]:
-        """Yields (rows, slots) of each block that has any, for rows that are in order of their users.
-
-        Args:
-            sizes: rows of each user of the draw.
-            places: of these users.
-        """
-        # a user's rows in pieces: whole blocks, and what is left
-        whole, rest = np.divmod(sizes, self.block)
-        pieces = whole + (rest > 0)
-        owner = np.repeat(np.arange(len(sizes)), pieces)
-        length = np.full(len(owner), self.block)
-        length[np.cumsum(pieces)[rest > 0] - 1] = rest[rest > 0]
-        # PRIVACY: columns by the user's own rows and place
-        # (test_the_slots_of_a_user_do_not_depend_on_the_rows_of_others)
-        width = np.minimum(2 ** np.ceil(np.log2(length)).astype(np.int64), self.block)
-        column = places[owner] % (self.block // width) * width
-        block = _stacked(column, width, self.block)
-        # of its piece's rows
-        nth = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
-        return _grouped(np.repeat(block, length), np.repeat(column, length) + nth)
-
-
-def free_slots(records: int, block: int, source: Stream) -> Iterator[tuple[_Indices, _Indices]]:
-    """Yields (records, slots) of each block, one empty block for no records: each record has a slot of its own draw.
-
-    Args:
-        records: their number, which may be private.
-        block: rows of a block, public.
-        source: of the draws, which stay secret.
-    """
-    # PRIVACY: a slot in the order of the records would move with each record before it
-    # (test_a_record_that_leaves_moves_no_other)
-    slots = source.integers(block, records)
-    return _grouped(_before(slots), slots)
-
-
-def _stacked(column: _Indices, width: _Indices, columns: int) -> _Indices:
-    """Returns the block of each piece, the wide ones first: the first one in which its columns, and later, are free."""
-    block = np.empty_like(column)
-    used = np.zeros(columns, dtype=np.int64)
-    for wide in np.unique(width)[::-1]:
-        mine = np.flatnonzero(width == wide)
-        # narrower widths divide this one: all columns of a piece are used equally far
-        block[mine] = used[column[mine]] + _before(column[mine])
-        cells = used[: columns // wide * wide].reshape(-1, wide)  # a view
-        cells += np.bincount(column[mine] // wide, minlength=len(cells))[:, None]
-    return block
-
-
-def _before(group: _Indices) -> _Indices:
-    """Returns the number of earlier entries of the same group."""
-    order = np.argsort(group, kind="stable")
-    starts = np.flatnonzero(np.diff(group[order], prepend=-1))
-    out = np.empty_like(order)
-    out[order] = np.arange(len(group)) - np.repeat(starts, np.diff(starts, append=len(group)))
-    return out
-
-
-def _grouped(blocks: _Indices, slots: _Indices) -> Iterator[tuple[_Indices, _Indices]]:
-    """Yields (indices, slots) of each block in use, by slot."""
-    order = np.lexsort((slots, blocks))
-    for part in np.split(order, np.flatnonzero(np.diff(blocks[order])) + 1):
-        yield part, slots[part]
 
 
 def user_ids(users: Any, records: int, name: str = "users") -> Tensor:

@@ -26,7 +26,8 @@ from torch_dpsco.errors import AdjacencyError, NotCertifiedError, UnitError, war
 from torch_dpsco.estimators.reading import as_codes, as_column, as_features, require_dtype
 from torch_dpsco.estimators.schema import Table
 from torch_dpsco.noise import Keystream, Stream, sampling_generator
-from torch_dpsco.sampling.loader import free_slots, user_ids
+from torch_dpsco.sampling.loader import user_ids
+from torch_dpsco.sampling.slots import free_slots
 from torch_dpsco.trial import RandomStreams, Refused, attempt
 
 BLOCK = 1024  # rows that a model sees at a time, filled up with zeros

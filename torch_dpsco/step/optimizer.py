@@ -277,6 +277,9 @@ class RunOptimizer(CommonOptimizer):
         own = isinstance(loader, PrivateLoader)
         self._isolation = loader.isolation if own else Isolation()
         self._isolation.private = self.sizes_are_private
+        for attachment in attachments(self._params):
+            attachment.isolation = self._isolation
+            attachment.get_ready(None)
         if self._isolation.open:
             self._settle_isolation(known=True)
         return loader
@@ -287,6 +290,7 @@ class RunOptimizer(CommonOptimizer):
         slots = self._isolation.slots
         assert slots is not None
         if len(models) == 1:
+            models[0].isolation = self._isolation
             delivered = self._isolation.delivered
             found = models[0].sizes(slots.usual, slots.most, delivered, known=known)
             if found is not None:
@@ -308,6 +312,8 @@ class RunOptimizer(CommonOptimizer):
         # PRIVACY: parts are cut by Opacus from what the sampler drew, not from blocks of the loader
         # (test_a_report_on_parts_cut_by_opacus_says_that_they_are_not_filled_up)
         self._isolation = replace(self._isolation, slots=None, tested=None, allowed=False)
+        for attachment in attachments(self._params):
+            attachment.isolation = self._isolation
 
     @property
     def run(self) -> str:

@@ -55,7 +55,7 @@ from torch_dpsco.losses.base import TableGradBound
 from torch_dpsco.problem import Phase, Problem, Schedule
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import AVERAGES, SGD, Momentum, TorchRule, UpdateRule
-from torch_dpsco.sampling.loader import capacity
+from torch_dpsco.sampling.slots import capacity
 from torch_dpsco.step import checks
 from torch_dpsco.step.oracle import ClippedMean, MeanOracle
 from torch_dpsco.step.run import first_charges, planned_event, sizes_are_private

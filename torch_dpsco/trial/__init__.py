@@ -251,16 +251,26 @@ class SyntheticBatches:
         rows: records in each.
         fill: of integers and labels, 0 or 1; another record has the other one. None: at random.
         any_size: whether there may be batches of other sizes, in which the records come again.
+        kinds: how many integers there are by place, 2 elsewhere, if they are random.
     """
 
     def __init__(
-        self, leaves: Sequence[Leaf], rows: int, fill: int | None, *, any_size: bool = False
+        self,
+        leaves: Sequence[Leaf],
+        rows: int,
+        fill: int | None,
+        *,
+        any_size: bool = False,
+        kinds: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self.leaves = leaves
         self.rows = rows
         self._any_size = any_size
         generator = torch.Generator().manual_seed(SEED)
-        self._base = [_filled(leaf, rows, fill, generator) for leaf in leaves]
+        self._base = [
+            _filled(leaf, rows, fill, generator, kinds.get(k, 2))
+            for k, leaf in enumerate(leaves)
+        ]
 
     def batch(
         self,
@@ -329,14 +339,16 @@ def both_fills(
         yield SyntheticBatches(leaves, rows, fill, any_size=any_size)
 
 
-def _filled(leaf: Leaf, rows: int, fill: int | None, generator: torch.Generator) -> Tensor:
+def _filled(
+    leaf: Leaf, rows: int, fill: int | None, generator: torch.Generator, kinds: int
+) -> Tensor:
     if leaf.counts:
         return torch.arange(float(leaf.shape[0])).view(leaf.shape)
     shape = [rows if d == leaf.dim else n for d, n in enumerate(leaf.shape)]
     if leaf.is_number:
         return 0.25 + 0.5 * torch.rand(shape, generator=generator)
     if fill is None:
-        return torch.randint(0, 2, shape, generator=generator).float()
+        return torch.randint(0, kinds, shape, generator=generator).float()
     return torch.full(shape, float(fill))
 
 

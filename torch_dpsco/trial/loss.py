@@ -393,7 +393,7 @@ class RepeatedLoss:
         self._rows = outputs[0].shape[self._dim]
         # of a loss without data: what tensors from elsewhere look like, and where their memory was
         self.leaves: list[Leaf] = []
-        self.memory: list[frozenset[int]] = []
+        self.memory: list[frozenset[tuple[int, int]]] = []
 
     def without_data(self) -> RepeatedLoss:
         """Returns the same loss, which holds shapes of tensors and none of them."""
@@ -403,7 +403,9 @@ class RepeatedLoss:
         kept._elsewhere = []
         return kept
 
-    def made_before(self, delivered: frozenset[int]) -> list[tuple[int, torch.dtype]]:
+    def made_before(
+        self, delivered: frozenset[tuple[int, int]]
+    ) -> list[tuple[int, torch.dtype]]:
         """Returns numbers by record, and types, of the tensors from elsewhere that are in no memory of the batch.
 
         Args:
@@ -416,6 +418,12 @@ class RepeatedLoss:
                     (torch.Size(leaf.shape).numel() // leaf.shape[leaf.dim], leaf.dtype)
                 )
         return found
+
+    def names_rows(self) -> bool:
+        """Returns whether a number among the arguments is that of the rows, or 1 over it."""
+        leaves = [v for call in self._calls for v in tree_leaves((call.args, call.kwargs))]
+        numbers = [v for v in leaves if type(v) in (int, float)]
+        return any(v in (self._rows, 1.0 / self._rows) for v in numbers)
 
     def of(self, outputs: Sequence[Tensor], elsewhere: Sequence[Tensor]) -> Tensor:
         """Returns the loss of outputs of the model, with made-up tensors in place of those that came from elsewhere."""

@@ -10,17 +10,18 @@ random parameters. Source: docs/proofs/record_isolation.md#batches-of-several-si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_dpsco.sampling.loader import Sizes, torch_settings
+from torch_dpsco.compat import tree_leaves
+from torch_dpsco.sampling.loader import Sizes, flushes, torch_settings
 from torch_dpsco.trial import SEED, Leaf, Refused, SyntheticBatches, attempt
 from torch_dpsco.trial.masks import secret_state
 
@@ -31,12 +32,21 @@ _FEWEST = 700  # of models whose steps are long: .99^700 < 1e-3
 _STEPS = 20  # plain steps that the test may take, unless there would be fewer records
 _GRIDS = (4, 8, 16, 32)
 _LEAST = 8  # rows
+_KINDS = (1000, 127, 30, 10, 5, 3)  # of integers, most first
+_MOST_SIZES = 16  # from half of a usual batch to twice of it, about
 _GRAIN = 32768  # numbers that torch leaves to one thread
 _VECTORS = {torch.float32: 32, torch.float64: 16, torch.float16: 64, torch.bfloat16: 64}
 _MOST_NUMBERS = 2**22  # whose bits are added up at once
 AUTOCAST = (
     "model must not run under autocast (got torch.autocast on the CPU), as it did not in its first step: run all"
     " steps alike, or give isolation='slots' to optimizer.loader(...)"
+)
+# elementwise functions without torch's tag for them
+_UNTAGGED = frozenset(
+    """
+    binary_cross_entropy binary_cross_entropy_backward glu glu_backward log_sigmoid_backward log_sigmoid_forward
+    smooth_l1_loss smooth_l1_loss_backward
+    """.split()  # noqa: SIM905
 )
 # elementwise functions that IEEE 754 defines to the last bit, or that only choose and copy
 _EXACT = frozenset(
@@ -49,8 +59,18 @@ _EXACT = frozenset(
 )
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Returns whether torch.compile runs a module."""
+    own = getattr(module, "_compiled_call_impl", None) is not None
+    return own or type(module).__name__ == "OptimizedModule"
+
+
 class DrawsError(Exception):
     """A model draws random numbers in a way that cannot be left out."""
+
+
+class ChoosesError(Exception):
+    """A model goes on with some of the values, whose number depends on all records."""
 
 
 class _Watched(TorchDispatchMode):
@@ -81,8 +101,15 @@ class _Watched(TorchDispatchMode):
             chosen = {k: args[k] for k in places if k < len(args)}
             if not places or any(chosen.values()) or (kwargs or {}).get("dropout_p"):
                 raise DrawsError(name)
+        if _chooses(func, args) and (self.in_forward() or _differentiable(args)):
+            # PRIVACY: how many others are chosen moves the end (test_a_model_that_chooses_values_keeps_slots)
+            raise ChoosesError(name)
         result = func(*args, **(kwargs or {}))
-        if torch.Tag.pointwise in func.tags and not _is_exact(name.rstrip("_"), args):
+        if name in _UNTAGGED:
+            # PRIVACY: sums of them have the end of a batch too (test_a_loss_without_a_tag_is_an_elementwise_function)
+            for leaf in args:
+                self._note(leaf)
+        elif torch.Tag.pointwise in func.tags and not _is_exact(name.rstrip("_"), args):
             self._note(result)
         return result
 
@@ -94,6 +121,8 @@ class _Watched(TorchDispatchMode):
             return answers(made)
 
     def _note(self, result: Any) -> None:
+        if isinstance(result, Tensor) and result.is_complex():
+            result = torch.view_as_real(result.detach().resolve_conj())
         known = isinstance(result, Tensor) and result.dtype in _VECTORS
         if known and not result.numel() % self.rows:
             self.widths.add((result.numel() // self.rows, result.dtype))
@@ -101,7 +130,21 @@ class _Watched(TorchDispatchMode):
 
 def _is_exact(name: str, args: tuple[Any, ...]) -> bool:
     """Returns whether an elementwise function gives the same bits in a vector of the CPU and outside of one."""
+    if any(isinstance(t, Tensor) and t.is_complex() for t in args):
+        return False
     return name in _EXACT or (name == "pow" and args[1:] == (2,))
+
+
+def _chooses(func: Any, args: tuple[Any, ...]) -> bool:
+    """Returns whether an operation picks values, of which others decide how many there are."""
+    picks = args[1] if func.overloadpacket.__name__ == "index" else ()
+    masks = (torch.bool, torch.uint8)
+    by_mask = any(isinstance(t, Tensor) and t.dtype in masks for t in picks)
+    return by_mask or torch.Tag.dynamic_output_shape in func.tags
+
+
+def _differentiable(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(args))
 
 
 def whole(numbers: int, unit: int, threads: int) -> bool:
@@ -140,6 +183,11 @@ class Trial:
             return "batches of several sizes are tested on the CPU only"
         if torch.is_autocast_enabled("cpu"):
             return "batches of several sizes are not tested under autocast"
+        if self.most < _LEAST:
+            return f"batches of fewer than {_LEAST} rows come in one size"
+        if flushes() and torch.get_num_threads() > 1:
+            # PRIVACY: torch flushes in the thread that asked (test_numbers_that_one_thread_flushes_keep_slots)
+            return "torch.set_flush_denormal is of one thread, and there are several"
         found = attempt("batches of several sizes", self._found)
         if isinstance(found, Refused):  # only the kind: messages may quote shapes
             return f"batches of several sizes raise {type(found.error).__name__} for made-up records"
@@ -154,27 +202,49 @@ class Trial:
         watched.widths.update(self.before)
         if watched.random:
             secret_state()  # or none can be made
+        kinds = self._kinds(watched)
         records = max(_FEWEST, min(RECORDS, _STEPS * self.usual))
         for exact in (True, False) if self.mean else (False,):
             self.use_exact_means(exact)
             powers = self.mean and not exact
             grids = [self._admitted(grid, watched.widths, powers=powers) for grid in _GRIDS]
             # a loss that is no exact mean is refused
-            first = partial(self._first, grids, records, watched)
+            first = partial(self._first, grids, records, watched, kinds)
             sizes = attempt("batches of several sizes", first)
             if not isinstance(sizes, Refused) and sizes:
                 return Sizes(sizes, torch_settings(), records, exact, watched.random)
         return "bits of a record depend on the number of rows, or on its place"
 
     def _first(
-        self, grids: Sequence[Sequence[int]], records: int, watched: _Watched
+        self,
+        grids: Sequence[Sequence[int]],
+        records: int,
+        watched: _Watched,
+        kinds: Mapping[int, int],
     ) -> Sequence[int]:
         """Returns the first sizes in which made-up records have the same bits; empty if there are none."""
         for sizes in filter(None, grids):
             # few records first: what depends on the place mostly does so for many
-            if all(self._same_bits(sizes, k, watched) for k in (self.usual, records)):
+            if all(self._same_bits(sizes, k, watched, kinds) for k in (self.usual, records)):
                 return sizes
         return ()
+
+    def _kinds(self, watched: _Watched) -> dict[int, int]:
+        """Returns how many integers the model takes, of some numbers that are tried, by place."""
+        found: dict[int, int] = {}
+        for k, leaf in enumerate(self.leaves):
+            if leaf.is_number or leaf.dim is None or leaf.counts or leaf.dtype is torch.bool:
+                continue
+            for kinds in (n for n in _KINDS if n <= torch.iinfo(leaf.dtype).max):
+                made = SyntheticBatches(self.leaves, 13, None).batch()
+                made[k].fill_(kinds - 1)
+                answers = attempt("larger integers", partial(watched.run, self.answers, made))
+                if not isinstance(answers, Refused) and all(
+                    bool(t.isfinite().all()) for t in answers
+                ):
+                    found[k] = kinds
+                    break
+        return found
 
     def _admitted(
         self, grid: int, widths: set[tuple[int, torch.dtype]], *, powers: bool
@@ -183,7 +253,10 @@ class Trial:
         threads = torch.get_num_threads()
         last = max(self.most, self.usual)
         found: list[int] = []
-        for size in range(-(-_LEAST // grid) * grid, 64 * last, grid):
+        # PRIVACY: no more than can all be tested (test_all_sizes_are_tested)
+        grid *= max(1, self.usual // (_MOST_SIZES * grid))
+        least = max(_LEAST, self.usual // 2)
+        for size in range(-(-least // grid) * grid, 64 * last, grid):
             if powers and size & (size - 1):
                 continue
             if all(whole(size * d, _VECTORS[kind], threads) for d, kind in widths):
@@ -192,17 +265,23 @@ class Trial:
                     break
         return found
 
-    def _same_bits(self, sizes: Sequence[int], records: int, watched: _Watched) -> bool:
+    def _same_bits(
+        self, sizes: Sequence[int], records: int, watched: _Watched, kinds: Mapping[int, int]
+    ) -> bool:
         """Returns whether made-up records have the same bits in batches of several sizes and at several places."""
-        pool = SyntheticBatches(self.leaves, records, None)
+        pool = SyntheticBatches(self.leaves, records, None, kinds=kinds)
         near = [k for k, size in enumerate(sizes) if size >= self.usual] or [len(sizes) - 1]
         usual = sizes[near[0]]
         bits = partial(self._bits, pool, records, watched)
-        first = bits([usual], 0)
-        places = {0, len(sizes) - 1, *range(max(0, near[0] - 3), min(len(sizes), near[0] + 4))}
-        others = [sizes[k] for k in sorted(places, key=lambda k: abs(sizes[k] - usual))]
-        others = others[1:] + others[:1]
-        return torch.equal(first, bits(others, records // 3 + 1))
+        first = bits([usual], 0)[:records]
+        if len(first.unique(dim=0)) < min(records, _FEWEST) // 4:
+            # PRIVACY: few of them show nothing about others (test_few_different_records_keep_slots)
+            return False
+        others = sorted(sizes, key=lambda size: abs(size - usual))[::-1]
+        start = records // 3 + 1
+        second = bits(others, start)
+        index = (start + torch.arange(len(second))) % records
+        return torch.equal(first[index], second)
 
     def _bits(
         self,
@@ -216,17 +295,17 @@ class Trial:
         found: list[Tensor] = []
         done = 0
         turn = 0
-        while done < records:
+        while done < records or turn < len(sizes):
             size = sizes[turn % len(sizes)]
             chosen = [(start + done + k) % records for k in range(size)]
             scales = [(1.0, -1.0, 1e-2, -1e-2)[k % 4] for k in chosen]
             numbers = {k: scales for k, leaf in enumerate(self.leaves) if _scaled(leaf)}
             answers = watched.run(self.answers, pool.batch(numbers, chosen))
             rows = torch.stack([_sum_of_bits(t) for t in answers if len(t) == size], dim=1)
-            found.append(rows[: records - done])
+            found.append(rows)
             done += size
             turn += 1
-        return torch.cat(found).roll(start, 0)
+        return torch.cat(found)
 
 
 def _scaled(leaf: Leaf) -> bool:

@@ -46,7 +46,6 @@ from torch_dpsco.rows.blocks import (
     outer_sums,
     work_dtype,
 )
-from torch_dpsco.rows.means import next_power
 
 
 class Kept(ABC):
@@ -389,10 +388,8 @@ class Use(NamedTuple):
     @property
     def scale(self) -> int:
         """What rows must be multiplied by: the batch size for mean losses."""
-        if not self.layer.tape.scale_by_batch:
-            return 1
-        rows = self.x.shape[0]
-        return next_power(rows) if self.layer.passes.exact_means else rows
+        averaged = self.layer.tape.scale_by_batch and not self.layer.passes.exact_means
+        return self.x.shape[0] if averaged else 1
 
 
 class Kind(ABC):
