@@ -122,7 +122,8 @@ class Slots:
         # rows of a draw, as far as that is known: users have any number of them
         usual = self.block if of_users else math.ceil(design.batch_size / processes)
         self.usual = min(usual, self.block)
-        self.most = self.block
+        # a larger draw comes in several batches: four standard deviations are passed by one in 30,000
+        self.most = self.block if of_users else min(self.block, usual + 4 * math.isqrt(usual) + 4)
         self._rng = sampling_generator()
         self._keeps = isinstance(design, Full)
         self._kept = np.empty(0, dtype=np.int64)
