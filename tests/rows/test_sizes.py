@@ -296,14 +296,20 @@ def test_a_forward_under_autocast_after_the_test_is_refused() -> None:
     model = net()
     optimizer, loader, _ = looped(model, SUM, steps=2)
     assert loader.isolation.level == "rounded"
-    for x, _ in loader:
-        with (
-            torch.autocast("cpu", torch.bfloat16),
-            pytest.raises(SequenceError, match="must not run under autocast"),
-        ):
-            model(x)
+    for x, y in loader:
+        with torch.autocast("cpu", torch.bfloat16):
+            scores = model(x)
+        with pytest.raises(SequenceError, match="must not run under autocast"):
+            SUM(scores.float(), y).backward()
         break
     optimizer.discard()
+
+
+def test_predictions_of_other_records_are_no_forward_of_a_batch() -> None:
+    model = net()
+    _, loader, _ = looped(model, SUM, steps=2)
+    assert loader.isolation.level == "rounded"
+    assert len(model(torch.randn(5, 20))) == 5  # in training mode, with gradients
 
 
 def test_a_model_under_autocast_keeps_slots() -> None:

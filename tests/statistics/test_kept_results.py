@@ -13,7 +13,7 @@ import pytest
 
 import torch_dpsco as dp
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators import Category, HuberRegressor, LogisticRegression, Number, Ridge
+from torch_dpsco.estimators import Category, LogisticRegression, Number, Ridge
 from torch_dpsco.estimators.released import Released
 from torch_dpsco.estimators.solvers import needed_eigenvalue
 from torch_dpsco.show import plots
@@ -156,7 +156,6 @@ def test_labels_that_no_array_holds_are_refused_before_a_fit_is_charged():
 
 PAID: list[tuple[Any, dict[str, Any]]] = [
     (LogisticRegression, {"classes": ("no", "yes")}),
-    (HuberRegressor, {"bound_y": 3.0}),
     (Ridge, {"bound_y": 3.0}),
 ]
 

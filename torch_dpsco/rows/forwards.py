@@ -86,6 +86,7 @@ class PassCounter:
         exact: number of the last backward that was seen to run in full precision.
         differentiated: whether a backward of the running batch is to be differentiated itself (create_graph=True).
         sizes: that the batch of the running pass may have, if they are known.
+        untested: in what way the newest forward is run as none was tested.
         exact_means: whether a mean over the batch is divided by a power of 2, see `rows.means`.
         averaged: number of the last backward that such a mean was in.
         secret_masks: whether forwards draw from a secret state of torch's generator, see `trial.masks`.
@@ -100,6 +101,7 @@ class PassCounter:
         self.exact = -1
         self.differentiated = False
         self.sizes: frozenset[int] | None = None
+        self.untested = ""
         self.exact_means = False
         self.averaged = -1
         self.secret_masks = False
@@ -229,9 +231,20 @@ class Attachment:
         self.passes.used = self.passes.number
         self.carried.ended = next(CLOCK)
 
-    def require_fresh(self, number: int | None, forward: Forward | None, grad: Tensor) -> None:
-        """Raises SequenceError for a backward, through a forward of this number (None: in eval mode), out of order."""
+    def require_fresh(
+        self, number: int | None, forward: Forward | None, untested: str, grad: Tensor
+    ) -> None:
+        """Raises SequenceError for a backward that is out of order, or of a forward that is run as none was tested.
+
+        Args:
+            number: of the forward; None in eval mode.
+            forward: it.
+            untested: in what way it is run as none was tested, "" for none.
+            grad: in its output.
+        """
         self.through_training = number is not None
+        if untested:
+            self.refuse(untested)
         if forward is not None:
             forward.has_left_rows = True
         if self.mean:
@@ -272,16 +285,18 @@ class Attachment:
         self.passes.exact_means = isinstance(found, Sizes) and found.exact_means
         self.passes.secret_masks = isinstance(found, Sizes) and found.secret_masks
 
-    def require_as_tested(self, inputs: Any) -> None:
-        """Raises SequenceError for a forward that is run in another way than batches of several sizes were tested."""
+    def untested(self, inputs: Any) -> str:
+        """Returns in what way a forward is run as batches of several sizes were not tested, "" for none."""
         isolation: Any = self.isolation
+        if isolation is None or isolation.tested is None:
+            return ""
         if torch.is_autocast_enabled("cpu"):
             # PRIVACY: other kernels than those of the test (test_a_forward_under_autocast_after_the_test_is_refused)
-            raise SequenceError(AUTOCAST)
+            return AUTOCAST
         numbers = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
         if not memory_of([t for t in numbers if t.is_floating_point()]) <= isolation.delivered:
             # PRIVACY: what a loop computes for all records at once (test_inputs_that_are_computed_later_are_refused)
-            raise SequenceError(_OTHER_INPUTS)
+            return _OTHER_INPUTS
         if (
             self.first.compiled
             or any(map(is_compiled, self.layers))
@@ -289,7 +304,8 @@ class Attachment:
         ):
             # PRIVACY: other kernels, after the draw (test_a_model_compiled_after_the_test_is_refused,
             # test_threads_that_are_set_after_the_draw_are_refused)
-            raise SequenceError(_OTHER_KERNELS)
+            return _OTHER_KERNELS
+        return ""
 
     def refuse(self, message: str) -> NoReturn:
         """Drops all rows that wait, since a part of the refused backward may be among them, and raises."""
@@ -433,6 +449,7 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     if not attachment.hooked:
         # in eval mode too: a backward there would leave a raw gradient on a copy
         attachment.hook_parameters()
+    attachment.passes.untested = ""
     if attachment.passes.paused or not model.training:
         return None
     layers = attachment.layers
@@ -442,8 +459,7 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     attachment.carried.begin((args, kwargs), leaves_rows=leaves_rows)
     if not leaves_rows:
         return None
-    if attachment.isolation is not None and attachment.isolation.tested is not None:
-        attachment.require_as_tested((args, kwargs))
+    attachment.passes.untested = attachment.untested((args, kwargs))
     if attachment.looks:
         attachment.first.begin(layers, (args, kwargs), attachment.isolation)
     require_unwrapped(attachment.params)
@@ -538,7 +554,7 @@ def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: 
     forward = attachment.carried.end(output, (args, kwargs))
     for out in [output] if isinstance(output, Tensor) else tree_leaves(output):
         if isinstance(out, Tensor) and out.requires_grad:
-            watch = partial(attachment.require_fresh, number, forward)
+            watch = partial(attachment.require_fresh, number, forward, passes.untested)
             # a recorded layer, and no hook, which is dear
             if getattr(out.grad_fn, "dpsco_watch", watch) is None:
                 out.grad_fn.dpsco_watch = watch  # type: ignore[union-attr]

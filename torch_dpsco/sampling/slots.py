@@ -123,7 +123,9 @@ class Slots:
         usual = self.block if of_users else math.ceil(design.batch_size / processes)
         self.usual = min(usual, self.block)
         # a larger draw comes in several batches: four standard deviations are passed by one in 30,000
-        self.most = self.block if of_users else min(self.block, usual + 4 * math.isqrt(usual) + 4)
+        self.most = (
+            self.block if of_users else min(self.block, usual + 4 * math.isqrt(usual) + 4)
+        )
         self._rng = sampling_generator()
         self._keeps = isinstance(design, Full)
         self._kept = np.empty(0, dtype=np.int64)
