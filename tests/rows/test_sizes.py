@@ -305,6 +305,19 @@ def test_a_forward_under_autocast_after_the_test_is_refused() -> None:
     optimizer.discard()
 
 
+class Picks(nn.Module):
+    """Puts numbers in another order, by integers: as many as there were."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = torch.arange(x.shape[1] - 1, -1, -1)
+        return x[torch.arange(len(x))[:, None], order]
+
+
+def test_a_model_that_picks_by_integers_comes_in_several_sizes() -> None:
+    _, loader, _ = looped(net(Picks()), SUM, steps=2)
+    assert loader.isolation.level == "rounded"
+
+
 def test_predictions_of_other_records_are_no_forward_of_a_batch() -> None:
     model = net()
     _, loader, _ = looped(model, SUM, steps=2)

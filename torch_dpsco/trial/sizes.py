@@ -137,10 +137,11 @@ def _is_exact(name: str, args: tuple[Any, ...]) -> bool:
 
 def _chooses(func: Any, args: tuple[Any, ...]) -> bool:
     """Returns whether an operation picks values, of which others decide how many there are."""
-    picks = args[1] if func.overloadpacket.__name__ == "index" else ()
+    if func.overloadpacket.__name__ != "index":
+        return torch.Tag.dynamic_output_shape in func.tags
+    # by integers there are as many as these are, whatever their values
     masks = (torch.bool, torch.uint8)
-    by_mask = any(isinstance(t, Tensor) and t.dtype in masks for t in picks)
-    return by_mask or torch.Tag.dynamic_output_shape in func.tags
+    return any(isinstance(t, Tensor) and t.dtype in masks for t in args[1])
 
 
 def _differentiable(args: tuple[Any, ...]) -> bool:
