@@ -368,6 +368,23 @@ def test_masks_of_a_model_are_secret() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("mean", [False, True])
+def test_flattened_targets_of_records_are_seen_as_theirs(mean: bool) -> None:
+    """The loss of a language model: all words of all texts in one row."""
+    words = torch.randint(0, 12, (N, 6), generator=torch.Generator().manual_seed(0))
+    model = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 12))
+
+    def loss(scores: Tensor, texts: Tensor) -> Tensor:
+        flat = scores[:, :-1].reshape(-1, 12)
+        return F.cross_entropy(
+            flat, texts[:, 1:].reshape(-1), reduction="mean" if mean else "sum"
+        )
+
+    _, loader, seen = looped(model, loss, mean=mean, data=TensorDataset(words, words))
+    assert loader.isolation.level == "rounded"
+    assert seen[1] < seen[0]
+
+
 def test_a_loss_that_draws_keeps_slots() -> None:
     def loss(scores: Tensor, y: Tensor) -> Tensor:
         return SUM(F.dropout(scores, 0.1), y)

@@ -226,6 +226,7 @@ class Leaf(NamedTuple):
         counts: whether it holds the numbers 0, 1, ... of the records, and nothing else.
         label: whether it is a target that losses may want to be 0 or 1, whatever its dtype.
         ignored: a target that the loss leaves out.
+        places: of a record, one after the other in its dimension.
     """
 
     shape: tuple[int, ...]
@@ -236,6 +237,7 @@ class Leaf(NamedTuple):
     counts: bool = False
     label: bool = False
     ignored: int | None = None
+    places: int = 1
 
     @property
     def is_number(self) -> bool:
@@ -287,13 +289,15 @@ class SyntheticBatches:
         if records is None:
             size = max(map(len, scales.values()), default=self.rows)
             records = [k % self.rows for k in range(size)]
-        index = torch.tensor(records)
+        first = torch.tensor(records)[:, None]
         made = []
         for k, (leaf, base) in enumerate(zip(self.leaves, self._base, strict=True)):
+            index = (first * leaf.places + torch.arange(leaf.places)).flatten()
             values = base.clone() if leaf.dim is None else base.index_select(leaf.dim, index)
             if k in scales and leaf.dim is not None:
-                place = [len(records) if d == leaf.dim else 1 for d in range(len(leaf.shape))]
-                values = _changed(leaf, values, torch.tensor(scales[k]).view(place))
+                place = [-1 if d == leaf.dim else 1 for d in range(len(leaf.shape))]
+                factors = torch.tensor(scales[k]).repeat_interleave(leaf.places)
+                values = _changed(leaf, values, factors.view(place))
             made.append(values.to(leaf.device, leaf.dtype))
         return made
 
@@ -344,7 +348,7 @@ def _filled(
 ) -> Tensor:
     if leaf.counts:
         return torch.arange(float(leaf.shape[0])).view(leaf.shape)
-    shape = [rows if d == leaf.dim else n for d, n in enumerate(leaf.shape)]
+    shape = [rows * leaf.places if d == leaf.dim else n for d, n in enumerate(leaf.shape)]
     if leaf.is_number:
         return 0.25 + 0.5 * torch.rand(shape, generator=generator)
     if fill is None:

@@ -414,9 +414,8 @@ class RepeatedLoss:
         found = []
         for leaf, memory in zip(self.leaves, self.memory, strict=True):
             if leaf.dim is not None and leaf.dtype.is_floating_point and not memory <= delivered:
-                found.append(
-                    (torch.Size(leaf.shape).numel() // leaf.shape[leaf.dim], leaf.dtype)
-                )
+                rows = leaf.shape[leaf.dim] // leaf.places
+                found.append((torch.Size(leaf.shape).numel() // rows, leaf.dtype))
         return found
 
     def names_rows(self) -> bool:
@@ -433,9 +432,8 @@ class RepeatedLoss:
     def _others(self, picks: set[int]) -> list[Leaf]:
         """Returns what tensors from elsewhere look like."""
         # as many classes as records, say: then nothing tells weights of classes from targets of records
-        sizes = [(d == leaf.dim, n) for leaf in self._outputs for d, n in enumerate(leaf.shape)]
-        unclear = (False, self._rows) in sizes
-        return [self._leaf(t, unclear, k in picks) for k, t in enumerate(self._elsewhere)]
+        sizes = {n for leaf in self._outputs for d, n in enumerate(leaf.shape) if d != leaf.dim}
+        return [self._leaf(t, sizes, k in picks) for k, t in enumerate(self._elsewhere)]
 
     def verdict(self) -> str:
         """Returns what was checked, in words; raises PrivacyError if records reach each other."""
@@ -457,16 +455,19 @@ class RepeatedLoss:
             found += _CONSTANTS
         return found + _INDEX if picks and found.startswith(CHECKED) else found
 
-    def _leaf(self, t: Tensor, unclear: bool, counts: bool) -> Leaf:
+    def _leaf(self, t: Tensor, sizes: set[int], counts: bool) -> Leaf:
+        """Returns what a tensor from elsewhere looks like; `sizes`: of the outputs, beside their number of records."""
         dims = [d for d in (self._dim, 0) if d < t.dim() and t.shape[d] == self._rows]
-        constant = not dims or unclear or isinstance(t, nn.Parameter)
+        dim = dims[0] if dims else None
+        places = 1
+        if dim is None and t.dim() and t.shape[0] not in sizes and not t.shape[0] % self._rows:
+            # words of texts, say, flattened
+            dim = 0
+            places = t.shape[0] // self._rows
+        if self._rows in sizes or isinstance(t, nn.Parameter):
+            dim = None
         return Leaf(
-            tuple(t.shape),
-            t.dtype,
-            _CPU,
-            None if constant else dims[0],
-            target=True,
-            counts=counts,
+            tuple(t.shape), t.dtype, _CPU, dim, target=True, counts=counts, places=places
         )
 
     def _indices_of_records(self) -> set[int]:
