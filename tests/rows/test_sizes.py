@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -392,6 +394,19 @@ def test_a_loss_that_draws_keeps_slots() -> None:
     _, loader, _ = looped(net(), loss, steps=2)
     assert loader.isolation.level == "slots"
     assert "DrawsError" in str(loader.isolation)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_random_numbers_of_python_and_numpy_keep_slots(draw: Callable[[], float]) -> None:
+    """How many of them were drawn before a record's tells how many records there are."""
+
+    class Drawn(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.tensor([[1.0 + draw()] for _ in x])
+
+    _, loader, _ = looped(net(Drawn()), SUM)
+    assert loader.isolation.level == "slots"
+    assert "python or numpy" in str(loader.isolation)
 
 
 def test_the_state_of_masks_is_the_one_that_torch_draws_from() -> None:
@@ -963,6 +978,15 @@ def test_fit_tests_before_its_first_draw() -> None:
     dp.fit(model, optimizer, records(), MEAN, steps=2, progress=False)
     assert optimizer._isolation.level == "rounded"
     assert "rounded" in str(optimizer.report(1e-5))
+
+
+def test_fit_tests_losses_whose_labels_are_numbers() -> None:
+    x, y = records().tensors
+    model = nn.Sequential(net(), nn.Linear(CLASSES, 1))
+    optimizer = make_optimizer(model, Poisson(32, N), noise=1.0, adjacency="add_remove")
+    data = TensorDataset(x, (y[:, None] > 1).float())
+    dp.fit(model, optimizer, data, nn.BCEWithLogitsLoss(), steps=2, progress=False)
+    assert optimizer._isolation.level == "rounded"
 
 
 @pytest.mark.parametrize("outputs", [1, CLASSES])

@@ -18,7 +18,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -491,13 +491,15 @@ class _Probe:
 
 
 def settle_sizes(model: nn.Module, loss: Any, loader: PrivateLoader) -> None:
-    """Tests in what sizes a loader may deliver draws, and lets it.
+    """Tests in what sizes a loader may deliver draws, and lets it, unless that is known.
 
     Args:
         model: attached, with no rows waiting.
         loss: what the run computes, as `doctor` takes it.
-        loader: whose isolation is open.
+        loader: of the run.
     """
+    if not loader.isolation.open:
+        return
     script = Script(model, loss, loader, None)
     attachment: Any = model._dpsco
     found: Any = COMPILED
@@ -525,9 +527,10 @@ def _sizes(script: Script) -> Sizes | str:
     try:
         module.train()
         with random_parameters(module):
-            return Trial(
+            found = Trial(
                 answers, synthetic.leaves, slots.usual, slots.most, mean, *of_passes(module)
             ).sizes()
+        return replace(found, whole_step=True) if isinstance(found, Sizes) else found
     finally:
         state.restore()
 

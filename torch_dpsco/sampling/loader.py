@@ -391,6 +391,7 @@ class Sizes:
         records: made up, that were compared.
         exact_means: whether means over the batch must be exact for it, see `rows.means`.
         secret_masks: whether masks that the model draws must be secret for it, see `trial.masks`.
+        whole_step: whether the whole step of a loop was tested, with what it does to a batch before the model.
     """
 
     sizes: Sequence[int]
@@ -398,6 +399,7 @@ class Sizes:
     records: int
     exact_means: bool = False
     secret_masks: bool = False
+    whole_step: bool = False
 
     @property
     def hold(self) -> bool:
