@@ -22,6 +22,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import between, check_fields, choice, nonnegative, order, positive
@@ -227,6 +228,25 @@ class Problem:
                 )
             if self.holder_exponent == 0 and self.loss_at_zero is not None:
                 yield self.holder_constant
+
+
+@dataclass(frozen=True)
+class TableGradBound:
+    """r -> G(r) of a table row, as a value that pickles and compares (a partial of a bound method does not compare).
+
+    Args:
+        loss: a `losses.TableLoss`.
+        bound_x: of its problem.
+        bound_y: likewise.
+    """
+
+    loss: Any
+    bound_x: float
+    bound_y: float
+
+    def __call__(self, radius: float) -> float:
+        """G(radius), nearest or above; `Problem.grad_bound` rounds it up."""
+        return float(self.loss.grad_bound(radius, self.bound_x, self.bound_y))
 
 
 def round_up(value: float) -> float:

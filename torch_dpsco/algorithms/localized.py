@@ -51,7 +51,7 @@ from torch_dpsco.problem import Phase, Problem, Schedule
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import Anchored, UpdateRule
 from torch_dpsco.step import checks
-from torch_dpsco.step.chooser import agreed, dimension, noise_for, release_noise
+from torch_dpsco.step.chooser import agreed, dimension, noise_for, release_noise, require_planned
 from torch_dpsco.step.oracle import Clipped, MeanOracle
 from torch_dpsco.step.phased import Phased
 from torch_dpsco.step.plan import CLIPPED, LABELS, PlannedOptimizer, StepPlan, costs, expected
@@ -201,10 +201,7 @@ class _Task:
             check.required(
                 " for phases to be chosen, or phases= of your own", budget=budget, dim=dim
             )
-        if budget.mode != "planned":
-            raise ValueError(
-                f"budget must be of mode 'planned', to be spent by a plan (got {budget.mode!r})"
-            )
+        require_planned(budget)
         if self.distance is not None:
             check.positive(distance=self.distance)
         phases = self._chosen(budget)

@@ -49,8 +49,8 @@ from torch_dpsco.accounting.events import (
     check_adjacency,
 )
 from torch_dpsco.errors import AdjacencyError, UnitError
-from torch_dpsco.losses.base import TableGradBound
-from torch_dpsco.problem import Problem
+from torch_dpsco.problem import Problem, TableGradBound
+from torch_dpsco.rules import AVERAGES
 from torch_dpsco.step import checks
 
 _FEW_ROWS = 1e6  # gradients of rows in a run, at least
@@ -161,6 +161,39 @@ def public_size(n: int | None, sampling: str | Design | None) -> int:
     return check.positive_count(n=n)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Task(Given):
+    """What a plan on records is asked for; an algorithm adds what is its own.
+
+    Args:
+        problem: promised constants.
+        budget: target; the noise is chosen for it unless it is given, and then the budget only limits the run.
+        lr: step size, without momentum.
+        average: which iterates are the answer.
+        dim: number of parameters.
+        distance: bound on, or guess of, |w_1 - w*|.
+    """
+
+    problem: Problem
+    budget: Budget | None
+    lr: float | None
+    average: str | None
+    dim: int | None
+    distance: float | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.choice((*AVERAGES, None), average=self.average)
+        require_target(self.budget, self.noise_multiplier)
+        if self.distance is not None:
+            check.positive(distance=self.distance)
+
+    @property
+    def goal(self) -> Budget | None:
+        """The budget that noise is chosen for; None where noise is given."""
+        return self.budget if self.noise_multiplier is None else None
+
+
 class Draws(NamedTuple):
     """How batches are drawn, and how often; None for no limit but the budget."""
 
@@ -210,6 +243,14 @@ def require_target(budget: Budget | None, noise_multiplier: float | None) -> Non
     elif budget is None:
         raise ValueError(
             "budget or noise_multiplier must be given: the target, or noise of your own"
+        )
+
+
+def require_planned(budget: Budget) -> None:
+    """Raises ValueError for a budget that is not spent by a plan."""
+    if budget.mode != "planned":
+        raise ValueError(
+            f"budget must be of mode 'planned', to be spent by a plan (got {budget.mode!r})"
         )
 
 
