@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.algorithms.output_runs import DELTA, HINGE, PROBLEM, Order
 from torch_dpsco.accounting.events import ApproxDP, Gaussian
-from torch_dpsco.algorithms.row_free_plan import record_bounds
+from torch_dpsco.algorithms.row_free import record_bounds
 from torch_dpsco.errors import (
     AdjacencyError,
     ConditionError,

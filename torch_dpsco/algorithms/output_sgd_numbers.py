@@ -62,6 +62,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -204,13 +205,27 @@ class AnswerTask(ABC):
     def risk(self, lr: FloatArray, sensitivity: float | None, scale: float) -> float | None:
         """Returns U at one step size; None where it is not proved."""
 
-    def plan(self) -> OutputRun:
-        """Returns the numbers of the run."""
+    def plan(self) -> dict[str, Any]:
+        """Returns the numbers of the run.
+
+        Returns:
+            steps: T.
+            lr: step size, or one per step.
+            average: what is released: "last" (w_{T+1}), or the "uniform" or "weighted" (by t) average of w_1..w_T.
+            noise_scale: std of the Gaussian noise per coordinate, or scale of the K-norm noise.
+            risk_bound: on the expected excess risk over comparators within the distance, real numbers; None where it is
+                not proved.
+        """
         sizes = self.step_sizes()
         sensitivity, scale = self.noise(sizes)
-        step = stated_lr(sizes)
-        risk = self.risk(sizes, sensitivity, scale) if isinstance(step, float) else None
-        return OutputRun(sizes.size, step, self.answer, sensitivity, scale, risk)
+        alike = bool(np.all(sizes == sizes[0]))
+        return {
+            "steps": sizes.size,
+            "lr": float(sizes[0]) if alike else tuple(sizes.tolist()),
+            "average": self.answer,
+            "noise_scale": scale,
+            "risk_bound": self.risk(sizes, sensitivity, scale) if alike else None,
+        }
 
     def noise_for(self, moved: float) -> tuple[float, float]:
         """Returns the sensitivity of an answer that a record moves by so much, and the noise scale."""
@@ -240,33 +255,6 @@ def each_step(lr: float | Sequence[float], steps: int) -> FloatArray:
             f"lr must be a number or {steps} numbers, one per step (got shape {sizes.shape})"
         )
     return np.array(np.broadcast_to(sizes, (steps,)))
-
-
-def stated_lr(sizes: FloatArray) -> float | tuple[float, ...]:
-    """Returns step sizes as a plan states them: one number if all are the same."""
-    return float(sizes[0]) if bool(np.all(sizes == sizes[0])) else tuple(sizes.tolist())
-
-
-@dataclass(frozen=True)
-class OutputRun:
-    """Public numbers of a run that releases only its answer.
-
-    Args:
-        steps: T.
-        lr: step size, or one per step.
-        average: what is released: "last" (w_{T+1}), or the "uniform" or "weighted" (by t) average of w_1..w_T.
-        sensitivity: of the answer, rounding included; None where it is random.
-        noise_scale: std of the Gaussian noise per coordinate, or scale of the K-norm noise.
-        risk_bound: on the expected excess risk over comparators within the distance, real numbers; None where it is not
-            proved.
-    """
-
-    steps: int
-    lr: float | tuple[float, ...]
-    average: str
-    sensitivity: float | None
-    noise_scale: float
-    risk_bound: float | None
 
 
 def output_path(
@@ -371,7 +359,7 @@ class OutputTask(AnswerTask):
     Example:
         >>> hinge = LossPromises(0.5, 1.5, lambda r: 1.5 * (1 + r) ** 0.5, radius=1.0, glm=True, score_offset=1.0)
         >>> plan = OutputTask(promises=hinge, n=10000, batch_size=1, dim=20, epsilon=1.0, delta=1e-6, lr=0.005).plan()
-        >>> plan.steps, round(plan.noise_scale, 4)
+        >>> plan["steps"], round(plan["noise_scale"], 4)
         (10000, 0.0927)
     """
 
@@ -684,7 +672,7 @@ class BoltOnTask(AnswerTask):
         >>> task = BoltOnTask(
         ...     promises=smooth, n=1000, batch_size=10, dim=5, epsilon=1.0, delta=0.0, reg=0.1, epochs=3)
         >>> plan = task.plan()
-        >>> plan.steps, plan.average, round(plan.noise_scale, 9)
+        >>> plan["steps"], plan["average"], round(plan["noise_scale"], 9)
         (300, 'last', 0.02)
     """
 
