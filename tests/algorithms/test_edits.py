@@ -181,7 +181,9 @@ def test_iterates_and_averages_that_were_edited_are_refused(
             EDITS[edit](run)
             for _ in range(2):  # there is no way back
                 run.backward(batch)
-                with pytest.raises(SequenceError, match=r"got edited ones.*make a new optimizer"):
+                with pytest.raises(
+                    SequenceError, match=r"got edited ones.*make a new optimizer"
+                ):
                     run.opt.step()
             assert run.opt.steps == 2
             break

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.budgets import Budget
@@ -25,7 +26,7 @@ from torch_dpsco.algorithms.oracles import CorrelatedClipped
 from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.prox import Prox
 from torch_dpsco.step.chooser import Given, agreed, choose_noise
-from torch_dpsco.step.plan import PlannedOptimizer, StepPlan
+from torch_dpsco.step.plan import PlannedOptimizer, Ranges, StepPlan
 
 _BATCH = 512
 _BANDS = 32  # of which one vector of noise each is kept
@@ -44,6 +45,8 @@ class CorrelatedPlan(StepPlan):
     clip: float
     noise_multiplier: float
     coefficients: tuple[float, ...]
+
+    ranges: ClassVar[Ranges] = {**StepPlan.ranges, "clip": check.positive}
 
     def oracle(self, prox: Prox) -> CorrelatedClipped:
         """Returns a new oracle with the plan's numbers."""
@@ -168,7 +171,7 @@ class CorrelatedSGD(PlannedOptimizer):
             lr=lr,
             radius=radius,
             average=average,
-            clip=check.positive(clip=clip),
+            clip=clip,
             noise_multiplier=choose_noise(budget, design, steps, given),
             coefficients=least_error(steps, bands).coefficients,
         )

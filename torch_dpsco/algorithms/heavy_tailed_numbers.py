@@ -77,6 +77,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_dpsco import _validate as check
+from torch_dpsco._validate import check_fields
 from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
 from torch_dpsco.accounting.analysis.rounding import scaled_up
 from torch_dpsco.errors import ConditionError, InfeasibleError, warn
@@ -92,6 +93,34 @@ def check_order(moment_order: float) -> None:
         raise ConditionError(
             f"moment_order must be >= 2 for a theorem to choose (got {k:g}): give a clip, chosen"
             " without looking at the data"
+        )
+
+
+@dataclass(frozen=True)
+class PilotPlan:
+    """Public numbers of a pilot.
+
+    Args:
+        size: records of the group.
+        epsilon: of its release.
+        quantile: target of the clip among the norms.
+        c_min: least threshold.
+        c_max: largest threshold.
+    """
+
+    size: int
+    epsilon: float
+    quantile: float
+    c_min: float
+    c_max: float
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def __str__(self) -> str:
+        return (
+            f"the clip is a private {self.quantile:.3g}-quantile of the gradient norms of"
+            f" {self.size} examples, within [{self.c_min:g}, {self.c_max:g}]"
         )
 
 

@@ -54,6 +54,7 @@ from typing import NamedTuple
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
 from torch_dpsco.algorithms.heavy_tailed_numbers import (
+    PilotPlan,
     check_order,
     clip_bias,
     clip_threshold_linear,
@@ -78,6 +79,8 @@ class LocalizedPhase:
         noise_std: sigma, std per coordinate of the noise on the mean over `batch_size`.
         error: sqrt(E|w_T - what|^2) <= error/lambda (A); None where unknown.
         lr: constant step size (the paper's); None for the steps above.
+        pilot: group that chooses the clip, in a step of its own before the phase; None for that of the phase before, or
+            for `clip`.
     """
 
     index: int
@@ -90,6 +93,7 @@ class LocalizedPhase:
     noise_std: float
     error: float | None
     lr: float | None = None
+    pilot: PilotPlan | None = None
 
     @property
     def noise_multiplier(self) -> float:
