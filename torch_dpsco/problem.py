@@ -119,10 +119,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name, checked in _CHECKS.items():
-            value = getattr(self, name)
-            if value is not None or name == "radius":
-                object.__setattr__(self, name, checked(**{name: value}))
+        check.ranges(self, _CHECKS)
         for first, second in (
             ("holder_exponent", "holder_constant"),
             ("moment_order", "moment"),
@@ -261,6 +258,14 @@ def round_up(value: float) -> float:
     return value * _SLACK
 
 
+_OF_PHASE = {
+    "steps": check.positive_count,
+    "lr": positive,
+    "reg": positive,
+    "radius": _CHECKS["radius"],
+}
+
+
 @dataclass(frozen=True)
 class Phase:
     """A stretch of steps.
@@ -279,12 +284,7 @@ class Phase:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.steps is not None:
-            object.__setattr__(self, "steps", check.positive_count(steps=self.steps))
-        if self.lr is not None:
-            object.__setattr__(self, "lr", check.positive(lr=self.lr))
-        check.positive(reg=self.reg)
-        check.positive(radius=self.radius, allow_inf=True)
+        check.ranges(self, _OF_PHASE)
 
 
 @dataclass(frozen=True)

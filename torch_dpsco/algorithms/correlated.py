@@ -154,14 +154,14 @@ class CorrelatedSGD(PlannedOptimizer):
                 f" {adjacency})"
             )
         given = Given(
-            n=check.positive_count(n=n),
+            n=n,
             adjacency=adjacency,
             batch_size=min(_BATCH, n) if batch_size is None else batch_size,
             steps=steps,
             epochs=epochs,
             noise_multiplier=noise_multiplier,
         )
-        design, steps = _in_turn(given, n)
+        design, steps = _in_turn(given)
         bands = _bands(bands, min(design.batches, steps))
         return CorrelatedPlan(
             budget=budget,
@@ -177,17 +177,13 @@ class CorrelatedSGD(PlannedOptimizer):
         )
 
 
-def _in_turn(given: Given, n: int) -> tuple[Cyclic, int]:
+def _in_turn(given: Given) -> tuple[Cyclic, int]:
     """Returns passes in one order, as many as the steps need, and the number of steps."""
     batch_size = check.positive_count(batch_size=given.batch_size)
-    batches = math.ceil(n / batch_size)
+    batches = math.ceil(given.n / batch_size)
     given.require_one_length()
-    steps = given.steps
-    if steps is None:
-        epochs = 1 if given.epochs is None else given.epochs
-        steps = check.positive_count(epochs=epochs) * batches
-    check.positive_count(steps=steps)
-    return Cyclic(batch_size, n, math.ceil(steps / batches)), steps
+    steps = given.steps or int(given.epochs or 1) * batches
+    return Cyclic(batch_size, given.n, math.ceil(steps / batches)), steps
 
 
 def _bands(bands: int | None, most: int) -> int:

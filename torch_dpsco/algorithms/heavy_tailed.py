@@ -543,12 +543,9 @@ class _Averaged(_Task):
         """Returns step sizes and weights of an average."""
         if not self.problem.strong_convexity:
             return None
-        curvature, smoothness = self.problem.require(
-            "strong_convexity", "smoothness", by=self.by
-        )
-        return averaging_schedule(
-            strong_convexity=curvature, inverse_lr_cap=smoothness, steps=steps
-        )
+        names = ("strong_convexity", "smoothness")
+        curves = dict(zip(names, self.problem.require(*names, by=self.by), strict=True))
+        return averaging_schedule(**curves, steps=steps)
 
 
 class _Accelerated(_Task):

@@ -121,6 +121,16 @@ class LossPromises:
     gradient_error: float | None = None
 
 
+_RANGES = {
+    "n": check.positive_count,
+    "batch_size": check.positive_count,
+    "dim": check.positive_count,
+    "noise_multiplier": check.nonnegative,
+    "epochs": check.positive_count,
+    "distance": check.positive,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class AnswerTask(ABC):
     """What a run that releases only its answer is asked for, checked.
@@ -163,19 +173,14 @@ class AnswerTask(ABC):
     secure: str | None = None
 
     def __post_init__(self) -> None:
-        n = check.positive_count(n=self.n)
-        check.positive_count(dim=self.dim)
-        if check.positive_count(batch_size=self.batch_size) > n:
-            raise ValueError(f"batch_size must be at most n = {n} (got {self.batch_size})")
+        check.ranges(self, _RANGES)
+        if self.batch_size > self.n:
+            raise ValueError(f"batch_size must be at most n = {self.n} (got {self.batch_size})")
         if self.adjacency not in HIT_CONSTANTS:
             raise AdjacencyError(
                 f"adjacency must be one of replace_one, zero_out (got {self.adjacency})"
             )
-        if self.epochs is not None:
-            check.positive_count(epochs=self.epochs)
-        if self.noise_multiplier is not None:
-            check.nonnegative(noise_multiplier=self.noise_multiplier)
-        else:
+        if self.noise_multiplier is None:
             check.positive(epsilon=self.epsilon)
 
     @property
@@ -333,7 +338,7 @@ def _bounds_along(
 def distance_bound(promises: LossPromises, distance: float | None) -> float:
     """Returns D: the guess, at most the radius; the radius if there is none."""
     if distance is not None:
-        return min(check.positive(distance=distance), promises.radius)
+        return min(distance, promises.radius)
     if not math.isfinite(promises.radius):
         raise MissingConstantError(
             "distance, a guess of |w*|, is needed on an unbounded domain (got None)"
@@ -493,10 +498,7 @@ def decreasing_lr(smoothness: float, reg: float, steps: int) -> FloatArray:
         >>> decreasing_lr(smoothness=1.0, reg=0.5, steps=5).tolist()
         [1.0, 1.0, 1.0, 0.6666666666666666, 0.5]
     """
-    beta = check.positive(smoothness=smoothness)
-    reg = check.positive(reg=reg)
-    done = np.arange(check.positive_count(steps=steps), dtype=np.float64)
-    return np.asarray(1.0 / np.maximum(beta, reg * done))
+    return np.asarray(1.0 / np.maximum(smoothness, reg * np.arange(steps, dtype=np.float64)))
 
 
 def bolt_on_sensitivity(
@@ -542,7 +544,6 @@ def bolt_on_sensitivity(
         0.02
     """
     sizes = step_sizes(lr)
-    reg = check.nonnegative(reg=reg)
     if promises.holder_exponent != 1:
         raise ConditionError(
             "holder_exponent must be 1: bolt-on SGD needs a smooth loss (got"
@@ -555,11 +556,8 @@ def bolt_on_sensitivity(
     shrink = scaled_up(1.0 / (1.0 + sizes * reg), 4)
     tails = _tails(weights, shrink)
     computed = _Computed(promises, sizes, reg, batch_size, dim, unit_roundoff)
-    scale = check.positive(hit_constant=hit_constant) / check.positive_count(
-        batch_size=batch_size
-    )
-    hits = scale * computed.grad_bound * sizes * shrink * tails
-    starts = np.arange(0, sizes.size, check.positive_count(steps_per_epoch=steps_per_epoch))
+    hits = hit_constant / batch_size * computed.grad_bound * sizes * shrink * tails
+    starts = np.arange(0, sizes.size, steps_per_epoch)
     # PRIVACY: a record is in any one batch of each epoch (test_no_pair_of_neighbors_moves_the_answer_further)
     moved = float(np.maximum.reduceat(hits, starts).sum())
     # margin: both runs are rounded (docs/proofs/rounding.md#two-runs-in-floating-point)
@@ -682,8 +680,6 @@ class BoltOnTask(AnswerTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         check.nonnegative(reg=self.reg)
-        if self.noise_multiplier is None and self.delta != 0:
-            check.open_interval(0.0, 1.0, delta=self.delta)
 
     @property
     def passes(self) -> int:

@@ -97,12 +97,7 @@ class Plan(ABC):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        given = {
-            name: checked
-            for name, checked in self.ranges.items()
-            if getattr(self, name) is not None
-        }
-        check.fields(self, **given)
+        check.ranges(self, self.ranges)
         if self.budget is not None:
             object.__setattr__(self, "budget", self.budget.under(self.adjacency))
         promised = (
