@@ -199,7 +199,7 @@ def made(params: Any, **changes: Any) -> dp.HolderOutputSGD:
     [
         ({"n": 0}, ValueError, r"n must be an integer >= 1 \(got 0\)"),
         ({"dim": 0}, ValueError, "dim must be an integer >= 1"),
-        ({"batch_size": 101}, ValueError, r"batch_size must be at most n = 100 \(got 101\)"),
+        ({"batch_size": 101}, ValueError, r"batch_size must be <= n=100 \(got 101\)"),
         ({"batch_size": 0}, ValueError, "batch_size must be an integer >= 1"),
         ({"epochs": 0}, ValueError, "epochs must be an integer >= 1"),
         ({"lr": 0.0}, ValueError, "lr must be a nonempty list of finite numbers > 0"),

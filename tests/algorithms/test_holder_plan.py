@@ -164,7 +164,6 @@ def test_one_step_is_refused_for_its_answer_is_the_start_whatever_the_data(kind)
 REFUSED = [
     ({"adjacency": "add_remove"}, AdjacencyError, "replace_one, zero_out"),
     ({"sampling": "poisson"}, ValueError, "sampling must be one of"),
-    ({"batch_size": 101}, ValueError, "batch_size must be at most n"),
     ({"epsilon": 0.0}, ValueError, "epsilon must be > 0"),
     ({"delta": 1.0}, ValueError, "delta must be in"),
     ({"epochs": 0}, ValueError, "epochs must be"),

@@ -79,9 +79,6 @@ from torch_dpsco.step.plan import (
     passes,
 )
 
-_SAMPLING: dict[str, type[Shuffled] | type[Fixed]] = {"shuffled": Shuffled, "fixed": Fixed}
-
-
 _HAIR = 1.0 - 1e-9  # of delta: what a statement at exactly the budget's delta needs to be met
 
 
@@ -120,8 +117,13 @@ class RowFreePlan(BatchPlan):
         "reg": check.nonnegative,
     }
 
+    designs: ClassVar[tuple[type[Design], ...]] = (Shuffled,)
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not isinstance(self.design, self.designs):
+            names = " or ".join(kind.__name__ for kind in self.designs)
+            raise ValueError(f"design must be {names} (got {self.design})")
         if isinstance(self.lr, tuple) and len(self.lr) != self.steps:
             raise ValueError(
                 f"lr must be a number or {self.steps} numbers, one per step (got {len(self.lr)})"
@@ -244,10 +246,7 @@ class HolderOutputPlan(RowFreePlan):
         "reg": partial(check.choice, (0.0,)),
     }
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.design, (Shuffled, Fixed)):
-            raise ValueError(f"design must be Shuffled or Fixed (got {self.design})")
+    designs: ClassVar[tuple[type[Design], ...]] = (Shuffled, Fixed)
 
     @cached_property
     def path(self) -> RunPath:
@@ -372,19 +371,15 @@ class HolderOutputSGD(RowFreeOptimizer):
         budget, adjacency = agreed(budget, adjacency)
         dim = check.positive_count(dim=dimension(dim))
         n = public_size(n, sampling)
-        if isinstance(sampling, Design):
-            given_design = Given(
-                n=n, adjacency=adjacency, sampling=sampling, batch_size=batch_size
-            )
-            given_design.sampled()  # raises for other numbers
-            batch_size = sampling.batch_size
-            sampling = type(sampling).__name__.lower()
-        sampling = check.choice(_SAMPLING, sampling=sampling or "shuffled")
-        batch_size = 1 if batch_size is None else batch_size
+        if not isinstance(sampling, Design):
+            sampling = check.choice(("shuffled", "fixed"), sampling=sampling or "shuffled")
+            batch_size = 1 if batch_size is None else batch_size
+        given = Given(n=n, adjacency=adjacency, sampling=sampling, batch_size=batch_size)
+        design = given.sampled()
         task = OutputTask(
             promises=loss_promises(problem, by="HolderOutputSGD", gradient_error=gradient_error),
             n=n,
-            batch_size=batch_size,
+            batch_size=design.batch_size,
             dim=dim,
             noise_multiplier=noise_multiplier,
             adjacency=adjacency,
@@ -392,10 +387,9 @@ class HolderOutputSGD(RowFreeOptimizer):
             lr=lr,
             distance=distance,
             secure=secure,
-            sampling=sampling,
+            sampling=type(design).__name__.lower(),
             **target_of(budget, noise_multiplier),
         )
-        design = _SAMPLING[sampling](batch_size, n)
         return planned(HolderOutputPlan, task, problem, budget, design=design)
 
 
@@ -413,11 +407,6 @@ class BoltOnPlan(RowFreePlan):
         **RowFreePlan.ranges,
         "noise": partial(check.choice, ("gaussian", "knorm")),
     }
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.design, Shuffled):
-            raise ValueError(f"design must be Shuffled (got {self.design})")
 
     @cached_property
     def sensitivity(self) -> float:
@@ -554,6 +543,7 @@ class BoltOnPSGD(RowFreeOptimizer):
         budget, adjacency = agreed(budget, adjacency)
         dim = check.positive_count(dim=dimension(dim))
         noise = "knorm" if budget is not None and budget.delta == 0 else "gaussian"
+        design = Shuffled(batch_size, n)
         task = BoltOnTask(
             promises=loss_promises(problem, by="BoltOnPSGD", gradient_error=gradient_error),
             n=n,
@@ -569,7 +559,6 @@ class BoltOnPSGD(RowFreeOptimizer):
             average=average,
             **target_of(budget, noise_multiplier),
         )
-        design = Shuffled(batch_size, n)
         return planned(
             BoltOnPlan, task, problem, budget, design=design, noise=noise, reg=task.reg
         )

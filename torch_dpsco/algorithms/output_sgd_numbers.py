@@ -174,8 +174,6 @@ class AnswerTask(ABC):
 
     def __post_init__(self) -> None:
         check.ranges(self, _RANGES)
-        if self.batch_size > self.n:
-            raise ValueError(f"batch_size must be at most n = {self.n} (got {self.batch_size})")
         if self.adjacency not in HIT_CONSTANTS:
             raise AdjacencyError(
                 f"adjacency must be one of replace_one, zero_out (got {self.adjacency})"

@@ -31,15 +31,9 @@ from torch_dpsco.accounting.budgets import NO_BUDGET_DELTA, Budget, warn_of_delt
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.designs import (
     Assigned,
-    AssignedParts,
-    Cyclic,
     Design,
-    Disjoint,
-    Fixed,
     Full,
     Parts,
-    Poisson,
-    Shuffled,
 )
 from torch_dpsco.accounting.events import (
     ADJACENCIES,
@@ -279,7 +273,8 @@ class Plan(ABC):
 
     @classmethod
     def _kinds(cls) -> dict[str, type]:
-        own = (kind for kind in _subclasses(losses.TableLoss) if is_dataclass(kind))
+        found = _subclasses(losses.TableLoss) | _subclasses(Design)
+        own = (kind for kind in found if is_dataclass(kind))
         return {kind.__name__: kind for kind in (*own, cls, *cls.values, *_VALUES)}
 
 
@@ -305,15 +300,6 @@ _VALUES = (
     Phase,
     Schedule,
     TableGradBound,
-    Assigned,
-    AssignedParts,
-    Cyclic,
-    Disjoint,
-    Fixed,
-    Full,
-    Parts,
-    Poisson,
-    Shuffled,
     *(kind for kind in vars(losses).values() if is_dataclass(kind) and isinstance(kind, type)),
 )
 
