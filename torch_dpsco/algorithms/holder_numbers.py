@@ -71,6 +71,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import gammaln, log_ndtr
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.objective import least_noise
 from torch_dpsco.accounting.analysis.rounding import Arithmetic, scaled_up, up
 from torch_dpsco.errors import ConditionError
 
@@ -470,7 +471,6 @@ _BLOCKS = 256
 _UNITS = 256
 _LEAST_UNITS = 16
 _ATOMS = 2**16
-_PRECISION = 1e-10  # of sigma, upward
 
 
 @dataclass(frozen=True, eq=False)
@@ -644,17 +644,9 @@ def _sigma(law: SensitivityLaw, epsilon: float, delta: float) -> float:
             f"delta must be below {ever:g}, the probability that a record is used at all (got"
             f" {delta:g})"
         )
-    high = float(law.sensitivities.max())
-    while law.delta(high, epsilon) > delta:
-        high *= 2
-    low = high / 2
-    while law.delta(low, epsilon) <= delta:
-        high = low
-        low = low / 2
-    while high > low * (1 + _PRECISION):
-        middle = math.sqrt(low * high)
-        if law.delta(middle, epsilon) <= delta:
-            high = middle
-        else:
-            low = middle
-    return high
+    return least_noise(
+        lambda sigma: law.delta(sigma, epsilon),
+        delta,
+        float(law.sensitivities.max()),
+        "no noise is enough",
+    )
