@@ -70,8 +70,8 @@ from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarn
 from torch_dpsco.problem import Problem
 from torch_dpsco.step.chooser import (
     SAMPLING,
+    USUAL_EPOCHS,
     Draws,
-    Given,
     Pace,
     Scale,
     Task,
@@ -94,8 +94,6 @@ from torch_dpsco.step.plan import PlannedOptimizer
 _PASS = ("shuffled", "assigned")  # words of one pass
 _FEW_STEPS = 5  # of one pass, where no theorem chooses: worst-case bounds choose too many
 _MORE_STEPS = 64  # of one pass whose draws are secret, in place of these
-_DEFAULT_BATCH = 512
-_DEFAULT_EPOCHS = 10
 _FULL_STEPS = 30
 
 
@@ -445,13 +443,11 @@ class _Task(Task, ABC):
             draws = choose_design(self.scale, goal, self)
             noise = choose_noise(goal, *draws, self)
             return _Chosen(draws, noise, pace=choose_pace(self.scale, draws, noise))
-        given: Given = self
-        if self.batch_size is None and self.sampling in (None, *SAMPLING):
-            given = replace(self, batch_size=min(_DEFAULT_BATCH, self.n))
+        given = self.sized()
         passes: int | None = None
         if goal is not None or isinstance(self.clip, Pilot):
             full = self.sampling == "full" or isinstance(self.sampling, Full)
-            passes = _FULL_STEPS if full else _DEFAULT_EPOCHS
+            passes = _FULL_STEPS if full else USUAL_EPOCHS
         draws = choose_design(None, goal, given, passes)
         return _Chosen(draws, choose_noise(goal, *draws, given))
 

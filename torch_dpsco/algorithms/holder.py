@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch_dpsco import _validate as check
@@ -34,8 +34,8 @@ from torch_dpsco.errors import MissingConstantError, outside, warn
 from torch_dpsco.problem import Problem, shared_bound
 from torch_dpsco.prox import Prox
 from torch_dpsco.step.chooser import (
+    USUAL_EPOCHS,
     Draws,
-    Given,
     Pace,
     Scale,
     Task,
@@ -50,9 +50,6 @@ from torch_dpsco.step.chooser import (
     warn_if_buried,
 )
 from torch_dpsco.step.plan import PlannedOptimizer, Ranges, StepPlan, expected, noise_on_mean
-
-_DEFAULT_BATCH = 512
-_DEFAULT_EPOCHS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,11 +303,8 @@ class _Task(Task):
         return self.clip or 1.0, None
 
     def _design(self, scale: Scale | None) -> Draws:
-        given: Given = self
-        designed = self.sampling == "full" or isinstance(self.sampling, Design)
-        if scale is None and self.batch_size is None and not designed:
-            given = replace(self, batch_size=min(_DEFAULT_BATCH, self.n))
-        passes = None if self.goal is None else _DEFAULT_EPOCHS
+        given = self.sized() if scale is None else self
+        passes = None if self.goal is None else USUAL_EPOCHS
         return choose_design(scale, self.budget, given, passes)
 
     def _lr(self, steps: int | None, bound: float, std: float) -> float:

@@ -195,16 +195,15 @@ class _Task:
         return phases
 
     def _chosen(self, budget: Budget) -> LocalizedSchedule:
-        promised = self._promises()
-        self._require(promised["moment_order"])
-        moment = promised["moment"]
+        order, moment, second, diameter = self._promises()
+        self._require(order)
         task = PhaseTask(
             n=self.n,
             dim=self.dim or 1,
             rho=zcdp_of(release_noise(budget), budget.adjacency),
-            moment_order=promised["moment_order"] / 2.0,
-            second_moment=promised["second_moment"],
-            diameter=promised["diameter"],
+            moment_order=order / 2.0,
+            second_moment=second,
+            diameter=diameter,
             max_steps=self.max_steps,
             reg=self.reg,
             adjacency=budget.adjacency,
@@ -260,23 +259,19 @@ class _Task:
                 " the data"
             )
 
-    def _promises(self) -> dict[str, float]:
-        """Returns what the theorems take as promised; anything where clip and reg replace it."""
+    def _promises(self) -> tuple[float, float, float, float]:
+        """Returns order, moment, second moment and diameter as promised; anything where clip and reg replace them."""
         if self.clip is not None and self.reg is not None:
-            names = ("moment", "second_moment", "diameter")
-            return {"moment_order": _UNPROMISED} | dict.fromkeys(names, 1.0)
+            return _UNPROMISED, 1.0, 1.0, 1.0
         problem = self.problem
         if problem.moment is None or problem.moment_order is None:
             raise MissingConstantError(
                 "LocalizedSGD needs Problem(moment=..., moment_order=...) of the largest gradient"
                 " norm over w; or give both clip= (a number, or dp.Pilot()) and reg="
             )
-        return {
-            "moment_order": problem.moment_order,
-            "moment": problem.moment,
-            "second_moment": problem.second_moment or problem.moment,
-            "diameter": scale_of(problem, self.distance, "LocalizedSGD"),
-        }
+        second = problem.second_moment or problem.moment
+        diameter = scale_of(problem, self.distance, "LocalizedSGD")
+        return problem.moment_order, problem.moment, second, diameter
 
 
 _MAX_STEPS = 2000

@@ -54,6 +54,8 @@ from torch_dpsco.problem import Problem, TableGradBound
 from torch_dpsco.rules import AVERAGES
 from torch_dpsco.step import checks
 
+USUAL_BATCH = 512  # without the step rule
+USUAL_EPOCHS = 10
 _FEW_ROWS = 1e6  # gradients of rows in a run, at least
 _MOST_ROWS = 2e7
 _LEAST_USERS = 1024  # in a batch
@@ -201,6 +203,13 @@ class Task(Given):
         """The budget that noise is chosen for; None where noise is given."""
         return self.budget if self.noise_multiplier is None else None
 
+    def sized(self) -> Given:
+        """Returns this with batches of 512 records, where nothing is said of them."""
+        said = self.batch_size is not None or self.sampling == "full"
+        if said or isinstance(self.sampling, Design):
+            return self
+        return replace(self, batch_size=min(USUAL_BATCH, self.n))
+
 
 class Draws(NamedTuple):
     """How batches are drawn, and how often; None for no limit but the budget."""
@@ -316,9 +325,7 @@ class Scale:
 
     def horizon(self, n: int, budget: Budget) -> float:
         """Returns the sum of the step sizes of a run on all records."""
-        return self.distance / noise_of_mean(
-            release_noise(budget), self.bound, n, 1, self.dim, sampled=False
-        )
+        return self.distance / (self.bound * loudness(n, budget, self.dim))
 
     def steps(self, n: int, budget: Budget) -> int:
         """Returns the number of steps by the horizon."""
