@@ -251,11 +251,12 @@ class RowFreeOptimizer(AnswerOptimizer):
     def _held(self) -> list[Tensor]:
         """Iterates and averages."""
         averages = (self.state.get(p, {}).get("average") for p in self._params)
-        return [*self._params, *(average for average in averages if average is not None)]
+        iterates = [p.detach() for p in self._params]
+        return [*iterates, *(average for average in averages if average is not None)]
 
     def _keep(self) -> None:
         """Takes copies of what a step has left."""
-        self._kept = [tensor.detach().clone() for tensor in self._held]
+        self._kept = [tensor.clone() for tensor in self._held]
 
     def _require_unedited(self) -> None:
         if not _same(self._held, self._kept):
