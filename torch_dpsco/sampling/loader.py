@@ -390,7 +390,7 @@ class Sizes:
         settings: of torch, under which this was tested.
         records: made up, that were compared.
         exact_means: whether means over the batch must be exact for it, see `rows.means`.
-        secret_masks: whether masks that the model draws must be secret for it, see `trial.masks`.
+        secret_masks: whether masks that the model draws must be secret for it, see `trial.sizes`.
     """
 
     sizes: Sequence[int]
