@@ -25,24 +25,13 @@ from torch_dpsco.accounting.designs import Assigned, AssignedParts, Design, Full
 from torch_dpsco.noise import Stream, sampling_generator
 
 _Indices = npt.NDArray[np.int64]
-_RARE = 60.0 * math.log(
-    2.0
-)  # a draw has more units than the capacity with probability below 2^-60
-
-
+# a draw has more units than the capacity with probability below 2^-60
+_RARE = 60.0 * math.log(2.0)
 _MULTIPLE = 8  # a friendly number of rows
-
-
 # of blocks of users: rows of a user, rows, numbers of all rows
 _EACH = 4
-
-
 _LEAST = 64
-
-
 _MOST = 8192
-
-
 _NUMBERS = 2**26
 
 
@@ -156,13 +145,12 @@ class Slots:
         return self._kept
 
     def of_records(self, places: _Indices) -> Iterator[tuple[_Indices, _Indices]]:
-        """Yields (records, slots) of each block that has any; one empty block for an empty draw.
+        """Yields (records, slots) of each block, each record in the first one in which its slot is free.
 
         Args:
             places: of the records of the draw.
         """
-        blocks, slots = np.divmod(places, self.block)
-        return _grouped(blocks, slots)
+        return _first_free(places % self.block)
 
     def of_users(self, sizes: _Indices, places: _Indices) -> Iterator[tuple[_Indices, _Indices]]:
         """Yields (rows, slots) of each block that has any, for rows that are in order of their users.
@@ -197,7 +185,11 @@ def free_slots(records: int, block: int, source: Stream) -> Iterator[tuple[_Indi
     """
     # PRIVACY: a slot in the order of the records would move with each record before it
     # (test_a_record_that_leaves_moves_no_other)
-    slots = source.integers(block, records)
+    return _first_free(source.integers(block, records))
+
+
+def _first_free(slots: _Indices) -> Iterator[tuple[_Indices, _Indices]]:
+    """Yields (records, slots) of each block: which one a record is in depends on others, and its slot does not."""
     return _grouped(_before(slots), slots)
 
 

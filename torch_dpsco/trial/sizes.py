@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_dpsco.compat import tree_leaves
 from torch_dpsco.sampling.loader import Sizes, flushes, torch_settings
-from torch_dpsco.trial import SEED, Leaf, Refused, SyntheticBatches, attempt
+from torch_dpsco.trial import Leaf, Refused, SyntheticBatches, attempt
 
 RECORDS = (
     2500  # made up: a dependence of 1 % of them is missed with probability .99^2500 < 2e-11
