@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from torch_dpsco.compat import hooks_made, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch_dpsco.diagnosis.script import Finding, OfBatch, Script, is_ghost_loss_value
-from torch_dpsco.native import HALF
 from torch_dpsco.rows import Tape, clear_rows
 from torch_dpsco.rows.attach import attach, first_step_of
 from torch_dpsco.rows.batch import attachments
@@ -43,11 +42,11 @@ from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.sampling.loader import Sizes
 from torch_dpsco.trial import (
     CHECKED,
+    Answer,
     Isolation,
     Leaf,
     Mixed,
     Refused,
-    Rows,
     SyntheticBatches,
     Untouched,
     attempt,
@@ -55,6 +54,8 @@ from torch_dpsco.trial import (
     changed,
     compare,
     isolation,
+    joined,
+    rows_first,
     seed_torch,
 )
 from torch_dpsco.trial.sizes import Trial, is_compiled
@@ -71,53 +72,22 @@ class NotScalarError(ValueError):
     """The loss did not return one number."""
 
 
-class JointRows:
-    """The rows of records over all parameters, as one answer.
+def rows_of(block: Block) -> Answer:
+    """Returns the rows of the first parameter of a block.
 
-    Args:
-        rows: by parameter; those of another number of records do not count.
-        size: number of records.
+    Of outer products the factors, each times the length of the other: as long as the rows, and not much closer.
     """
-
-    def __init__(self, rows: Mapping[str, Rows], size: int) -> None:
-        self._rows = {name: made for name, made in rows.items() if len(made) == size}
-        self.shape = (size,)
-        self.tolerance = 10 * tolerance(rows)
-
-    def norms(self) -> Tensor:
-        """Returns the joint length for each record, (size,) float64."""
-        squares = [made.norms().square() for made in self._rows.values()]
-        return sum(squares, torch.zeros(self.shape, dtype=torch.float64)).sqrt()
-
-    def gaps(self, other: JointRows) -> Tensor:
-        """Returns how far other rows are for each record, (size,) float64."""
-        gaps = torch.zeros(self.shape, dtype=torch.float64)
-        for name, made in self._rows.items():
-            others = other._rows.get(name)
-            if others is not None:
-                # PRIVACY: what was finite and is not any more has moved, however it compares
-                # (test_rows_that_are_not_finite_any_more_have_moved)
-                gap = made.gaps(others).nan_to_num(math.inf).where(made.norms().isfinite(), 0.0)
-                gaps += gap.square()
-        return gaps.sqrt()
-
-
-def rows_of(block: Block) -> Rows:
-    """Returns the rows of the first parameter of a block."""
     if not isinstance(block, FactoredBlock):
-        return Rows(block.dense()[0].detach())
-    # PRIVACY: copies: the next batch may be written over them
-    # (test_records_that_meet_in_memory_that_is_used_again_are_found)
-    left = block.backprops.detach() * block.scale
-    return Rows(left, block.acts.detach().to(left.dtype, copy=True) if block.weight else None)
-
-
-def tolerance(rows: Mapping[str, Rows]) -> float:
-    """Returns the relative difference of rows that rounding explains."""
-    dtypes = {made.dtype for made in rows.values()}
-    if dtypes & set(HALF):
-        return 3e-2
-    return 1e-5 if torch.float32 in dtypes else 1e-9
+        return rows_first(block.dense()[0], 0)
+    left = rows_first(block.backprops * block.scale, 0)
+    if not block.weight:
+        return left
+    right = rows_first(block.acts, 0)
+    sides = [
+        one.numbers * (other.norms()[:, None] / math.sqrt(2.0))
+        for one, other in ((left, right), (right, left))
+    ]
+    return Answer(torch.cat(sides, dim=1), max(left.tolerance, right.tolerance))
 
 
 @dataclass(frozen=True)
@@ -134,7 +104,7 @@ class Pass:
 
     value: Any
     totals: Mapping[str, Tensor | None]
-    rows: Mapping[str, Rows]
+    rows: Mapping[str, Answer]
     factored: frozenset[str] = frozenset()
 
 
@@ -190,14 +160,14 @@ class Evidence:
     isolation: Isolation | None = None
 
     @property
-    def rows(self) -> Mapping[str, Rows]:
+    def rows(self) -> Mapping[str, Answer]:
         """The per-sample gradients of the batch by parameter, if there are any."""
         return {} if self.base is None else self.base.rows
 
     @property
     def moving(self) -> bool:
         """Whether there are rows that are not all zero."""
-        return any(bool(made.norms().any()) for made in self.rows.values())
+        return any(bool(made.numbers.any()) for made in self.rows.values())
 
     def keep(self, outcome: _T | Refused) -> _T | None:
         """Returns an outcome; notes it and returns None if it is a refusal."""
@@ -309,7 +279,7 @@ class _Probe:
         other = evidence.keep(self._pass(self.records, inputs))
         after = None if other is None else evidence.keep(self._pass(self.records, start=False))
         if again is not None and after is not None:
-            first, second = (JointRows(one.rows, size) for one in (again, after))
+            first, second = (joined(one.rows.values(), size) for one in (again, after))
             evidence.remembers = bool(changed([first], [second]))
         # only now: a model that remembers a batch may not take one of another size
         found = compare(self._joint, both_fills(self.synthetic.leaves, size, any_size=True))
@@ -326,10 +296,10 @@ class _Probe:
             if isinstance(self._pass(self.records), Refused):
                 synthetic.pool = ones
 
-    def _joint(self, made: list[Tensor]) -> list[JointRows]:
-        size = self.synthetic.records_in(made)
+    def _joint(self, made: list[Tensor]) -> list[Answer]:
         self._start()
-        return [JointRows(self._gradients(made).rows, size)]
+        rows = self._gradients(made).rows
+        return [joined(rows.values(), self.synthetic.records_in(made))]
 
     def _look_at_bits(self) -> None:
         """Compares the bits of one row in batches of several sizes and companies."""
@@ -341,14 +311,11 @@ class _Probe:
 
         pool = SyntheticBatches(self.synthetic.leaves, 2 * self.synthetic.size, None)
 
-        def row(records: list[int], places: list[int], other: bool) -> list[JointRows]:
+        def row(records: list[int], places: list[int], other: bool) -> Answer:
             self._start(_OTHER_SEED if other else _SEED)
             made = pool.batch(records=records)
             found = self._gradients(made, only=torch.tensor(places)).rows
-            each = [
-                {name: made.at(k) for name, made in found.items()} for k in range(len(places))
-            ]
-            return [JointRows(rows, 1) for rows in each]
+            return joined(found.values(), len(places))
 
         found = attempt(
             "comparing bits of rows", lambda: isolation(row, 2 * len(self.records), rows)
@@ -485,7 +452,7 @@ class _Probe:
                 rows[name] = rows_of(block if only is None else block.select(only))
                 factored.add(name)
             elif isinstance(dense := getattr(p, "grad_sample", None), Tensor):
-                rows[name] = Rows(dense.detach() if only is None else dense.detach()[only])
+                rows[name] = rows_first(dense if only is None else dense[only], 0)
         clear_rows(list(params.values()))
         return Pass(value, dict(zip(params, grads, strict=True)), rows, frozenset(factored))
 

@@ -32,10 +32,10 @@ from torch_dpsco.sampling.loader import memory_of
 from torch_dpsco.trial import (
     CHECKED,
     SEED,
+    Answer,
     Leaf,
     Mixed,
     RandomStreams,
-    Rows,
     both_fills,
     compare,
     rows_first,
@@ -501,7 +501,7 @@ class RepeatedLoss:
             values.update(zip(call.places, results, strict=True))
         return values
 
-    def _gradients(self, made: Sequence[Tensor]) -> list[Rows]:
+    def _gradients(self, made: Sequence[Tensor]) -> list[Answer]:
         outputs = list(made[: len(self._outputs)])
         # copies: they may be written to
         copies = [t.requires_grad_(True).clone() for t in outputs]
