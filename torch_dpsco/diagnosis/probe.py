@@ -1,7 +1,8 @@
 """Forward and backward passes on synthetic batches. Everything is restored afterwards.
 
-The passes run where the parameters are moved a little: at a start of all zeros the terms that couple records, and
-those of a regularizer, would have no gradient. All passes use the same random numbers, so that dropout masks agree.
+The passes run at random parameters: at a start of all zeros the terms that couple records, and those of a regularizer,
+would have no gradient, and where a run is may be secret. All passes use the same random numbers, so that dropout masks
+agree.
 
 Synthetic batches (`trial`) have the shapes and dtypes of a data set's first record, and do not depend on data values.
 Targets of (input, target) pairs are 1, or class 1; 0 if the loss refuses these. What is not a tensor after collating is
@@ -35,6 +36,7 @@ from torch_dpsco.rows.forwards import forget_uses
 from torch_dpsco.rows.replay import (
     COMPILED,
     of_passes,
+    random_like,
     random_parameters,
     rows_of_a_pass,
 )
@@ -212,9 +214,8 @@ def _examine(
 ) -> None:
     evidence.size = synthetic.size
     generator = torch.Generator().manual_seed(_SEED)
-    # PRIVACY: probes of secret iterates start at 0 (test_secret_iterates_have_no_say_in_the_findings)
-    from_zero = script.row_free is not None
-    start = {id(p): _moved(p, generator, from_zero) for p in script.trainable.values()}
+    # PRIVACY: iterates may be secret (test_secret_iterates_have_no_say_in_the_findings)
+    start = {id(p): random_like(p, generator) for p in script.trainable.values()}
     probe = _Probe(script, evidence, state, synthetic, start)
     if script.attached or script.hooks is not None:
         probe.look_at_rows()
@@ -522,19 +523,6 @@ def _of_outputs(outputs: Any) -> Tensor:
     leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     numbers = [leaf for leaf in leaves if leaf.is_floating_point()]
     return torch.stack([(leaf + leaf.square() / 2).sum() for leaf in numbers]).sum()
-
-
-def _moved(p: Tensor, generator: torch.Generator, from_zero: bool) -> Tensor:
-    """Returns a parameter, or zeros, moved a little."""
-    start = torch.zeros_like(p.data) if from_zero else p.detach()
-    scale = (
-        float(torch.linalg.vector_norm(start, dtype=torch.float64)) / max(p.numel(), 1) ** 0.5
-    )
-    size = 0.065 * max(scale, p.shape[-1] ** -0.5 if p.dim() else 1.0)
-    moves = torch.rand(p.shape, generator=generator).mul_(2.0).sub_(1.0)
-    return start + moves.add_(moves.sign()).mul_(size).to(
-        p.device, p.dtype
-    )  # none of them near 0
 
 
 def _joined(totals: Any) -> Tensor:

@@ -184,7 +184,7 @@ def random_parameters(model: nn.Module) -> Iterator[None]:
                 if p.requires_grad:
                     # PRIVACY: not those of the run, which may be secret, or zeros
                     # (test_a_start_at_zero_does_not_hide_a_dependence)
-                    p.data.copy_(_random_like(p, generator))
+                    p.data.copy_(random_like(p, generator))
             yield
     finally:
         for attachment in attachments(params):
@@ -193,6 +193,7 @@ def random_parameters(model: nn.Module) -> Iterator[None]:
         state.restore()
 
 
-def _random_like(p: Tensor, generator: torch.Generator) -> Tensor:
-    inputs = p.numel() / p.shape[0] if p.dim() > 1 else 1.0
+def random_like(p: Tensor, generator: torch.Generator) -> Tensor:
+    """Returns random parameters of the shape of others, such that outputs are about as large as inputs."""
+    inputs = max(1, p.shape[1:].numel())
     return torch.randn(p.shape, generator=generator).mul_(inputs**-0.5)

@@ -15,7 +15,7 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,22 +41,6 @@ from torch_dpsco.trial import (
     rows_first,
     seed_torch,
 )
-
-
-class WatchedStep(Protocol):
-    """The first step of an attached model, as far as its loss is concerned (`rows.first_step.FirstStep`)."""
-
-    forwards: int
-    hooked: bool
-    reduction: str
-    verdicts: dict[str, str]
-
-    def settle(self, part: str, verdict: str) -> None:
-        """Notes what is known about "model" or "loss"."""
-
-    def keep(self, loss: RepeatedLoss) -> None:
-        """Keeps a loss, all of whose operations were seen, without data."""
-
 
 # numbers that leave torch, and what is done to gradients: neither is repeated
 _OUT_OF_SIGHT = {
@@ -161,14 +145,12 @@ class _Trace:
     """The operations of a loss on the outputs of a forward.
 
     Args:
-        step: takes what was checked.
+        step: the `rows.first_step.FirstStep`, which takes what was checked.
         outputs: of the forward, with a row for each record.
         dims: where their records are.
     """
 
-    def __init__(
-        self, step: WatchedStep, outputs: Sequence[Tensor], dims: Sequence[int]
-    ) -> None:
+    def __init__(self, step: Any, outputs: Sequence[Tensor], dims: Sequence[int]) -> None:
         self._step = step
         self._number = step.forwards
         self._outputs = [
@@ -258,7 +240,7 @@ class _Trace:
             )
             verdict = self._repeated(repeated)
             if verdict.startswith(CHECKED) and not self._lost:
-                self._step.keep(repeated.without_data())
+                self._step.keep(repeated)
             left = sorted(self._lost)
             self._step.settle(
                 "loss",
@@ -315,7 +297,7 @@ class _Trace:
             )
 
 
-def trace_outputs(step: WatchedStep, output: Any, dims: Sequence[int | None]) -> Any:
+def trace_outputs(step: Any, output: Any, dims: Sequence[int | None]) -> Any:
     """Returns the output of a training forward with those of its tensors traced that have a row for each record.
 
     Args:
@@ -386,22 +368,17 @@ class RepeatedLoss:
         root: int,
     ) -> None:
         self._outputs = outputs
-        self._elsewhere = elsewhere
         self._calls = calls
         self._root = root
         self._dim = outputs[0].dim or 0
         self._rows = outputs[0].shape[self._dim]
-        # of a loss without data: what tensors from elsewhere look like, and where their memory was
-        self.leaves: list[Leaf] = []
-        self.memory: list[frozenset[tuple[int, int]]] = []
-
-    def without_data(self) -> RepeatedLoss:
-        """Returns the same loss, which holds shapes of tensors and none of them."""
-        kept = copy.copy(self)
-        kept.leaves = self._others(self._indices_of_records())
-        kept.memory = [memory_of(t) for t in self._elsewhere]
-        kept._elsewhere = []
-        return kept
+        self._picks = self._indices_of_records([t.dtype for t in elsewhere])
+        # as many classes as records, say: then nothing tells weights of classes from targets of records
+        sizes = [(d == leaf.dim, n) for leaf in outputs for d, n in enumerate(leaf.shape)]
+        unclear = (False, self._rows) in sizes
+        # of what came from elsewhere: no data, but what it looks like, and where its memory was
+        self.leaves = [self._leaf(t, unclear, k in self._picks) for k, t in enumerate(elsewhere)]
+        self.memory = [memory_of(t) for t in elsewhere]
 
     def made_before(
         self, delivered: frozenset[tuple[int, int]]
@@ -430,20 +407,11 @@ class RepeatedLoss:
         total: Tensor = self._repeat(dict(enumerate(outputs)), elsewhere)[self._root].sum()
         return total
 
-    def _others(self, picks: set[int]) -> list[Leaf]:
-        """Returns what tensors from elsewhere look like."""
-        # as many classes as records, say: then nothing tells weights of classes from targets of records
-        sizes = [(d == leaf.dim, n) for leaf in self._outputs for d, n in enumerate(leaf.shape)]
-        unclear = (False, self._rows) in sizes
-        return [self._leaf(t, unclear, k in picks) for k, t in enumerate(self._elsewhere)]
-
     def verdict(self) -> str:
         """Returns what was checked, in words; raises PrivacyError if records reach each other."""
-        picks = self._indices_of_records()
-        if any(self._elsewhere[k].numel() != self._rows for k in picks):
+        if any(torch.Size(self.leaves[k].shape).numel() != self._rows for k in self._picks):
             return "not checked, records may be picked by an index"
-        others = self._others(picks)
-        leaves = [*self._outputs, *others]
+        leaves = [*self._outputs, *self.leaves]
         if sum(torch.Size(leaf.shape).numel() for leaf in leaves) > _MOST_NUMBERS:
             return "not checked, it is of too many numbers"
         if len(self._calls) >= _MOST_CALLS:
@@ -452,10 +420,10 @@ class RepeatedLoss:
         if isinstance(found, Mixed):
             # PRIVACY: one record would be in many rows (test_records_that_reach_each_other_are_found_at_the_first_step)
             raise PrivacyError(_FOUND.format(what=found.what))
-        if others and found == CHECKED:
+        if self.leaves and found == CHECKED:
             # what can be told depends on the size of the batch, which may be private
             found += _CONSTANTS
-        return found + _INDEX if picks and found.startswith(CHECKED) else found
+        return found + _INDEX if self._picks and found.startswith(CHECKED) else found
 
     def _leaf(self, t: Tensor, unclear: bool, counts: bool) -> Leaf:
         dims = [d for d in (self._dim, 0) if d < t.dim() and t.shape[d] == self._rows]
@@ -469,8 +437,12 @@ class RepeatedLoss:
             counts=counts,
         )
 
-    def _indices_of_records(self) -> set[int]:
-        """Returns the places of tensors by which records are picked, as in scores[torch.arange(len(scores)), y]."""
+    def _indices_of_records(self, kinds: Sequence[torch.dtype]) -> set[int]:
+        """Returns the places of tensors by which records are picked, as in scores[torch.arange(len(scores)), y].
+
+        Args:
+            kinds: types of the tensors from elsewhere.
+        """
         found: set[int] = set()
         for call in self._calls:
             name = getattr(call.func, "__name__", "").strip("_")
@@ -483,10 +455,7 @@ class RepeatedLoss:
             ):
                 continue
             found |= {leaf.place for leaf in used if isinstance(leaf, Ref) and leaf.elsewhere}
-        kinds = {k: self._elsewhere[k].dtype for k in found}
-        return {
-            k for k, kind in kinds.items() if not kind.is_floating_point and kind != torch.bool
-        }
+        return {k for k in found if not kinds[k].is_floating_point and kinds[k] != torch.bool}
 
     def _repeat(self, values: dict[int, Any], elsewhere: Sequence[Tensor]) -> dict[int, Any]:
         """Returns all results of the operations, by place, after those of the outputs."""
