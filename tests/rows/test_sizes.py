@@ -143,7 +143,7 @@ def test_a_start_at_zero_does_not_hide_a_dependence() -> None:
 
 
 def test_places_in_vectors_are_tested() -> None:
-    """A third of the least size is even here, and sizes are: records would stand at even places twice, or at odd ones."""
+    """A third of the least size is even here, and sizes are: a record would stand at even places twice, or at odd."""
     _, loader, _ = looped(net(OfZero()), SUM, design=Poisson(24, N))
     assert loader.isolation.level == "slots"
     _, loader, _ = looped(net(), SUM, design=Poisson(24, N))

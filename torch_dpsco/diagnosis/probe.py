@@ -36,7 +36,6 @@ from torch_dpsco.rows.forwards import forget_uses
 from torch_dpsco.rows.replay import (
     COMPILED,
     of_passes,
-    random_like,
     random_parameters,
     rows_of_a_pass,
 )
@@ -44,6 +43,7 @@ from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.sampling.loader import Sizes
 from torch_dpsco.trial import (
     CHECKED,
+    LOOKED_AT,
     Answer,
     Isolation,
     Leaf,
@@ -57,6 +57,7 @@ from torch_dpsco.trial import (
     compare,
     isolation,
     joined,
+    random_like,
     rows_first,
     seed_torch,
 )
@@ -310,17 +311,15 @@ class _Probe:
         most = source.physical_batch_size or source.design.batch_size
         rows = max(2, min(_MOST, most if source.slots is None else source.slots.block))
 
-        pool = SyntheticBatches(self.synthetic.leaves, 2 * self.synthetic.size, None)
+        pool = SyntheticBatches(self.synthetic.leaves, 10, None)
 
-        def row(records: list[int], places: list[int], other: bool) -> Answer:
+        def row(records: list[int], other: bool) -> Tensor:
             self._start(_OTHER_SEED if other else _SEED)
-            made = pool.batch(records=records)
-            found = self._gradients(made, only=torch.tensor(places)).rows
-            return joined(found.values(), len(places))
+            places = torch.arange(0, min(LOOKED_AT, len(records)), 2)
+            found = self._gradients(pool.batch(records=records), only=places).rows
+            return joined(found.values(), len(places)).numbers
 
-        found = attempt(
-            "comparing bits of rows", lambda: isolation(row, 2 * len(self.records), rows)
-        )
+        found = attempt("comparing bits of rows", lambda: isolation(row, rows))
         if not isinstance(found, Refused):  # e.g. memory: then it is not known
             self.evidence.isolation = found
 

@@ -23,7 +23,7 @@ from torch_dpsco.rows.blocks import Block, DenseBlock, FactoredBlock
 from torch_dpsco.rows.layers.kinds import ItemBlock
 from torch_dpsco.rows.means import NO_MEAN, Averaged
 from torch_dpsco.sampling.loader import Sizes
-from torch_dpsco.trial import SEED, Leaf, Untouched, seed_torch
+from torch_dpsco.trial import SEED, Leaf, Untouched, random_like, seed_torch
 from torch_dpsco.trial.loss import RepeatedLoss
 from torch_dpsco.trial.sizes import Trial
 
@@ -191,9 +191,3 @@ def random_parameters(model: nn.Module) -> Iterator[None]:
             attachment.reset()
         clear_rows(params)
         state.restore()
-
-
-def random_like(p: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns random parameters of the shape of others, such that outputs are about as large as inputs."""
-    inputs = max(1, p.shape[1:].numel())
-    return torch.randn(p.shape, generator=generator).mul_(inputs**-0.5)

@@ -310,7 +310,8 @@ def _changed(leaf: Leaf, values: Tensor, factors: Tensor) -> Tensor:
     return torch.where(factors.isnan(), float(leaf.ignored or 0), values)
 
 
-_SIZES = (15, 16)  # beside 2: where libraries change kernels
+_SIZES = (2, 15, 16)  # where libraries change kernels
+LOOKED_AT = 8  # places, of which even ones are
 
 
 @dataclass(frozen=True)
@@ -335,36 +336,29 @@ class Isolation:
         return f"it {verdict} for made-up records in batches of {self.rows} rows{moved}"
 
 
-def isolation(
-    answer: Callable[[list[int], list[int], bool], Answer], pool: int, rows: int
-) -> Isolation:
-    """Compares bits of the answer for one record.
+def isolation(answer: Callable[[list[int], bool], Tensor], rows: int) -> Isolation:
+    """Compares bits of what belongs to records at even places.
 
     Args:
-        answer: answer(records, places, other_randomness) -> that at these places of a batch of records of the pool.
-        pool: records there are, >= 4; the first is the one that is looked at.
+        answer: answer(records, other_randomness) -> numbers of those at even places below `LOOKED_AT`, of a batch of
+            some of ten records.
         rows: of the batches.
     """
 
-    def seen(size: int, places: list[int], first: int = 1, other: bool = False) -> Tensor:
-        own = range(first, first + (pool - 1) // 2)
-        batch = [0 if k in places else own[k % len(own)] for k in range(size)]
-        return answer(batch, places, other).numbers
+    def seen(size: int, company: int = 4, other: bool = False) -> Tensor:
+        batch = [company + k % 3 if k % 2 else k // 2 % 4 for k in range(size)]
+        return answer(batch, other)
 
-    pair = seen(2, [0])
-    if not torch.equal(pair, seen(2, [0], other=True)):  # or NaN
+    base = seen(rows)
+    if not torch.equal(base, seen(rows, other=True)):  # or NaN
         return Isolation(rows)
-    base = seen(rows, [0])
-    sizes = [pair, *(seen(size, [0]) for size in _SIZES if size != rows)]
-    places = sorted({1, rows // 2, rows - 1} - {0})
-    others = 1 + (pool - 1) // 2
-    company = 0.0
-    # by place, or by company
-    if not bool((seen(rows, places, others) == base).all()):
-        gap = seen(rows, [0], others) - base
-        company = float(gap.norm() / base.norm().clamp_min(1e-30))
+    gaps = torch.linalg.vector_norm(seen(rows, company=7) - base, dim=1)
+    gaps /= torch.linalg.vector_norm(base, dim=1).clamp_min(1e-30)
+    of_sizes = [seen(size) for size in _SIZES]
     return Isolation(
-        rows, size=not all(torch.equal(base, made) for made in sizes), company=company
+        rows,
+        size=not all(torch.equal(base[: len(t)], t[: len(base)]) for t in of_sizes),
+        company=float(gaps.max()),
     )
 
 
@@ -414,6 +408,11 @@ def seed_torch(seed: int) -> None:
     if torch.cuda.is_initialized():
         for generator in torch.cuda.default_generators:
             generator.manual_seed(seed)
+
+
+def random_like(p: Tensor, generator: torch.Generator) -> Tensor:
+    """Returns a random parameter of the shape of another one, such that outputs are about as large as inputs."""
+    return torch.randn(p.shape, generator=generator).mul_(max(1, p.shape[1:].numel()) ** -0.5)
 
 
 class RandomStreams:
