@@ -238,23 +238,28 @@ def _examine(
         probe.look_at_sizes()
 
 
+@dataclass
 class _Probe:
-    """Passes over one script, each from the same state."""
+    """Passes over one script, each from the same state.
 
-    def __init__(
-        self,
-        script: Script,
-        evidence: Evidence,
-        state: Untouched,
-        synthetic: SyntheticRecords,
-        start: Mapping[int, Tensor],
-    ) -> None:
-        self.script = script
-        self.evidence = evidence
-        self.state = state
-        self.synthetic = synthetic
-        self.start = start
-        self.records = list(range(synthetic.size))
+    Args:
+        script: it.
+        evidence: takes what they show.
+        state: from which each starts.
+        synthetic: its records.
+        start: values of parameters, by the id of each.
+    """
+
+    script: Script
+    evidence: Evidence
+    state: Untouched
+    synthetic: SyntheticRecords
+    start: Mapping[int, Tensor]
+
+    @property
+    def records(self) -> list[int]:
+        """All of a batch."""
+        return list(range(self.synthetic.size))
 
     # -- what is looked at --------------------------------------------------------------------------------------------
 
@@ -267,14 +272,19 @@ class _Probe:
         evidence.mean_rows = (
             attached.mean if attached else self.script.hooks.loss_reduction == "mean"
         )
-        self._choose_pool()
-        evidence.base = evidence.keep(self._pass(self.records))
+        size = self.synthetic.size
+        found: Any = None
+        for pool in both_fills(self.synthetic.leaves, size):
+            self.synthetic.pool = pool
+            found = self._pass(self.records)
+            if not isinstance(found, Refused):
+                break
+        evidence.base = evidence.keep(found)
         evidence.buffers = self.state.changed()
         if not evidence.rows:
             return
         again = evidence.keep(self._pass(self.records, start=False))
         leaves = enumerate(self.synthetic.leaves)
-        size = self.synthetic.size
         inputs = {
             k: [-1.0 if leaf.is_number else 0.0] * size for k, leaf in leaves if not leaf.label
         }
@@ -288,15 +298,6 @@ class _Probe:
         evidence.mixed = found if isinstance(found, Mixed) else None
         evidence.compared = found == CHECKED and evidence.moving
         self._look_at_bits()
-
-    def _choose_pool(self) -> None:
-        """Takes zeros where the loss refuses ones."""
-        if isinstance(self._pass(self.records), Refused):
-            synthetic = self.synthetic
-            ones = synthetic.pool
-            synthetic.pool = SyntheticBatches(synthetic.leaves, synthetic.size, 0)
-            if isinstance(self._pass(self.records), Refused):
-                synthetic.pool = ones
 
     def _joint(self, made: list[Tensor]) -> list[Answer]:
         self._start()

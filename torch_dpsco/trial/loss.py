@@ -153,16 +153,14 @@ class _Trace:
     def __init__(self, step: Any, outputs: Sequence[Tensor], dims: Sequence[int]) -> None:
         self._step = step
         self._number = step.forwards
-        self._outputs = [
-            Leaf(tuple(t.shape), t.dtype, _CPU, d) for t, d in zip(outputs, dims, strict=True)
-        ]
-        self._rows = outputs[0].shape[dims[0]]
+        self._loss = RepeatedLoss(
+            [Leaf(tuple(t.shape), t.dtype, _CPU, d) for t, d in zip(outputs, dims, strict=True)]
+        )
         self._device = outputs[0].device.type
         self.reductions: dict[int, str] = {}  # of what `apply_as_one` made, by place
         # their nodes in the graph of gradients, and those of what they took
         self.through: dict[Any, list[Any]] = {}
         self.ends: set[Any] = set()  # nodes of the outputs in the graph of gradients
-        self._calls: list[Call] = []
         # by id, which stays theirs as long as they are here
         self._elsewhere: dict[int, tuple[int, Tensor]] = {}
         self._places = len(outputs)
@@ -213,9 +211,9 @@ class _Trace:
                 t._place = self._places
                 self._places += 1
             places.append(t._place)
-        if len(self._calls) < _MOST_CALLS:
+        if len(self._loss.calls) < _MOST_CALLS:
             args, kwargs = spec
-            self._calls.append(Call(func, args, kwargs, places))
+            self._loss.calls.append(Call(func, args, kwargs, places))
 
     def check(self, loss: Traced, *, weighted: bool) -> None:
         """Repeats the operations on synthetic outputs.
@@ -229,15 +227,14 @@ class _Trace:
             ValueError: the loss reduces in another way than the model was attached for.
         """
         self._require_reduction(loss)
-        if self._rows >= 2:  # else a later batch may have more
+        repeated = self._loss
+        if repeated.rows >= 2:  # else a later batch may have more
             with without_subclasses():
                 if self._has_own_backward(loss.grad_fn):
                     self._lost.add("autograd.Function")
             if weighted:
                 self._lost.add("a gradient given to backward()")
-            repeated = RepeatedLoss(
-                self._outputs, [t for _, t in self._elsewhere.values()], self._calls, loss._place
-            )
+            repeated.close(loss._place, [t for _, t in self._elsewhere.values()])
             verdict = self._repeated(repeated)
             if verdict.startswith(CHECKED) and not self._lost:
                 self._step.keep(repeated)
@@ -247,7 +244,6 @@ class _Trace:
                 f"{verdict}, but not what was done out of sight ({left})" if left else verdict,
             )
         self._ended = True
-        self._calls = []
         self._elsewhere = {}
         self.ends = set()
         self.through = {}
@@ -351,34 +347,31 @@ class Call(NamedTuple):
 
 
 class RepeatedLoss:
-    """A loss that can be computed again.
+    """A loss that can be computed again. It holds no data.
 
     Args:
         outputs: of the model, with the places 0, 1, ...
-        elsewhere: tensors that are not computed from them.
+
+    Attributes:
         calls: the operations.
-        root: place of the loss.
+        rows: of the batch.
     """
 
-    def __init__(
-        self,
-        outputs: Sequence[Leaf],
-        elsewhere: Sequence[Tensor],
-        calls: Sequence[Call],
-        root: int,
-    ) -> None:
+    def __init__(self, outputs: Sequence[Leaf]) -> None:
         self._outputs = outputs
-        self._calls = calls
-        self._root = root
+        self.calls: list[Call] = []
         self._dim = outputs[0].dim or 0
-        self._rows = outputs[0].shape[self._dim]
+        self.rows = outputs[0].shape[self._dim]
+
+    def close(self, root: int, elsewhere: Sequence[Tensor]) -> None:
+        """Takes the place of the loss, and what tensors that are not computed from outputs look like."""
+        self._root = root
         self._picks = self._indices_of_records([t.dtype for t in elsewhere])
         # as many classes as records, say: then nothing tells weights of classes from targets of records
-        sizes = [(d == leaf.dim, n) for leaf in outputs for d, n in enumerate(leaf.shape)]
-        unclear = (False, self._rows) in sizes
-        # of what came from elsewhere: no data, but what it looks like, and where its memory was
+        sizes = [(d == leaf.dim, n) for leaf in self._outputs for d, n in enumerate(leaf.shape)]
+        unclear = (False, self.rows) in sizes
         self.leaves = [self._leaf(t, unclear, k in self._picks) for k, t in enumerate(elsewhere)]
-        self.memory = [memory_of(t) for t in elsewhere]
+        self.memory = [memory_of(t) for t in elsewhere]  # where it was
 
     def made_before(
         self, delivered: frozenset[tuple[int, int]]
@@ -398,9 +391,9 @@ class RepeatedLoss:
 
     def names_rows(self) -> bool:
         """Returns whether a number among the arguments is that of the rows, or 1 over it."""
-        leaves = [v for call in self._calls for v in tree_leaves((call.args, call.kwargs))]
+        leaves = [v for call in self.calls for v in tree_leaves((call.args, call.kwargs))]
         numbers = [v for v in leaves if type(v) in (int, float)]
-        return any(v in (self._rows, 1.0 / self._rows) for v in numbers)
+        return any(v in (self.rows, 1.0 / self.rows) for v in numbers)
 
     def of(self, outputs: Sequence[Tensor], elsewhere: Sequence[Tensor]) -> Tensor:
         """Returns the loss of outputs of the model, with made-up tensors in place of those that came from elsewhere."""
@@ -409,14 +402,14 @@ class RepeatedLoss:
 
     def verdict(self) -> str:
         """Returns what was checked, in words; raises PrivacyError if records reach each other."""
-        if any(torch.Size(self.leaves[k].shape).numel() != self._rows for k in self._picks):
+        if any(torch.Size(self.leaves[k].shape).numel() != self.rows for k in self._picks):
             return "not checked, records may be picked by an index"
         leaves = [*self._outputs, *self.leaves]
         if sum(torch.Size(leaf.shape).numel() for leaf in leaves) > _MOST_NUMBERS:
             return "not checked, it is of too many numbers"
-        if len(self._calls) >= _MOST_CALLS:
+        if len(self.calls) >= _MOST_CALLS:
             return "not checked, it is of too many operations"
-        found = compare(self._gradients, both_fills(leaves, self._rows))
+        found = compare(self._gradients, both_fills(leaves, self.rows))
         if isinstance(found, Mixed):
             # PRIVACY: one record would be in many rows (test_records_that_reach_each_other_are_found_at_the_first_step)
             raise PrivacyError(_FOUND.format(what=found.what))
@@ -426,7 +419,7 @@ class RepeatedLoss:
         return found + _INDEX if self._picks and found.startswith(CHECKED) else found
 
     def _leaf(self, t: Tensor, unclear: bool, counts: bool) -> Leaf:
-        dims = [d for d in (self._dim, 0) if d < t.dim() and t.shape[d] == self._rows]
+        dims = [d for d in (self._dim, 0) if d < t.dim() and t.shape[d] == self.rows]
         constant = not dims or unclear or isinstance(t, nn.Parameter)
         return Leaf(
             tuple(t.shape),
@@ -444,7 +437,7 @@ class RepeatedLoss:
             kinds: types of the tensors from elsewhere.
         """
         found: set[int] = set()
-        for call in self._calls:
+        for call in self.calls:
             name = getattr(call.func, "__name__", "").strip("_")
             used = [*call.args[1:], *call.kwargs.values()]
             if name in ("getitem", "setitem"):
@@ -460,7 +453,7 @@ class RepeatedLoss:
     def _repeat(self, values: dict[int, Any], elsewhere: Sequence[Tensor]) -> dict[int, Any]:
         """Returns all results of the operations, by place, after those of the outputs."""
         seed_torch(SEED)
-        for call in self._calls:
+        for call in self.calls:
             args, kwargs = tree_map(
                 lambda leaf: _given(leaf, values, elsewhere), (call.args, call.kwargs)
             )
