@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch_dpsco.compat import hooks_made, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch_dpsco.diagnosis.script import Finding, OfBatch, Script, is_ghost_loss_value
 from torch_dpsco.rows import Tape, clear_rows
-from torch_dpsco.rows.attach import attach, first_step_of
+from torch_dpsco.rows.attach import attach
 from torch_dpsco.rows.batch import attachments
 from torch_dpsco.rows.blocks import Block, FactoredBlock
 from torch_dpsco.rows.forwards import forget_uses
@@ -327,12 +327,12 @@ class _Probe:
     def look_at_single_records(self) -> None:
         """Compares the gradient of the batch with those of its records alone, and follows these along a line."""
         evidence = self.evidence
-        batch = evidence.keep(self._pass(self.records, self._wide(len(self.records))))
+        wide = self._wide(len(self.records))
+        batch = evidence.keep(self._pass(self.records, wide))
         evidence.buffers = self.state.changed()
         if batch is None or not bool((total := _joined(batch.totals)).any()):
             return
         length = total.norm()
-        wide = self._wide(len(self.records))
         other = evidence.keep(self._pass(self.records, wide, _OTHER_SEED))
         evidence.randomness = (
             0.0 if other is None else float((_joined(other.totals) - total).norm() / length)
@@ -400,9 +400,8 @@ class _Probe:
     def _start(self, seed: int = _SEED, *, training: bool = True) -> None:
         _clear(self.state, self.start)
         if self.script.attached:
-            first_step_of(
-                self.script.module
-            ).asked = False  # it would look at synthetic records of synthetic records
+            # it would look at synthetic records of synthetic records
+            self.script.module._dpsco.looks = False  # type: ignore[union-attr]
         for p in self.script.trainable.values():
             p.__dict__.pop("_norm_sample", None)
         # modules that the user keeps in evaluation mode stay there
@@ -488,13 +487,18 @@ def _sizes(script: Script) -> Sizes | str:
     def answers(made: list[Tensor]) -> list[Tensor]:
         return rows_of_a_pass(params, [], _scalar(probe._loss(made)))
 
-    mean = bool(module._dpsco.mean)
-    first_step_of(module).asked = False
+    attachment: Any = module._dpsco
+    attachment.looks = False
     try:
         module.train()
         with random_parameters(module):
             return Trial(
-                answers, synthetic.leaves, slots.usual, slots.most, mean, *of_passes(module)
+                answers,
+                synthetic.leaves,
+                slots.usual,
+                slots.most,
+                attachment.mean,
+                *of_passes(module),
             ).sizes()
     finally:
         state.restore()
