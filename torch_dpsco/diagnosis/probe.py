@@ -382,7 +382,9 @@ class _Probe:
         def value(copies: int, seed: int = _SEED) -> float:
             self._start(seed, training=False)
             with torch.no_grad():
-                result = self._loss(self.synthetic.pool.batch(records=self.records * copies))
+                result = self.synthetic.loss(
+                    self.synthetic.pool.batch(records=self.records * copies)
+                )
             return float(result.detach() if is_ghost_loss_value(result) else _scalar(result))
 
         def values() -> tuple[tuple[float, float, float], bool]:
@@ -409,15 +411,6 @@ class _Probe:
             self.script.module.train(training)
         seed_torch(seed)
 
-    def _loss(self, made: list[Tensor]) -> Any:
-        script = self.script
-        batch = script.bounded(self.synthetic.batch(made))
-        if script.loss is None:
-            return _of_outputs(script.module(batch[0] if self.synthetic.is_pair else batch))
-        if self.synthetic.is_pair and not isinstance(script.loss, OfBatch):
-            return script.loss(script.module(batch[0]), batch[1])
-        return script.loss(script.module, batch)
-
     def _pass(
         self,
         records: Sequence[int],
@@ -437,7 +430,7 @@ class _Probe:
         return attempt("a training pass over a made-up batch", run)
 
     def _gradients(self, made: list[Tensor], only: Tensor | None = None) -> Pass:
-        value = self._loss(made)
+        value = self.synthetic.loss(made)
         if is_ghost_loss_value(value):
             return Pass(value, {}, {})
         params = self.script.trainable
@@ -481,27 +474,22 @@ def _sizes(script: Script) -> Sizes | str:
     slots = script.source.slots
     params = list(script.trainable.values())
     module = script.module
-    state = Untouched(module)
-    probe = _Probe(script, Evidence(), state, synthetic, {})
+    attachment: Any = module._dpsco
 
     def answers(made: list[Tensor]) -> list[Tensor]:
-        return rows_of_a_pass(params, [], _scalar(probe._loss(made)))
+        return rows_of_a_pass(params, [], _scalar(synthetic.loss(made)))
 
-    attachment: Any = module._dpsco
-    attachment.looks = False
-    try:
+    with random_parameters(module):
+        attachment.looks = False
         module.train()
-        with random_parameters(module):
-            return Trial(
-                answers,
-                synthetic.leaves,
-                slots.usual,
-                slots.most,
-                attachment.mean,
-                *of_passes(module),
-            ).sizes()
-    finally:
-        state.restore()
+        return Trial(
+            answers,
+            synthetic.leaves,
+            slots.usual,
+            slots.most,
+            attachment.mean,
+            *of_passes(module),
+        ).sizes()
 
 
 def _clear(state: Untouched, moved: Mapping[int, Tensor] | None = None) -> None:
@@ -554,7 +542,7 @@ class SyntheticRecords:
             lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf,
             script.first_record(),
         )
-        self._collate = script.collate
+        self._script = script
         device = next(iter(script.trainable.values())).device
         found, structure = self._template(2)
         more = self._template(3)[0]
@@ -587,11 +575,21 @@ class SyntheticRecords:
         self.pool = SyntheticBatches(self.leaves, self.size, 1)
 
     def _template(self, size: int) -> tuple[list[Any], Any]:
-        batch = self._collate([copy.deepcopy(self._record) for _ in range(size)])
+        batch = self._script.collate([copy.deepcopy(self._record) for _ in range(size)])
         if isinstance(batch, Mapping) and not isinstance(batch, dict):
             batch = dict(batch)  # e.g. a tokenizer's own mapping
         flat: tuple[list[Any], Any] = tree_flatten(batch)
         return flat
+
+    def loss(self, made: Sequence[Tensor]) -> Any:
+        """Returns the loss of a batch of tensors."""
+        script = self._script
+        batch = script.bounded(self.batch(made))
+        if script.loss is None:
+            return _of_outputs(script.module(batch[0] if self.is_pair else batch))
+        if self.is_pair and not isinstance(script.loss, OfBatch):
+            return script.loss(script.module(batch[0]), batch[1])
+        return script.loss(script.module, batch)
 
     def records_in(self, made: Sequence[Tensor]) -> int:
         """Returns the number of records of tensors."""
