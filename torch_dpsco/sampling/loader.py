@@ -596,6 +596,10 @@ class UserLoader(PrivateLoader):
         self, dataset: Dataset[Any], sampler: DesignSampler, users: Tensor, **options: Any
     ) -> None:
         super().__init__(dataset, sampler, **options)
+        if getattr(sampler, "ids", None) is not None:
+            raise UnitError(
+                "users must be drawn by their numbers (got a sampler of ids of records)"
+            )
         ids = users.numpy()
         if getattr(sampler, "own", False):
             ids = np.unique(ids, return_inverse=True)[1]
