@@ -28,8 +28,7 @@ from torch_dpsco.rows.means import Source, averaged
 from torch_dpsco.rows.replay import random_parameters
 from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.sampling.loader import Sizes, torch_settings
-from torch_dpsco.trial.masks import secret_state
-from torch_dpsco.trial.sizes import Trial, whole
+from torch_dpsco.trial.sizes import Trial, secret_state, whole
 
 N = 400
 CLASSES = 4
@@ -144,6 +143,15 @@ def test_a_start_at_zero_does_not_hide_a_dependence() -> None:
         nn.init.zeros_(p)
     _, loader, _ = looped(model, SUM)
     assert loader.isolation.level == "slots"
+
+
+def test_places_in_vectors_are_tested() -> None:
+    """A third of the least size is even here, and sizes are: a record would stand at even places twice, or at odd."""
+    _, loader, _ = looped(net(OfZero()), SUM, design=Poisson(24, N))
+    assert loader.isolation.level == "slots"
+    _, loader, _ = looped(net(), SUM, design=Poisson(24, N))
+    assert loader.isolation.tested is not None
+    assert loader.isolation.tested.sizes[0] // 3 % 2 == 0
 
 
 def test_a_trial_puts_parameters_back() -> None:
