@@ -25,10 +25,8 @@ from torch_dpsco.accounting.analysis.pld_laws import (
     UNIT,
     GridLaw,
     LossLaw,
-    atom,
     connected,
     cuts,
-    lifted,
 )
 from torch_dpsco.accounting.analysis.pure import (
     _LEAST,
@@ -912,12 +910,14 @@ class LaplaceLoss(LossLaw):
         density = np.exp((ends[:-1] - epsilon) / 2)
         mass = density * np.expm1(width / 2) / 2
         excess = 2 * density * np.sinh(width / 4) ** 2
-        low = atom(-epsilon, math.exp(-epsilon) / 2, first, grid)
-        high = atom(epsilon, 0.5, first + width.size - 1, grid)
-        mass, excess = lifted(mass, excess, ends[0] - first * grid)
-        for index, (atom_mass, atom_excess) in ((0, low), (-1, high)):
-            mass[index] += atom_mass
-            excess[index] += atom_excess
+        excess[0] -= (mass[0] - excess[0]) * math.expm1(-max(ends[0] - first * grid, 0.0))
+        for index, loss, weight in (
+            (0, -epsilon, math.exp(-epsilon) / 2),
+            (-1, epsilon, 0.5),
+        ):
+            above = max(loss - (first + index % mass.size) * grid, 0.0)
+            mass[index] += weight
+            excess[index] -= weight * math.expm1(-above)
         accuracy = 16 * UNIT * (4 + epsilon)
         return GridLaw(first, connected(mass, excess, grid, accuracy), 0.0, grid, accuracy)
 

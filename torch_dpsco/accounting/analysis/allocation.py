@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import scipy
@@ -44,7 +43,7 @@ from torch_dpsco.accounting.analysis.pld_laws import (
     GaussianLoss,
     GridLaw,
     LossLaw,
-    connected,
+    of_atoms,
 )
 from torch_dpsco.accounting.analysis.rdp import FloatArray
 from torch_dpsco.accounting.analysis.rounding import down
@@ -83,26 +82,12 @@ class AllocationLoss(LossLaw):
 
     def span(self, reach: float) -> tuple[float, float]:
         """See the base class."""
-        losses = _atoms(self, reach).losses
+        losses, _, _ = _atoms(self, reach)
         return float(losses[0]), float(losses[-1])
 
     def on_grid(self, grid: float, reach: float) -> GridLaw:
         """See the base class."""
-        atoms = _atoms(self, reach)
-        places = np.floor(atoms.losses / grid).astype(np.int64)
-        first = int(places[0])
-        mass = np.zeros(int(places[-1]) - first + 1)
-        excess = np.zeros(int(places[-1]) - first + 1)
-        np.add.at(mass, places - first, atoms.mass)
-        np.add.at(
-            excess,
-            places - first,
-            -atoms.mass * np.expm1(-np.maximum(atoms.losses - places * grid, 0.0)),
-        )
-        accuracy = 16 * UNIT * (4 + float(np.abs(atoms.losses).max()))
-        return GridLaw(
-            first, connected(mass, excess, grid, accuracy), atoms.infinite, grid, accuracy
-        )
+        return of_atoms(*_atoms(self, reach), grid)
 
     def epsilon_alone(self, delta: float) -> float:
         """See the base class."""
@@ -278,17 +263,9 @@ def _guess(mu: float, steps: int, way: str) -> tuple[float, float]:
     return 1 / math.sqrt(one), -one * fall / (steps + rise) / (mu * mu)
 
 
-class _Atoms(NamedTuple):
-    """A law of ascending losses with masses, and that at infinity."""
-
-    losses: FloatArray
-    mass: FloatArray
-    infinite: float
-
-
 @lru_cache(maxsize=64)
-def _atoms(pair: AllocationLoss, reach: float) -> _Atoms:
-    """Returns the law whose profile is the chords of both orders."""
+def _atoms(pair: AllocationLoss, reach: float) -> tuple[FloatArray, FloatArray, float]:
+    """Returns the law whose profile is the chords of both orders: losses with masses, and the mass at infinity."""
     floor = float(log_ndtr(-reach))
     (right, above), (left, below) = (profile(order, floor) for order in (pair, pair.exchanged()))
     start = max(above[0], below[0])  # the two are equal
@@ -307,9 +284,8 @@ def _atoms(pair: AllocationLoss, reach: float) -> _Atoms:
     )
     mass[-losses.size + 1 :] *= 1 + margin
     mass.setflags(write=False)
-    return _Atoms(
-        np.concatenate([-opposite[:0:-1], losses]), mass, float(above[-1]) * (1 + 3 * margin)
-    )
+    infinite = float(above[-1]) * (1 + 3 * margin)
+    return np.concatenate([-opposite[:0:-1], losses]), mass, infinite
 
 
 def _falling(

@@ -97,17 +97,14 @@ class Term(LossPair):
         )
         return values
 
-    def positions(self, values: FloatArray) -> tuple[FloatArray, float]:
+    def positions(self, values: FloatArray) -> FloatArray:
         """Returns the x of values of Y, not 0 if t = 0: X = l(x) solves X^2 - Y X - root^2 / 4 = 0."""
         variance = self.noise * self.noise
         larger = np.log(
             (np.abs(values) + np.hypot(values, self.root)) / 2
         )  # log l(x) or, for Y < 0, log t l(-x)
-        return (
-            variance * np.where(values >= 0, larger, self.log_weight - larger - 1 / variance)
-            + 0.5,
-            0.0,
-        )
+        log_ratio = np.where(values >= 0, larger, self.log_weight - larger - 1 / variance)
+        return variance * log_ratio + 0.5
 
     def _densities(
         self, x: FloatArray, rise: FloatArray, loss: FloatArray
@@ -242,8 +239,7 @@ class Sum:
     def _beyond(self, low: float, high: float) -> float:
         """Returns a bound on what sign * Y exceeds, on average, an end of its grid by."""
         if self.sign > 0:
-            x, _ = self.term.positions(np.array([high]))
-            place = float(x[0])
+            place = float(self.term.positions(np.array([high]))[0])
             noise = self.term.noise
             # (Y - high)_+ <= l(x) + (-high)_+ where Y > high, which is where x is beyond the place, up to rounding
             far = float(ndtr((1 - place) / noise + self.term.rounding * noise))
@@ -258,8 +254,8 @@ class Sum:
             return min(near, far) * (1 + 1e-9)
         if low == 0:
             return 0.0
-        x, _ = self.term.positions(np.array([low]))
-        return low * float(ndtr(x[0] / self.term.noise)) * (1 + 1e-9)
+        place = float(self.term.positions(np.array([low]))[0])
+        return low * float(ndtr(place / self.term.noise)) * (1 + 1e-9)
 
 
 @dataclass(frozen=True, eq=False)
@@ -339,7 +335,7 @@ def spread(
     cuts = _cuts(low, min(max(0, low), high) if signed else middle, high)
     from_zero = term.positive and low == 0  # Y > 0
     inner = cuts[1:] if from_zero else cuts
-    x, _ = term.positions(np.asarray(inner * step, dtype=np.float64))
+    x = term.positions(np.asarray(inner * step, dtype=np.float64))
     reach = float(np.abs(x).max()) / term.noise
     accuracy = 2 * term.accuracy(reach) + 8 * UNIT * (
         abs(math.log(step)) + max(term.log_weight, 0.0)
