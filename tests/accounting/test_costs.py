@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.reference.papers.accounting import laplace_delta
+from tests.reference.papers.pure import pure_delta
 from torch_dpsco.accounting.analysis.pure import (
-    pure_delta,
     rdp_l2_knorm,
     rdp_laplace,
     rdp_pure,

@@ -27,8 +27,8 @@ from tests.reference.papers.objective import (
     rdp_of_any_sign,
 )
 from torch_dpsco.accounting.analysis import objective as op
-from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
-from torch_dpsco.accounting.analysis.objective import Change, profile
+from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, profile
+from torch_dpsco.accounting.analysis.objective import Change
 from torch_dpsco.errors import InfeasibleError
 
 mp.mp.dps = 35

@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.reference.papers.output import delta_with_failure
+from tests.reference.papers.pure import pure_delta
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
-from torch_dpsco.accounting.analysis.pure import pure_delta
 from torch_dpsco.accounting.analysis.rdp import FAILURE_KINDS, delta_before_failure
 from torch_dpsco.accounting.events import Failure, Gaussian
 from torch_dpsco.accounting.ledger import Ledger

@@ -22,7 +22,8 @@ from tests.reference.papers.accounting import (
     knorm_second_moment,
     laplace_delta,
 )
-from torch_dpsco.accounting.analysis.pure import pure_delta, rdp_l2_knorm, rdp_laplace, rdp_pure
+from tests.reference.papers.pure import pure_delta
+from torch_dpsco.accounting.analysis.pure import rdp_l2_knorm, rdp_laplace, rdp_pure
 from torch_dpsco.accounting.analysis.rdp import default_orders, rdp_epsilon
 
 epsilons = st.floats(-9.0, 3.0).map(lambda x: 10**x)

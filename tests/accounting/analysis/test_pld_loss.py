@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.reference.papers.accounting import LaplaceLoss, laplace_delta
+from tests.reference.papers.pure import pure_delta
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.analysis.pld_laws import (
     Dots,
@@ -25,7 +26,6 @@ from torch_dpsco.accounting.analysis.pld_laws import (
     ReplaceOneLoss,
     connected,
 )
-from torch_dpsco.accounting.analysis.pure import pure_delta
 
 REACH = 9.0
 PAIRS = [

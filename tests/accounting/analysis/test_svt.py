@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import binom
 
 from tests.reference.papers.accounting import sequence_probability
+from tests.reference.papers.pure import pure_delta
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_mu
 from torch_dpsco.accounting.analysis.pure import (
     above_threshold_epsilon,
@@ -21,7 +22,6 @@ from torch_dpsco.accounting.analysis.pure import (
     bad_pass_probability,
     concentration_score_sensitivity,
     laplace_difference_tail,
-    pure_delta,
     svt_gaussian_delta,
     svt_gaussian_mu,
 )

@@ -17,6 +17,7 @@ from tests.reference.papers.mixtures import (
     rdp_epsilon_at_order,
     sampled_divergence,
 )
+from tests.reference.papers.pure import _profile, pure_delta
 from torch_dpsco import _validate
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis import rdp as quad
@@ -35,8 +36,6 @@ from torch_dpsco.accounting.analysis.pure import (
     _log_integral,
     _log_total,
     _mean_over_laplace,
-    _profile,
-    pure_delta,
 )
 from torch_dpsco.accounting.analysis.rdp import (
     CHUNK,

@@ -46,6 +46,7 @@ SENSITIVITIES: Mapping[str, float] = {"replace_one": 2.0, "zero_out": 1.0, "add_
 
 # The inverses aim at log(delta) (1 + _SLACK): more than the error of the kernel, so that rounding cannot undo them.
 _SLACK = 1e-12
+KERNEL = 1e-12  # relative error of log(delta)
 _INVERSE = 1e-13  # of mu: room for what 1/sigma and sqrt(mu^2) round
 _ROUNDING = 2e-15  # of epsilon / mu - mu / 2, relative to its terms: it matters for mu > 1e3
 
@@ -109,6 +110,22 @@ def gaussian_log_delta(epsilon: float, mu: float) -> float:
     return float(log_delta_curve(np.array([epsilon]), mu)[0])
 
 
+def profile(epsilon: float, mu: float) -> float:
+    """Returns delta(epsilon, mu) for any real epsilon, rounded up.
+
+    For epsilon < 0 it is 1 - e^epsilon + e^epsilon delta(-epsilon, mu), by the symmetry of the Gaussian pair.
+
+    Example:
+        >>> round(profile(1.0, 1.0), 6), round(profile(-1.0, 1.0), 6)
+        (0.126937, 0.678818)
+    """
+    # PRIVACY: a tail of 1e-300 keeps its sign and size (test_profiles_are_never_below_their_high_precision_values)
+    delta = math.exp(gaussian_log_delta(abs(epsilon), mu) * (1 - KERNEL))
+    if epsilon < 0:
+        delta = -math.expm1(epsilon) + math.exp(epsilon) * delta
+    return min(1.0, delta * (1 + 1e-15))
+
+
 def gaussian_epsilon(mu: float, delta: float) -> float:
     """Returns the smallest epsilon for which a mu-GDP Gaussian release is (epsilon, delta)-DP, rounded up.
 
@@ -146,7 +163,7 @@ def _epsilon(mu: float, delta: float) -> float:
         return 0.0
     # delta <= Phi(-u) <= exp(-u^2/2) / 2 with u = epsilon/mu - mu/2 >= 0: at this epsilon delta is half the target.
     upper = mu * (mu / 2 + math.sqrt(-2 * math.log(delta))) * (1 + _SLACK)
-    return _safe_root(excess, 0.0, upper) * (1 + _ROUNDING) if upper < math.inf else math.inf
+    return safe_root(excess, 0.0, upper) * (1 + _ROUNDING) if upper < math.inf else math.inf
 
 
 @functools.lru_cache(maxsize=256, typed=True)
@@ -191,7 +208,7 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     infeasible = 2 * feasible
     while gaussian_log_delta(epsilon, infeasible) <= target:
         infeasible *= 2
-    mu = math.exp(-_safe_root(excess, -math.log(infeasible), -math.log(feasible)))
+    mu = math.exp(-safe_root(excess, -math.log(infeasible), -math.log(feasible)))
     return mu * (1 - _INVERSE)
 
 
@@ -291,7 +308,7 @@ def _target(delta: float) -> float:
     return math.log(check.open_interval(0.0, 1.0, delta=delta)) * (1 + _SLACK)
 
 
-def _safe_root(excess: Callable[[float], float], low: float, high: float) -> float:
+def safe_root(excess: Callable[[float], float], low: float, high: float) -> float:
     """Returns the root of a decreasing function with excess(low) > 0 >= excess(high), moved up until excess <= 0."""
     tolerance = 1e-15 * max(abs(low), abs(high))
     root = float(

@@ -82,10 +82,12 @@ from scipy.special import log_ndtr
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import (
+    KERNEL,
     gaussian_delta,
-    gaussian_log_delta,
     gaussian_mu,
     log_delta_curve,
+    profile,
+    safe_root,
     sensitivity_factor,
 )
 from torch_dpsco.accounting.analysis.rounding import down, safe, scaled_up
@@ -96,28 +98,10 @@ FloatArray = NDArray[np.float64]
 _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(16)
 _PANELS = 48
 _DEPTH = 50.0  # nats below the peak where the window ends: what lies outside is below 1e-18 of the integral
-_KERNEL = 1e-12  # relative error of log(delta)
 _ENLARGED = (
     1e-9  # more than the quadrature error (test_quadratures_are_never_below_the_integral)
 )
 _DOUBLINGS = 40
-
-
-def profile(epsilon: float, mu: float) -> float:
-    """Returns delta(epsilon, mu) of a Gaussian release for any real epsilon, rounded up.
-
-    For epsilon < 0 it is 1 - e^epsilon + e^epsilon delta(-epsilon, mu), by the symmetry of the Gaussian pair.
-
-    Example:
-        >>> round(profile(1.0, 1.0), 6), round(profile(-1.0, 1.0), 6)
-        (0.126937, 0.678818)
-    """
-    if epsilon < 0:
-        return min(
-            1.0, (-math.expm1(epsilon) + math.exp(epsilon) * profile(-epsilon, mu)) * (1 + 2e-15)
-        )
-    # PRIVACY: a tail of 1e-300 keeps its sign and size (test_profiles_are_never_below_their_high_precision_values)
-    return min(1.0, math.exp(gaussian_log_delta(epsilon, mu) * (1 - _KERNEL)) * (1 + 1e-15))
 
 
 def log_profile(epsilon: FloatArray, mu: float) -> FloatArray:
@@ -171,42 +155,22 @@ def log_concave_integral(
         return -math.inf
     log_total = top + math.log(float(np.sum(np.exp(terms - top))))
     # PRIVACY: quadrature errors only on the safe side (test_quadratures_are_never_below_the_integral)
-    return log_total + abs(log_total) * _KERNEL + _ENLARGED
+    return log_total + abs(log_total) * KERNEL + _ENLARGED
 
 
 def _window(
     log_f: Callable[[FloatArray], FloatArray], low: float, high: float
 ) -> tuple[float, float]:
-    """Returns an interval around the peak outside of which f is more than `_DEPTH` nats below it."""
-    left = low
-    right = high
+    """Returns an interval outside of which f is more than `_DEPTH` nats below its peak: too wide is safe."""
     for _ in range(12):
-        grid = np.linspace(left, right, 129)
-        best = int(np.argmax(log_f(grid)))
-        nearer = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, 128)])
-        if nearer == (left, right):
+        grid = np.linspace(low, high, 129)
+        values = log_f(grid)
+        inside = np.flatnonzero(values >= np.max(values) - _DEPTH)
+        nearer = float(grid[max(inside[0] - 1, 0)]), float(grid[min(inside[-1] + 1, 128)])
+        if nearer == (low, high):
             break
-        left, right = nearer
-    peak = (left + right) / 2
-    floor = float(np.max(log_f(np.array([left, peak, right])))) - _DEPTH
-
-    def end(outside: float) -> float:
-        inside = peak
-        if float(log_f(np.array([outside]))[0]) >= floor:
-            return outside
-        for _ in range(4):  # five halvings at once; the outer end is kept: too wide is safe
-            points = np.full(33, inside)
-            points[-1] = outside
-            for step in (16, 8, 4, 2, 1):
-                points[step :: 2 * step] = (
-                    points[: -1 : 2 * step] + points[2 * step :: 2 * step]
-                ) / 2
-            first = int(np.argmin(log_f(points) >= floor))
-            inside = float(points[first - 1])
-            outside = float(points[first])
-        return outside
-
-    return end(low), end(high)
+        low, high = nearer
+    return low, high
 
 
 def shifted_profile(
@@ -252,55 +216,22 @@ def least_noise(
         InfeasibleError: no sigma up to 2^40 times the start works.
     """
     delta = check.open_interval(0.0, 1.0, delta=delta)
-    delta_of = functools.cache(delta_of)
-    high = start
-    for _ in range(_DOUBLINGS):
-        if delta_of(high) <= delta:
-            break
-        high *= 2
-    else:
-        raise InfeasibleError(why_not)
-    low = high / 2
-    while delta_of(low) <= delta and low > start * 2.0**-_DOUBLINGS:
-        high = low
-        low = low / 2
-    below, above = _near_root(delta_of, delta, low, high)
-    while high > low * (1 + 1e-10):
-        middle = math.sqrt(low) * math.sqrt(high)
-        if not low < middle < high:
-            break
-        if middle >= above or (middle > below and delta_of(middle) <= delta):
-            high = middle
-        else:
-            low = middle
-    # PRIVACY: an end of a bracket that was checked (test_the_noise_meets_its_delta_and_hardly_less_does_not)
-    return high if delta_of(high) <= delta else above
 
-
-def _near_root(
-    delta_of: Callable[[float], float], delta: float, low: float, high: float
-) -> tuple[float, float]:
-    """Returns (below, above) with delta_of(below) > delta >= delta_of(above), close to each other, in few calls."""
-
+    @functools.cache
     def excess(sigma: float) -> float:
         return math.log1p(max((delta_of(sigma) - delta) / delta, 1e-16 - 1))
 
-    if not excess(low) > 0 >= excess(high):
-        return low, high
-    root = float(scipy.optimize.brentq(excess, low, high, xtol=low * 1e-11))
-    for sigma in (root * (1 - 2e-11), root * (1 + 2e-11)):
-        if not low < sigma < high:
-            continue
-        if delta_of(sigma) <= delta:
-            high = sigma
-        else:
-            low = sigma
-    return low, high
-
-
-def log_normal_cdf(x: float) -> float:
-    """Returns log Phi(x)."""
-    return float(log_ndtr(x))
+    high = start
+    while excess(high) > 0:
+        high *= 2
+        if high > start * 2.0**_DOUBLINGS:
+            raise InfeasibleError(why_not)
+    low = high / 2
+    while excess(low) <= 0 and low > start * 2.0**-_DOUBLINGS:
+        high = low
+        low = low / 2
+    # PRIVACY: what was checked (test_the_noise_meets_its_delta_and_hardly_less_does_not)
+    return safe_root(excess, low, high) if excess(low) > 0 else high
 
 
 AMP_MU_OUT = 0.01  # default level of the noise on the output
@@ -430,7 +361,7 @@ def amp_delta(epsilon: float, noise_std: float, change: Change, mu_out: float) -
 
 def _one_corner(left: float, mu_out: float, level: float) -> float:
     """Returns E[delta(left - max(0, G), mu_out)]."""
-    at_zero = math.exp(log_normal_cdf(-level / 2)) * profile(left, mu_out)
+    at_zero = math.exp(log_ndtr(-level / 2)) * profile(left, mu_out)
     above = shifted_profile(left - level * level / 2, level, 0, mu_out, -level / 2)
     return at_zero * (1 + 1e-14) + above
 
@@ -641,7 +572,7 @@ def objpert_rdp(order: float, noise_std: float, change: Change) -> float:
 def _length_log_moment(tilt: float, dim: int) -> float:
     """Returns log E e^(tilt chi_dim), rounded up."""
     if dim == 1:
-        log_moment = tilt * tilt / 2 + math.log(2) + log_normal_cdf(tilt)
+        log_moment = tilt * tilt / 2 + math.log(2) + log_ndtr(tilt)
         return log_moment + (1e-15 + _ROUNDING * tilt * tilt)
     high = tilt + math.sqrt(dim - 1) + 45.0
     return log_concave_integral(
@@ -653,18 +584,18 @@ def _dominating_log_moment(k: float, level: float, determinant: float) -> float:
     gauss = k * (k + 1) * level * level / 2
     far = (k + 0.5) * level
     bend = _tangent(level, determinant)
-    slope = math.exp(-determinant + log_normal_cdf(-level / 2 - bend))
-    atom = math.exp(log_normal_cdf(-level / 2)) - slope
+    slope = math.exp(-determinant + log_ndtr(-level / 2 - bend))
+    atom = math.exp(log_ndtr(-level / 2)) - slope
     middle = [math.log(atom)] if atom > 0 else []
     with_record = [
-        gauss + log_normal_cdf(-far),
+        gauss + log_ndtr(-far),
         *middle,
-        k * determinant + gauss + log_normal_cdf(far - bend),
+        k * determinant + gauss + log_ndtr(far - bend),
     ]
     without = [
-        gauss + log_normal_cdf(far),
+        gauss + log_ndtr(far),
         *middle,
-        gauss - (k + 1) * determinant + log_normal_cdf(-far - bend),
+        gauss - (k + 1) * determinant + log_ndtr(-far - bend),
     ]
     return max(0.0, _log_sum(with_record), _log_sum(without))
 
@@ -677,8 +608,8 @@ def _tangent(level: float, determinant: float) -> float:
     total_variation = gaussian_delta(level, 0.0)
 
     def gap(z: float) -> float:
-        upper = log_normal_cdf(level / 2 - z)
-        lower = log_normal_cdf(-level / 2 - z)
+        upper = log_ndtr(level / 2 - z)
+        lower = log_ndtr(-level / 2 - z)
         # e^u - e^(l - c), as e^u (1 - e^(l - c - u)): both are tiny far out
         return (
             upper
@@ -712,9 +643,9 @@ def _symmetric_log_moment(k: float, level: float, determinant: float) -> float:
     fall = -(k + 1) * determinant
     gauss = k * (k + 1) * level * level / 2
     far = (k + 0.5) * level
-    terms = [gauss + rise + log_normal_cdf(far), gauss + fall + log_normal_cdf(-far)]
+    terms = [gauss + rise + log_ndtr(far), gauss + fall + log_ndtr(-far)]
     if determinant > 0:
-        atom = math.log(math.tanh(determinant / 2)) + log_normal_cdf(-level / 2)
+        atom = math.log(math.tanh(determinant / 2)) + log_ndtr(-level / 2)
         terms += [atom + rise, atom + fall]
     return _log_sum(terms)
 

@@ -14,8 +14,8 @@ Laplace noise of scale b = 1/t on a number of sensitivity 1 is better at every o
 
     (a - 1) D_a = log( a/(2a-1) e^((a-1) t) + (a-1)/(2a-1) e^(-a t) ).
 
-Both are evaluated by their excess E, a sum or product of positive terms, where it is small, and by the exponents where
-it is large, so that neither 1 + E rounds to 1 nor anything overflows.
+Both are evaluated by the logarithm of their excess E, a sum or product of positive terms, so that neither 1 + E rounds
+to 1 nor anything overflows.
 
 The L2 K-norm mechanism has noise of density proportional to exp(-epsilon |z|_2 / sensitivity), in R^dim. Measure z in
 units of the sensitivity. Between a data set and a neighbor the center moves by v, |v| <= 1; the moment E exp(c (|Z - v|
@@ -57,12 +57,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta
+from torch_dpsco.accounting.analysis.gaussian import profile
 from torch_dpsco.accounting.analysis.rdp import (
     FloatArray,
     Orders,
@@ -103,27 +103,15 @@ def rdp_laplace(scale: float, order: Orders) -> Orders:
     """
     scale = check.nonnegative(scale=scale)
     inverse = 1 / scale if scale > 0 else math.inf
-
-    def curve(block: FloatArray) -> FloatArray:
-        return _laplace(inverse, block)
-
-    return by_order(curve, order)
+    return by_order(lambda block: _cost(inverse, block, _laplace_log_excess), order)
 
 
-@overload
-def rdp_pure(epsilon: float, order: float) -> float: ...
-
-
-@overload
-def rdp_pure(epsilon: float, order: FloatArray) -> FloatArray: ...
-
-
-def rdp_pure(epsilon: float, order: float | FloatArray) -> float | FloatArray:
+def rdp_pure(epsilon: float, order: Orders) -> Orders:
     """Returns the largest Renyi divergence that an epsilon-DP mechanism can have: that of randomized response.
 
     Args:
         epsilon: >= 0 (inf allowed).
-        order: Renyi order(s) a >= 1; at 1 the Kullback-Leibler divergence epsilon tanh(epsilon / 2).
+        order: Renyi order(s) a > 1.
 
     Returns:
         D_a, rounded up, and never above epsilon.
@@ -136,18 +124,12 @@ def rdp_pure(epsilon: float, order: float | FloatArray) -> float | FloatArray:
     Source: docs/proofs/accounting.md#pure-mechanisms.
 
     Example:
-        >>> round(rdp_pure(epsilon=1.0, order=2.0), 6), round(rdp_pure(epsilon=1.0, order=1.0), 6)
-        (0.735326, 0.462117)
+        >>> round(rdp_pure(epsilon=1.0, order=2.0), 6)
+        0.735326
     """
     epsilon = check.nonnegative(epsilon=epsilon, allow_inf=True)
-    values = np.asarray(order, dtype=np.float64)
-    if values.ndim > 1:
-        raise ValueError(f"order must be a number or a 1-d array (got shape {values.shape})")
-    for bad in np.atleast_1d(values)[~((values >= 1) & (values < np.inf)).ravel()]:
-        raise ValueError(f"order must be finite and >= 1 (got {bad})")
     # PRIVACY: the pair is the worst of all (test_no_random_epsilon_dp_pair_costs_more_than_randomized_response)
-    result = _randomized_response(epsilon, np.atleast_1d(values))
-    return float(result[0]) if values.ndim == 0 else result
+    return by_order(lambda block: _cost(epsilon, block, _response_log_excess), order)
 
 
 def rho_pure(epsilon: float) -> float:
@@ -181,105 +163,49 @@ def rho_pure(epsilon: float) -> float:
     return min(epsilon, max(_LEAST, epsilon * math.tanh(epsilon / 2) * (1 + 2e-15)))
 
 
-def pure_delta(epsilon: float, pure_epsilon: float) -> float:
-    """Returns the largest delta at `epsilon` of a mechanism that is `pure_epsilon`-DP: that of randomized response.
+def _response_log_excess(epsilon: float, order: FloatArray) -> FloatArray:
+    """Returns log E of randomized response, from the product of two positive terms."""
+    rise = (order - 1) * epsilon
+    product = np.expm1(-order * epsilon) * np.expm1(-rise)
+    log_excess: FloatArray = rise + np.log(product) - math.log1p(math.exp(-epsilon))
+    return log_excess
 
-    Args:
-        epsilon: any finite number.
-        pure_epsilon: >= 0 (inf allowed).
 
-    Returns:
-        (e^pure_epsilon - e^epsilon) / (1 + e^pure_epsilon), and max(0, 1 - e^epsilon) beyond +-pure_epsilon, rounded
-        up.
+def _laplace_log_excess(inverse: float, order: FloatArray) -> FloatArray:
+    """Returns log E of Laplace noise; `inverse` is t = 1/scale.
 
-    Raises:
-        ValueError: an argument is out of range.
-
-    Source: docs/proofs/accounting.md#pure-mechanisms; Kairouz, Oh and Viswanath 2015.
-
-    Example:
-        >>> round(pure_delta(epsilon=0.5, pure_epsilon=1.0), 6)
-        0.287649
+    With h(y) = e^y - 1 - y, (2a - 1) E = a h((a-1) t) + (a - 1) h(-a t): the terms linear in t cancel and are left out.
     """
-    epsilon = check.finite(epsilon=epsilon)
-    worst = check.nonnegative(pure_epsilon=pure_epsilon, allow_inf=True)
-    if epsilon <= -worst:
-        return _profile(epsilon)
-    return _profile(epsilon - worst, 1 + math.exp(-worst))
-
-
-def _profile(exponent: float, divisor: float = 1.0) -> float:
-    """Returns (1 - e^exponent) / divisor, or 0 if that is negative, rounded up."""
-    # PRIVACY: 1e-15 exceeds the rounding (test_profiles_are_not_below_their_high_precision_values)
-    return min(1.0, max(0.0, -math.expm1(exponent)) / divisor * (1 + 1e-15))
-
-
-def _laplace(inverse: float, order: FloatArray) -> FloatArray:
-    """D_a of Laplace noise; `inverse` is 1/scale.
-
-    With g(y) = (e^y - 1 - y) / y^2 > 0, E = (a - 1) F, F = a t^2 ((a - 1) g((a-1) t) + a g(-a t)) / (2a - 1): the terms
-    linear in t cancel exactly and are left out.
-    """
-    if math.isinf(inverse):
-        return np.full_like(order, np.inf)
     excess = order - 1
-    with np.errstate(over="ignore", under="ignore"):
-        up = np.minimum(excess * inverse, 1.0)
-        weighted = excess * _second_difference(up) + order * _second_difference(-order * inverse)
-        small = _from_slope(order * inverse * inverse * weighted / (2 * order - 1), excess)
-        # large: e^((a-1) t) a/(2a-1) (1 + (a-1)/a e^(-(2a-1) t)); for a near 1 the logs are of the order of a - 1
-        rest = np.log1p(excess / order * np.exp(-(2 * order - 1) * inverse)) - np.log1p(
-            excess / order
-        )
-        large = inverse + rest / excess
-        return _cost(np.where(excess * inverse < 1.0, small, large), inverse)
+    up = np.log(order) + _log_bend(excess * inverse)
+    down = np.log(excess) + _log_bend(-order * inverse)
+    return np.logaddexp(up, down) - np.log(2 * order - 1)
 
 
-def _randomized_response(epsilon: float, order: FloatArray) -> FloatArray:
-    """D_a of randomized response; at a = 1 its limit."""
-    if math.isinf(epsilon):
-        return np.full_like(order, np.inf)
-    excess = order - 1
-    with np.errstate(over="ignore", under="ignore"):
-        half = np.minimum(excess * epsilon, 1.0) / 2
-        sinh_over_excess = (
-            epsilon / 2 * np.where(half > 0, np.sinh(half) / np.where(half > 0, half, 1.0), 1.0)
-        )
-        ratio = (
-            -np.exp(half) * np.expm1(-order * epsilon) / (1 + math.exp(-epsilon))
-        )  # sinh over cosh
-        small = _from_slope(2 * ratio * sinh_over_excess, excess)
-        # large: D = epsilon - log((1 + e^-epsilon) / (1 + e^(-(2a-1) epsilon))) / (a - 1), the ratio as 1 + gap
-        far = np.exp(-(2 * order - 1) * epsilon)
-        gap = -math.exp(-epsilon) * np.expm1(-2 * excess * epsilon) / (1 + far)
-        large = epsilon - np.log1p(gap) / np.where(excess > 0, excess, 1.0)
-        return np.minimum(
-            _cost(np.where(excess * epsilon < 1.0, small, large), epsilon), epsilon
-        )
-
-
-def _from_slope(slope: FloatArray, excess: FloatArray) -> FloatArray:
-    """Returns log(1 + E) / (a - 1) for E = (a - 1) slope, with the relative accuracy of the slope."""
-    moment = np.minimum(excess * slope, 1e100)  # larger ones are not used
-    safe = np.where(moment > 0, moment, 1.0)
-    result: FloatArray = slope * np.where(moment > 0, np.log1p(safe) / safe, 1.0)
-    return result
-
-
-def _second_difference(y: FloatArray) -> FloatArray:
-    """Returns (e^y - 1 - y) / y^2, by its series for |y| < 1."""
-    total = np.zeros_like(y)
+def _log_bend(y: FloatArray) -> FloatArray:
+    """Returns log(e^y - 1 - y), by its series for |y| < 1."""
     near = np.clip(y, -1.0, 1.0)
+    total = np.zeros_like(y)
     for k in range(22, 1, -1):  # sum of y^(k-2) / k!; what is left out is below 1e-22
         total = total * near + 1 / math.factorial(k)
-    far = np.where(np.abs(y) < 1.0, 1.0, y)
-    return np.where(np.abs(y) < 1.0, total, (np.expm1(far) - far) / far / far)
+    above = y + np.log1p(-(1 + y) * np.exp(-np.maximum(y, 1.0)))
+    far = np.where(y > 0, above, np.log(np.expm1(np.minimum(y, 0.0)) - y))
+    return np.where(np.abs(y) < 1.0, 2 * np.log(np.abs(near)) + np.log(total), far)
 
 
-def _cost(value: FloatArray, epsilon: float) -> FloatArray:
-    """Returns the value rounded up; where it underflows, the least cost that is reported for a positive epsilon."""
+def _cost(
+    epsilon: float, order: FloatArray, log_excess: Callable[[float, FloatArray], FloatArray]
+) -> FloatArray:
+    """Returns D_a of a mechanism that is epsilon-DP, rounded up; what underflows is the least cost that is reported."""
+    if epsilon == 0 or math.isinf(epsilon):
+        return np.full_like(order, epsilon)
+    with np.errstate(all="ignore"):
+        log_moment = log_excess(epsilon, order)
+        # log(1 + E) <= E, and nearly E where that is tiny
+        tiny = np.exp(log_moment - np.log(order - 1))
+        value = np.where(log_moment < -40, tiny, np.logaddexp(0.0, log_moment) / (order - 1))
     # PRIVACY: covers rounding and underflow (test_no_curve_is_below_its_high_precision_value)
-    return np.maximum(rounded_up(value), _LEAST) if epsilon > 0 else np.zeros_like(value)
+    return np.minimum(np.maximum(rounded_up(value), _LEAST), epsilon)
 
 
 _DEPTH = 50.0  # what lies e^-50 below the peak of an integrand is left out
@@ -333,21 +259,19 @@ def rdp_l2_knorm(epsilon: float, dim: int, order: Orders) -> Orders:
 def _log_excess(epsilon: float, dim: int, order: FloatArray) -> FloatArray:
     """Returns log E, E = E_Q[r^a] - 1, by the two-sided kernel: Q has the exponent -loss / 2 on loss > 0."""
     column = order[:, None]
-
-    def kernel(loss: FloatArray) -> FloatArray:
-        return two_sided(column, loss) - column * loss
-
-    slopes = (order - 0.5) * epsilon
-    return _log_integral(epsilon, dim, slopes, kernel) - _log_total(epsilon, dim)
+    log_excess = _log_integral(
+        epsilon,
+        dim,
+        (order - 0.5) * epsilon,
+        lambda loss: two_sided(column, loss) - column * loss,
+    )
+    return log_excess - _log_total(epsilon, dim)
 
 
 def _log_total(epsilon: float, dim: int) -> float:
     """Returns the log of the constant of the density of eta."""
-
-    def kernel(loss: FloatArray) -> FloatArray:
-        return np.log1p(np.exp(-loss))
-
-    return float(_log_integral(epsilon, dim, np.array([epsilon / 2]), kernel)[0])
+    slopes = np.array([epsilon / 2])
+    return float(_log_integral(epsilon, dim, slopes, lambda loss: np.log1p(np.exp(-loss)))[0])
 
 
 def _log_integral(
@@ -404,20 +328,16 @@ def _window(slopes: FloatArray, dim: int, start: float) -> tuple[FloatArray, Flo
             drop = drop - power * np.log(ratio)
         return drop
 
-    inside_low = peak
-    outside_low = np.full_like(peak, start)
-    inside_high = peak
-    outside_high = np.full_like(peak, math.pi / 2)
-    for _ in range(60):  # the outer ends are kept: too wide is safe
-        middle = (inside_low + outside_low) / 2
-        deep = fall(middle) > _DEPTH
-        outside_low = np.where(deep, middle, outside_low)
-        inside_low = np.where(deep, inside_low, middle)
-        middle = (inside_high + outside_high) / 2
-        deep = fall(middle) > _DEPTH
-        outside_high = np.where(deep, middle, outside_high)
-        inside_high = np.where(deep, inside_high, middle)
-    return outside_low, outside_high
+    def end(outside: FloatArray) -> FloatArray:
+        inside = peak
+        for _ in range(60):  # the outer end is kept: too wide is safe
+            middle = (inside + outside) / 2
+            deep = fall(middle) > _DEPTH
+            outside = np.where(deep, middle, outside)
+            inside = np.where(deep, inside, middle)
+        return outside
+
+    return end(np.full_like(peak, start)), end(np.full_like(peak, math.pi / 2))
 
 
 def _kappa(epsilon: float, dim: int) -> float:
@@ -649,18 +569,29 @@ def bad_pass_margin(
     """
     failure = check.open_interval(0.0, 1.0, failure=failure)
     steps = check.positive_count(steps=steps)
+
+    def fits(margin: float) -> bool:
+        return steps * laplace_difference_tail(margin, threshold_scale, query_scale) <= failure
+
     low = 0.0
     high = threshold_scale + query_scale
-    while steps * laplace_difference_tail(high, threshold_scale, query_scale) > failure:
+    while not fits(high):
         low = high
         high = 2 * high
-    while low < (middle := (low + high) / 2) < high and high - low > 1e-12 * high:
-        fits = steps * laplace_difference_tail(middle, threshold_scale, query_scale) <= failure
-        if fits:
-            high = middle
+    return _bisected(fits, high, low, 1e-12)
+
+
+def _bisected(fits: Callable[[float], bool], good: float, bad: float, share: float) -> float:
+    """Returns a number that fits, next to one that does not, up to a share of it."""
+    while abs(good - bad) > share * max(good, bad):
+        middle = (good + bad) / 2
+        if middle in (good, bad):
+            break
+        if fits(middle):
+            good = middle
         else:
-            low = middle
-    return high
+            bad = middle
+    return good
 
 
 def svt_gaussian_delta(epsilon: float, epsilon_svt: float, mu: float) -> float:
@@ -694,10 +625,8 @@ def svt_gaussian_delta(epsilon: float, epsilon_svt: float, mu: float) -> float:
     mu = check.nonnegative(mu=mu)
     likely = 1 / (1 + math.exp(-svt))
     rare = math.exp(-svt) * likely
-    delta = likely * _gaussian_hockey_stick(epsilon - svt, mu) + rare * _gaussian_hockey_stick(
-        epsilon + svt, mu
-    )
-    return min(1.0, delta * (1 + 1e-14))
+    delta = likely * profile(epsilon - svt, mu) + rare * profile(epsilon + svt, mu)
+    return min(1.0, delta * (1 + 9e-15))
 
 
 def svt_gaussian_mu(epsilon: float, delta: float, epsilon_svt: float) -> float:
@@ -724,36 +653,20 @@ def svt_gaussian_mu(epsilon: float, delta: float, epsilon_svt: float) -> float:
     epsilon = check.nonnegative(epsilon=epsilon)
     delta = check.open_interval(0.0, 1.0, delta=delta)
     svt = check.nonnegative(epsilon_svt=epsilon_svt)
-    low = 0.0
-    high = 1.0
-    if svt_gaussian_delta(epsilon, svt, low) >= delta:
+
+    def fits(mu: float) -> bool:
+        return svt_gaussian_delta(epsilon, svt, mu) <= delta
+
+    least = svt_gaussian_delta(epsilon, svt, 0.0)
+    if least >= delta:
         raise InfeasibleError(
-            f"delta must be > {pure_delta(epsilon, svt):g} beside epsilon_svt = {svt:g} at epsilon"
-            f" = {epsilon:g} (got {delta:g})"
+            f"delta must be > {least:g} beside epsilon_svt = {svt:g} at epsilon = {epsilon:g} (got"
+            f" {delta:g})"
         )
-    while svt_gaussian_delta(epsilon, svt, high) <= delta:
-        low = high
+    high = 1.0
+    while fits(high):
         high = 2 * high
-    if low == 0:
-        low = high
-        while svt_gaussian_delta(epsilon, svt, low) > delta:
-            high = low
-            low = low / 2
-    # invariant: low fits, high does not
-    while high > low * (1 + 1e-13) and low < (middle := (low + high) / 2) < high:
-        if svt_gaussian_delta(epsilon, svt, middle) <= delta:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def _gaussian_hockey_stick(epsilon: float, mu: float) -> float:
-    """Returns H_t(N(mu, 1) || N(0, 1)) at t = e^epsilon for any real epsilon; H_t = 1 - t + t H_(1/t) by symmetry."""
-    log_delta = gaussian_log_delta(abs(epsilon), mu)
-    # margin: the kernel is accurate to 1e-12 of the log (docs/proofs/accounting.md#renyi-integrals)
-    delta = math.exp(log_delta * (1 - 1e-12)) if math.isfinite(log_delta) else 0.0
-    return delta if epsilon >= 0 else -math.expm1(epsilon) + math.exp(epsilon) * delta
+    return _bisected(fits, high / 2 if high > 1 else 0.0, high, 1e-13)
 
 
 def _log_cdf(y: FloatArray) -> FloatArray:
