@@ -23,11 +23,11 @@ Source: docs/proofs/allocation.md#one-pass.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
-import scipy
 from scipy.special import log_ndtr
 
 from torch_dpsco import _validate as check
@@ -48,7 +48,7 @@ from torch_dpsco.accounting.analysis.pld_laws import (
 from torch_dpsco.accounting.analysis.rdp import FloatArray
 from torch_dpsco.accounting.analysis.rounding import down
 
-_SEARCH = 1e-4  # of the noise or of epsilon
+_SEARCH = 5e-5  # of the noise or of epsilon
 _TRIALS = 48  # a quarter of them secants, then halves
 _EXCHANGED = {"remove": "add", "add": "remove", "replace": "replace"}
 
@@ -216,14 +216,11 @@ def _epsilon(noise: float, steps: int, delta: float, adjacency: str, epochs: int
 
 @lru_cache(maxsize=256)
 def _least_noise(epsilon: float, delta: float, steps: int, adjacency: str, epochs: int) -> float:
-    """Finds the noise by a secant on the logarithm of epsilon, in that of the noise, inside a bracket."""
     mu = gaussian_mu(epsilon, delta) / math.sqrt(epochs)
     way = _way(adjacency)
-    low = LEAST_NOISE
-    high = (
-        AllocationLoss(1.0, steps, way).unsampled_mu / mu * (1 + 1e-12)
-    )  # without amplification
-    if steps == 1 or high <= low:
+    # without amplification
+    high = AllocationLoss(1.0, steps, way).unsampled_mu / mu * (1 + 1e-12)
+    if steps == 1 or high <= LEAST_NOISE:
         return high
     if high > MOST_NOISE:
         high = MOST_NOISE
@@ -233,34 +230,48 @@ def _least_noise(epsilon: float, delta: float, steps: int, adjacency: str, epoch
                 f"epsilon must be >= {least:.3g} for passes of random allocation, whose noise"
                 f" counts as at most {MOST_NOISE:g} clips (got {epsilon:g})"
             )
-    noise, slope = _guess(mu, steps, way)
-    known: dict[float, float] = {}
-    for tried in range(_TRIALS):
-        noise = min(max(noise, low), high)
-        if noise in known or tried > _TRIALS // 4:
-            noise = math.sqrt(low * high)
+
+    def excess(noise: float) -> float:
         found = _epsilon(noise, steps, delta, adjacency, epochs)
-        excess = known[noise] = math.log(max(found, 1e-9 * epsilon) / epsilon)
-        # PRIVACY: only what was seen to meet the target (test_calibrated_noise_meets_its_target)
-        if excess > 0:
-            low = noise
+        return math.log(max(found, 1e-9 * epsilon) / epsilon)
+
+    return _sought(excess, LEAST_NOISE, high, *_guess(mu, steps, way))
+
+
+def _sought(
+    excess: Callable[[float], float], low: float, high: float, guess: float, slope: float
+) -> float:
+    """Returns where a falling function is at most 0, nearly the first such place: at `high` it is.
+
+    By secants from a guess and a slope, inside of a bracket, and by halves if a dozen have not met.
+    """
+    before: tuple[float, float] | None = None
+    for tried in range(_TRIALS):
+        if tried > _TRIALS // 4 or not low < guess < high:
+            guess = (low + high) / 2
+        value = excess(guess)
+        # PRIVACY: only what was seen to meet the target (test_calibrated_noise_meets_its_target,
+        # test_the_epsilon_of_a_pass_meets_delta)
+        if value > 0:
+            low = guess
         else:
-            high = noise
-        if high <= low * (1 + _SEARCH) or 0 <= -excess <= -slope * _SEARCH:
+            high = guess
+        if before and (found := (value - before[1]) / (guess - before[0])) < 0:
+            slope = found
+        near = _SEARCH * guess
+        if high - low <= near or 0 <= -value <= -slope * near:
             break
-        if len(known) > 1:
-            (first, before), (second, after) = list(known.items())[-2:]
-            slope = min((after - before) / math.log(second / first), slope / 4)
-        noise *= math.exp(min(max(_SEARCH / 2 - excess / slope, -2.0), 2.0))
+        before = guess, value
+        guess += near / 2 - value / slope
     return high
 
 
 def _guess(mu: float, steps: int, way: str) -> tuple[float, float]:
-    """Returns about the noise of a pass of which many terms together cost mu, and the slope of log mu in its log."""
+    """Returns about the noise of a pass of which many terms together cost mu, and the slope of log mu in it."""
     rise = steps * math.expm1(mu * mu)
     one = math.asinh(rise / 4) if way == "replace" else math.log1p(rise)  # 1 / z^2
     fall = 4 * math.cosh(one) if way == "replace" else math.exp(one)
-    return 1 / math.sqrt(one), -one * fall / (steps + rise) / (mu * mu)
+    return 1 / math.sqrt(one), -(one**1.5) * fall / (steps + rise) / (mu * mu)
 
 
 @lru_cache(maxsize=64)
@@ -355,66 +366,40 @@ def log_delta(pair: AllocationLoss, epsilon: float) -> float:
 
 @lru_cache(maxsize=2048)
 def epsilon_at(pair: AllocationLoss, delta: float) -> float:
-    """Returns an epsilon >= 0 at which the bound on delta is at most `delta`, nearly the least one.
-
-    A secant on sqrt(-log delta), which is nearly linear, inside a bracket.
-    """
-    low = -1.0
+    """Returns an epsilon >= 0 at which the bound on delta is at most `delta`, nearly the least one."""
     high = gaussian_epsilon(pair.unsampled_mu, delta)
     target = math.log(delta)
+
+    def excess(epsilon: float) -> float:
+        # nearly linear
+        return math.sqrt(-target) - math.sqrt(-log_delta(pair, epsilon))
+
     # where no guess is good, that of the unsampled Gaussian
     if pair.plain or high == 0 or target < _DEEPEST:
         return high
-    epsilon, slope = _start(pair, target, high)
-    seen: tuple[float, float] | None = None
-    for tried in range(_TRIALS):
-        if epsilon <= 0 and low < 0:
-            epsilon = 0.0
-        elif tried > _TRIALS // 4 or not low < epsilon < high:
-            epsilon = (max(low, 0.0) + high) / 2
-        excess = math.sqrt(-target) - math.sqrt(-log_delta(pair, epsilon))
-        # PRIVACY: only what was seen to meet delta is returned (test_the_epsilon_of_a_pass_meets_delta)
-        if excess > 0:
-            low = epsilon
-        else:
-            high = epsilon
-        if seen and (found := (excess - seen[1]) / (epsilon - seen[0])) < 0:
-            slope = found
-        if high - max(low, 0.0) <= _SEARCH * high or 0 <= -excess <= -slope * _SEARCH * epsilon:
-            break
-        seen = epsilon, excess
-        epsilon += _SEARCH * epsilon / 2 - excess / slope
-    return high
+    if excess(0.0) <= 0:
+        return 0.0
+    guess = _start(pair, delta, high)
+    return _sought(excess, 0.0, high, guess, -math.sqrt(-target) / guess)
 
 
-def _start(pair: AllocationLoss, target: float, most: float) -> tuple[float, float]:
-    """Returns about the epsilon at log delta = target, and the slope there of -sqrt(-log delta).
+def _start(pair: AllocationLoss, delta: float, most: float) -> float:
+    """Returns about the epsilon at delta, > 0.
 
-    By two Gaussians: one large term against the rest, taken for a lognormal number, and all terms together.
+    The larger of two Gaussians': all terms together, and one large term against the rest, taken for a lognormal number.
     """
     variance = math.expm1(1 / pair.noise**2)
     others = 0.0
-    most = min(most, LARGEST)
     whole = variance / pair.steps
     if pair.way == "replace":
         others = variance / (pair.steps - 1)
         whole = 2 * (variance - math.expm1(-1 / pair.noise**2)) / pair.steps
-    mu = math.sqrt(math.log1p(whole))
-    spread = math.hypot(1 / pair.noise, math.sqrt(math.log1p(others)))
-
-    def excess(epsilon: float) -> float:
-        found = gaussian_log_delta(epsilon, mu)
-        if pair.way != "add":
-            large = gaussian_log_delta(math.log1p(pair.steps * math.expm1(epsilon)), spread)
-            found = min(float(np.logaddexp(found, large)), 0.0)
-        return math.sqrt(-target) - math.sqrt(-found)
-
-    epsilon = 0.0 if excess(0.0) <= 0 else most
-    if excess(0.0) > 0 > excess(most):
-        epsilon = float(scipy.optimize.brentq(excess, 0.0, most, xtol=1e-9 * most, rtol=1e-3))
-    least = max(0.99 * epsilon, 0.0)
-    width = max(0.02 * epsilon, 1e-6 * most)
-    return epsilon, min((excess(least + width) - excess(least)) / width, -1e-9)
+    epsilon = gaussian_epsilon(math.sqrt(math.log1p(whole)), delta)
+    if pair.way != "add":
+        spread = math.hypot(1 / pair.noise, math.sqrt(math.log1p(others)))
+        large = min(gaussian_epsilon(spread, delta), 700.0)
+        epsilon = max(epsilon, math.log1p(math.expm1(large) / pair.steps))
+    return max(min(epsilon, most, LARGEST), 1e-9 * most)
 
 
 @lru_cache(maxsize=64)
