@@ -470,8 +470,8 @@ def test_the_default_grid_is_ascending_with_integers_from_eleven_on():
     [
         (lambda: rdp_poisson_gaussian(1.5, 1.0, 2.0), "sample_rate must be in"),
         (lambda: rdp_poisson_gaussian(-0.1, 1.0, 2.0), "sample_rate must be in"),
-        (lambda: rdp_poisson_gaussian(0.1, -1.0, 2.0), "noise_multiplier must be >= 0"),
-        (lambda: rdp_poisson_gaussian(0.1, math.inf, 2.0), "noise_multiplier must be finite"),
+        (lambda: rdp_poisson_gaussian(0.1, -1.0, 2.0), "noise must be >= 0"),
+        (lambda: rdp_poisson_gaussian(0.1, math.inf, 2.0), "noise must be finite"),
         (lambda: rdp_poisson_gaussian(0.1, 1.0, 1.0), "order must be finite and > 1"),
         (lambda: rdp_poisson_gaussian(0.1, 1.0, math.nan), "order must be finite and > 1"),
         (

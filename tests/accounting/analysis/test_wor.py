@@ -282,7 +282,7 @@ def test_measured_tight_noise_of_the_hoelder_spec_is_enough_and_hardly_more(
     ("call", "message"),
     [
         (lambda: rdp_wor_gaussian(1.5, 1.0, 2.0), "sample_rate must be in"),
-        (lambda: rdp_wor_gaussian(0.1, -1.0, 2.0), "noise_ratio must be >= 0"),
+        (lambda: rdp_wor_gaussian(0.1, -1.0, 2.0), "noise must be >= 0"),
         (lambda: rdp_wor_gaussian_wbk(0.1, 1.0, 0.5), "order must be finite and > 1"),
         (lambda: rdp_wor_gaussian_closed_form(math.nan, 1.0, 2.0), "sample_rate must be in"),
     ],

@@ -40,7 +40,7 @@ import scipy
 from scipy.special import erfcx, ndtr
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.rdp import FloatArray
+from torch_dpsco.accounting.analysis.rounding import FloatArray
 
 SENSITIVITIES: Mapping[str, float] = {"replace_one": 2.0, "zero_out": 1.0, "add_remove": 1.0}
 

@@ -77,7 +77,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import scipy
-from numpy.typing import NDArray
 from scipy.special import log_ndtr
 
 from torch_dpsco import _validate as check
@@ -90,10 +89,8 @@ from torch_dpsco.accounting.analysis.gaussian import (
     safe_root,
     sensitivity_factor,
 )
-from torch_dpsco.accounting.analysis.rounding import down, safe, scaled_up
+from torch_dpsco.accounting.analysis.rounding import FloatArray, down, safe, scaled_up
 from torch_dpsco.errors import InfeasibleError
-
-FloatArray = NDArray[np.float64]
 
 _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(16)
 _PANELS = 48

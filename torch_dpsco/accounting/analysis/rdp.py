@@ -101,7 +101,8 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import log_ndtr
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.rounding import up
+from torch_dpsco.accounting.analysis.gaussian import safe_root
+from torch_dpsco.accounting.analysis.rounding import FloatArray, up
 
 # Below this noise, times size^1.5, the panels between the components become too many, and rounding of x / z too large.
 _MIN_NOISE = 1e-4
@@ -218,6 +219,8 @@ def sampled_divergence(
         order: scalar or array.
         log_excess: log E(a) of a proper mixture at an ascending block of orders.
     """
+    check.between(0.0, 1.0, sample_rate=rate)
+    check.nonnegative(noise=noise)
 
     def curve(block: FloatArray) -> FloatArray:
         if rate == 0:
@@ -277,13 +280,13 @@ def rdp_wor_gaussian(sample_rate: float, noise_ratio: float, order: Orders) -> O
         >>> round(rdp_wor_gaussian(sample_rate=0.01, noise_ratio=1.0, order=2.0), 9)
         0.000280639
     """
-    rate = check.between(0.0, 1.0, sample_rate=sample_rate)
-    noise = check.nonnegative(noise_ratio=noise_ratio)
-    return sampled_divergence(rate, noise, 1.0, order, _wor_log_excess)
-
-
-def _wor_log_excess(mixture: PoissonMixture, order: FloatArray) -> FloatArray:
-    return mixture.log_excess_above(order, 0.5, two_sided=True)
+    return sampled_divergence(
+        sample_rate,
+        noise_ratio,
+        1.0,
+        order,
+        lambda mixture, block: mixture.log_excess_above(block, 0.5, two_sided=True),
+    )
 
 
 def default_orders() -> FloatArray:
@@ -326,9 +329,14 @@ def rdp_poisson_gaussian(sample_rate: float, noise_multiplier: float, order: Ord
         >>> round(rdp_poisson_gaussian(sample_rate=0.01, noise_multiplier=1.0, order=2.0), 9)
         0.000171813
     """
-    rate = check.between(0.0, 1.0, sample_rate=sample_rate)
-    noise = check.nonnegative(noise_multiplier=noise_multiplier)
-    return sampled_divergence(rate, noise, 1.0, order, _remove_log_excess)
+    return sampled_divergence(
+        sample_rate,
+        noise_multiplier,
+        1.0,
+        order,
+        # the kernel is bounded where r < 1, hence 10 z below 0 suffice
+        lambda mixture, block: mixture.log_excess_above(block, -REACH * mixture.noise),
+    )
 
 
 def rdp_poisson_gaussian_replace_one(
@@ -359,14 +367,7 @@ def rdp_poisson_gaussian_replace_one(
         >>> round(rdp_poisson_gaussian_replace_one(sample_rate=0.01, noise_multiplier=0.6, order=1.5), 9)
         0.001774543
     """
-    rate = check.between(0.0, 1.0, sample_rate=sample_rate)
-    noise = check.nonnegative(noise_multiplier=noise_multiplier)
-    return sampled_divergence(rate, noise, 2.0, order, _replace_log_excess)
-
-
-def _remove_log_excess(mixture: PoissonMixture, order: FloatArray) -> FloatArray:
-    """E = E_N0[phi_a(r)]; phi_a is bounded where r < 1, hence 10 z below 0 suffice."""
-    return mixture.log_excess_above(order, -REACH * mixture.noise)
+    return sampled_divergence(sample_rate, noise_multiplier, 2.0, order, _replace_log_excess)
 
 
 def _replace_log_excess(mixture: PoissonMixture, order: FloatArray) -> FloatArray:
@@ -528,7 +529,6 @@ def curve_of(
     return order, value
 
 
-FloatArray = NDArray[np.float64]
 Orders = TypeVar("Orders", float, NDArray[np.float64])
 Pair = Callable[[FloatArray], tuple[FloatArray, FloatArray]]
 
@@ -832,11 +832,11 @@ def zcdp_epsilon(rho: float, delta: float) -> float:
     )
 
 
+_LEAST_RHO = 700.0  # -log of a rho that is not told from 0
+
+
 def zcdp_rho(epsilon: float, delta: float) -> float:
     """Returns the largest rho for which rho-zCDP is known to imply (epsilon, delta)-DP, rounded down.
-
-    At the optimal b, rho = (log(1/delta) - log(1 + b)) / b^2 and epsilon = (1 + 2b) rho - log(1 + 1/b), which
-    decreases in b: one root.
 
     Args:
         epsilon: >= 0.
@@ -857,21 +857,14 @@ def zcdp_rho(epsilon: float, delta: float) -> float:
         0.03056
     """
     epsilon = check.nonnegative(epsilon=epsilon)
-    log_inverse = -math.log(check.open_interval(0.0, 1.0, delta=delta))
 
-    def gap(log_b: float) -> float:
-        b = math.exp(log_b)
-        rho = (log_inverse - math.log1p(b)) / b / b
-        return (1 + 2 * b) * rho - math.log1p(1 / b) - epsilon
+    def excess(minus_log_rho: float) -> float:
+        return zcdp_epsilon(math.exp(-minus_log_rho), delta) - epsilon
 
-    # At the largest b, 1/delta - 1, rho is 0 and the gap is negative; at small b it is about log(1/delta) / b^2.
-    high = min(
-        log_inverse + math.log(-math.expm1(-log_inverse)), 709.0
-    )  # e^709 is the last power that is finite
-    low = high - 1.0
-    while gap(low) <= 0:
-        low -= 1.0 + abs(low) / 8
-    b = math.exp(high if gap(high) > 0 else scipy.optimize.brentq(gap, low, high, xtol=1e-12))
-    rho = (epsilon + math.log1p(1 / b) - (log_inverse - math.log1p(b)) / b) / (1 + b)
-    # PRIVACY: 1e-12 exceeds all rounding (test_zcdp_conversions_are_on_the_safe_side)
-    return rho * (1 - 1e-12) if rho > 1e-300 else 0.0  # subnormal numbers round by more
+    most = 1 + epsilon
+    while zcdp_epsilon(most, delta) <= epsilon:
+        most *= 2
+    if excess(_LEAST_RHO) > 0:
+        return 0.0
+    rho = math.exp(-safe_root(excess, -math.log(most), _LEAST_RHO))
+    return rho if rho > 1e-300 else 0.0
