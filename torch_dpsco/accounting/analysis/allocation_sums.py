@@ -28,12 +28,13 @@ import numpy.typing as npt
 from scipy.special import ndtr, ndtri
 
 from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta
-from torch_dpsco.accounting.analysis.pld import convolved, log_beyond, log_of, transform_size
+from torch_dpsco.accounting.analysis.pld import convolved, log_of, released, transform_size
 from torch_dpsco.accounting.analysis.pld_laws import (
     UNIT,
     GridLaw,
     LossPair,
     Window,
+    edges,
     least,
     tilted,
     window,
@@ -304,13 +305,8 @@ def _nodes(noise: float) -> tuple[FloatArray, FloatArray]:
 
 def _cuts(low: int, middle: int, high: int) -> npt.NDArray[np.int64]:
     """Returns the indices between which a law is spread."""
-    ratio = 1 + 1 / _DETAIL
     widest = max(middle - low, high - middle, _DETAIL)
-    far = np.ceil(
-        _DETAIL * ratio ** np.arange(math.ceil(math.log(widest / _DETAIL) / math.log(ratio)) + 1)
-    )
-    away = np.unique(np.concatenate([np.arange(_DETAIL + 1), far.astype(np.int64)]))
-    cuts = np.concatenate([middle - away[:0:-1], middle + away])
+    cuts = middle + edges(_DETAIL, widest.bit_length())
     return np.concatenate([[low], cuts[(cuts > low) & (cuts < high)], [high]])
 
 
@@ -379,7 +375,8 @@ def _exceeded(law: GridLaw, count: int, view: Window, aim: float) -> tuple[int, 
     part = tilted(law, tilt)
     mass, error = convolved([(part, count)], first, transform_size(view.width / grid + 4))
     losses = np.asarray((first + np.arange(mass.size)) * grid, dtype=np.float64)
-    log_scale = count * part.log_norm - tilt * aim
+    norm, summed, moment, _ = count * released(part, view.rise)
+    log_scale = norm - tilt * aim
 
     # PRIVACY: the margin for rounding (test_the_margin_for_rounding_is_in_the_figure)
     kept = np.maximum(mass + error, 0.0)
@@ -388,12 +385,10 @@ def _exceeded(law: GridLaw, count: int, view: Window, aim: float) -> tuple[int, 
     sums = np.append(np.cumsum(above[:0:-1])[::-1], 0.0)
     with np.errstate(divide="ignore"):
         inside = np.maximum(np.log(sums) + log_scale, -1e5)
-    summed = count * (2 + 2 * abs(part.log_norm) + math.log(part.mass.size))
     slack = 8 * UNIT * (8 + mass.size + summed + float(np.abs(losses).max()) + abs(aim))
     # x <= e^(y x) / (e y): what lies above the window
-    log_lost = log_beyond([(law, count)], losses[-1], view.rise) + np.log(
-        (losses[-1] - losses + 1 / (math.e * view.rise)) / grid * (1 + 1e-12)
-    )
+    farther = (losses[-1] - losses + 1 / (math.e * view.rise)) / grid * (1 + 1e-12)
+    log_lost = 1e-6 - view.rise * losses[-1] + moment + np.log(farther)
     log_value = np.logaddexp(inside + slack, log_lost) + 8 * UNIT * (8 + np.abs(inside))
     log_value[tilt * (losses - aim) < -650.0] = math.inf  # exponentials were clipped
     return first, log_value

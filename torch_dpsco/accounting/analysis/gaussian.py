@@ -191,7 +191,7 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     epsilon = check.nonnegative(epsilon=epsilon)
     # Two slacks below what gaussian_epsilon aims at, so that the kernel's error cannot put epsilon(mu) above epsilon:
     # a budget would refuse the very noise that was calibrated for it.
-    target = _target(delta) * (1 + 2 * _SLACK)
+    target = _target(check.open_interval(0.0, 1.0, delta=delta)) * (1 + 2 * _SLACK)
 
     def excess(minus_log_mu: float) -> float:
         return gaussian_log_delta(epsilon, math.exp(-minus_log_mu)) - target
@@ -305,7 +305,7 @@ def _mills_derivatives(x: FloatArray) -> tuple[FloatArray, FloatArray]:
 
 def _target(delta: float) -> float:
     # PRIVACY: aims below delta, so that kernel errors cannot overspend (test_the_inverses_are_on_the_safe_side)
-    return math.log(check.open_interval(0.0, 1.0, delta=delta)) * (1 + _SLACK)
+    return math.log(delta) * (1 + _SLACK)
 
 
 def safe_root(excess: Callable[[float], float], low: float, high: float) -> float:

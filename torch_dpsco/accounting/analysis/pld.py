@@ -492,21 +492,16 @@ def compose(laws: Counted, view: Window, aim: float) -> DeltaCurve:
     parts = [(tilted(law, tilt), count) for law, count in laws]
     losses = np.asarray((first + np.arange(size)) * grid, dtype=np.float64)
     mass, error = convolved(parts, first, size)
-    log_scale = math.fsum(count * part.log_norm for part, count in parts)
+    each = [released(part, view.rise) for part, _ in parts]
+    log_scale, size_of_sums, moment, finite_mass = totals([count for _, count in laws], each)
     # margin: the error of the transform (docs/proofs/accounting.md#composition-by-transforms)
     finite = _log_suffix(np.maximum(mass + error, 0.0), losses - aim, tilt, grid) + (
         log_scale - tilt * aim
     )
     finite = np.maximum(finite, -1e5)  # -inf where no mass is above
-    # |log_norm| + log n bounds the numbers that log_norm is the sum of
-    summed = math.fsum(
-        count * (2 + 2 * abs(part.log_norm) + math.log(part.mass.size)) for part, count in parts
-    )
-    slack = 8 * UNIT * (8 + size + summed + tilt * float(np.abs(losses).max()))
-    log_lost = log_beyond(laws, losses[-1], view.rise)
-    log_infinite = log_of(
-        -math.expm1(math.fsum(count * math.log1p(-law.infinite) for law, count in laws))
-    )
+    slack = 8 * UNIT * (8 + size + size_of_sums + tilt * float(np.abs(losses).max()))
+    log_lost = 1e-6 - view.rise * losses[-1] + moment
+    log_infinite = log_of(-math.expm1(finite_mass))
     log_delta = np.logaddexp(np.logaddexp(finite + slack, log_lost), log_infinite) + 8 * UNIT * (
         8 + np.abs(finite)
     )
@@ -621,9 +616,17 @@ def _log_suffix(mass: FloatArray, losses: FloatArray, tilt: float, grid: float) 
     return result
 
 
-def log_beyond(laws: Counted, end: float, rise: float) -> float:
-    """Returns log of the bound on what losses above `end` contribute."""
-    return 1e-6 - rise * end + sum(count * log_moment(law, rise) for law, count in laws)
+def released(part: TiltedLaw, rise: float) -> FloatArray:
+    """Returns what a release adds to: log_scale, its rounding, the moment beyond a window, log of the finite mass."""
+    norm = part.log_norm
+    # |norm| + log n bounds the numbers that it is the sum of
+    size = 2 + 2 * abs(norm) + math.log(part.mass.size)
+    return np.array([norm, size, log_moment(part.law, rise), math.log1p(-part.law.infinite)])
+
+
+def totals(counts: Sequence[int], each: list[FloatArray]) -> list[float]:
+    """Returns the sums of that over the releases of all laws."""
+    return [summed(counts, values) for values in zip(*each, strict=True)]
 
 
 def log_moment(law: GridLaw, rise: float) -> float:
@@ -708,16 +711,9 @@ class Powers:
         self._origins = [
             part.law.first + one.atom for part, one in zip(parts, ones, strict=True)
         ]
-        self._note_releases(laws, parts, view.rise)
+        self._each = [released(part, view.rise) for part in parts]
         if self.few:
             self._aim = self.curve([count for _, count in laws], log_delta).first
-
-    def _note_releases(self, laws: Counted, parts: list[TiltedLaw], rise: float) -> None:
-        """Notes what each release of a law adds to norms, sizes, moments and infinite losses."""
-        self._norms = [part.log_norm for part in parts]
-        self._sizes = [2 + 2 * abs(part.log_norm) + math.log(part.mass.size) for part in parts]
-        self._moments = [log_moment(law, rise) for law, _ in laws]
-        self._infinite = [math.log1p(-law.infinite) for law, _ in laws]
 
     def curve(self, counts: Sequence[int], log_delta: float) -> DeltaCurve:
         """Returns the curve of delta of a composition next to where it falls to a log delta: two points, or the end."""
@@ -735,12 +731,11 @@ class Powers:
         beyond = float((power * self._above * last_turn).sum().real)
         farther = float((power * self._far * last_turn).sum().real)
         margin = self._margin(times)
-        log_scale = summed(counts, self._norms)
+        log_scale, size_of_sums, moment, finite_mass = totals(counts, self._each)
         largest = max(abs(self._first), abs(last)) * grid
-        slack = 8 * UNIT * (8 + summed(counts, self._sizes) + tilt * largest)
-        log_lost = 1e-6 - self._rise * last * grid + summed(counts, self._moments)
-        infinite = -math.expm1(summed(counts, self._infinite))
-        log_infinite = math.log(infinite) if infinite > 0 else -math.inf
+        slack = 8 * UNIT * (8 + size_of_sums + tilt * largest)
+        log_lost = 1e-6 - self._rise * last * grid + moment
+        log_infinite = log_of(-math.expm1(finite_mass))
 
         @cache
         def log_value(index: int) -> tuple[float, float]:

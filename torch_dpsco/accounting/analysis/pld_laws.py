@@ -678,27 +678,26 @@ def narrowed(cumulant: Cumulant, tilt: float, epsilon: float, spare: float) -> W
 def _summary(law: GridLaw) -> tuple[FloatArray, FloatArray]:
     """Returns centers of mass and masses of the blocks of a law."""
     size = law.mass.size
-    edges = _edges(max(abs(law.first), abs(law.first + size), _DETAIL).bit_length())
-    inside = edges[
-        np.searchsorted(edges, law.first + 1, side="right") : np.searchsorted(
-            edges, law.first + size - 1
-        )
-    ]
+    starts = (
+        edges(_DETAIL, max(abs(law.first), abs(law.first + size), _DETAIL).bit_length())
+        - law.first
+    )
+    inside = starts[(starts > 1) & (starts < size - 1)]
     # the ends stay single points: they decide about large |t|
-    edges = np.unique(np.concatenate([[0, 1], inside - law.first, [size - 1]]))
-    mass = np.add.reduceat(law.mass, edges)
-    moment = np.add.reduceat(law.mass * np.arange(size), edges)
+    starts = np.unique(np.concatenate([[0, 1], inside, [size - 1]]))
+    mass = np.add.reduceat(law.mass, starts)
+    moment = np.add.reduceat(law.mass * np.arange(size), starts)
     kept = mass > 0
     return (law.first + moment[kept] / mass[kept]) * law.grid, mass[kept]
 
 
 @lru_cache(maxsize=64)
-def _edges(bits: int) -> npt.NDArray[np.int64]:
-    """Returns the indices between +-2^bits at which blocks start."""
-    ratio = 1 + 1 / _DETAIL
-    count = math.ceil(math.log(2.0**bits / _DETAIL) / math.log(ratio))
-    far = np.ceil(_DETAIL * ratio ** np.arange(count + 1)).astype(np.int64)
-    return np.unique(np.concatenate([-far, np.arange(-_DETAIL, _DETAIL + 1), far]))
+def edges(detail: int, bits: int) -> npt.NDArray[np.int64]:
+    """Returns the indices between +-2^bits at which blocks start, of one or of 1 / detail of their distance from 0."""
+    ratio = 1 + 1 / detail
+    count = math.ceil(math.log(2.0**bits / detail) / math.log(ratio))
+    far = np.ceil(detail * ratio ** np.arange(count + 1)).astype(np.int64)
+    return np.unique(np.concatenate([-far, np.arange(-detail, detail + 1), far]))
 
 
 @dataclass(frozen=True, eq=False)
