@@ -17,7 +17,6 @@ from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
 from torch_dpsco.diagnosis.checks import CHECKS
 from torch_dpsco.diagnosis.probe import examine
-from torch_dpsco.diagnosis.promises import ROW_FREE_CHECKS
 from torch_dpsco.diagnosis.script import NO_RECORD, Diagnosis, Finding, Script
 from torch_dpsco.estimators.solved import SolvedOptimizer
 from torch_dpsco.rows.attach import first_step_of
@@ -82,5 +81,4 @@ def doctor(
         script.source.isolation.checked = str(evidence.isolation)
     if script.attached:
         first_step_of(script.module).probed = evidence.compared
-    checks = CHECKS if script.row_free is None else (*CHECKS, *ROW_FREE_CHECKS)
-    return Diagnosis.of(chain.from_iterable(check(script, evidence) for check in checks))
+    return Diagnosis.of(chain.from_iterable(check(script, evidence) for check in CHECKS))
