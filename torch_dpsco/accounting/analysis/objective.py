@@ -209,10 +209,8 @@ def least_noise(
         why_not: message if no sigma works.
 
     Raises:
-        ValueError: delta is not in (0, 1).
         InfeasibleError: no sigma up to 2^40 times the start works.
     """
-    delta = check.open_interval(0.0, 1.0, delta=delta)
 
     @functools.cache
     def excess(sigma: float) -> float:
@@ -249,8 +247,7 @@ def log_det(reg: float, smoothness: float) -> float:
         >>> round(log_det(reg=5.0, smoothness=0.25), 9)
         0.048790164
     """
-    ratio = check.nonnegative(smoothness=smoothness) / check.positive(reg=reg)
-    return scaled_up(math.log1p(scaled_up(ratio, 1)), 4) if smoothness else 0.0
+    return scaled_up(math.log1p(scaled_up(smoothness / reg, 1)), 4) if smoothness else 0.0
 
 
 def hessian_sensitivity(smoothness: float, adjacency: str) -> float:
@@ -270,9 +267,7 @@ def hessian_sensitivity(smoothness: float, adjacency: str) -> float:
         (0.25, 0.353553)
     """
     factor = math.sqrt(sensitivity_factor(adjacency))
-    return (
-        check.nonnegative(smoothness=smoothness) * factor * (1 + 2.0**-51 if factor > 1 else 1.0)
-    )
+    return smoothness * factor * (1 + 2.0**-51 if factor > 1 else 1.0)
 
 
 def spare_epsilon(epsilon: float, reg: float, smoothness: float) -> float:
@@ -282,7 +277,7 @@ def spare_epsilon(epsilon: float, reg: float, smoothness: float) -> float:
         >>> round(spare_epsilon(1.0, reg=1.0, smoothness=0.25), 9)
         0.776856449
     """
-    left = check.positive(epsilon=epsilon) - log_det(reg, smoothness)
+    left = epsilon - log_det(reg, smoothness)
     if left <= 0:
         # expm1 overflows from 709 on, where c < epsilon for every reg that is not subnormal
         least = smoothness / math.expm1(min(epsilon, 700.0))
@@ -329,9 +324,6 @@ def amp_delta(epsilon: float, noise_std: float, change: Change, mu_out: float) -
         change: what a record can do.
         mu_out: 2 tau / (lam sigma_out) > 0.
 
-    Raises:
-        ValueError: an argument is out of range.
-
     Guarantee: as `Change`, for points with a gradient of norm <= tau, released with N(0, sigma_out^2 I).
 
     Source: docs/proofs/objective.md#approximate-minimizers
@@ -343,8 +335,7 @@ def amp_delta(epsilon: float, noise_std: float, change: Change, mu_out: float) -
         0.051856
     """
     level = noise_level(change.reach, noise_std)
-    left = check.nonnegative(epsilon=epsilon) - change.log_det
-    mu_out = check.positive(mu_out=mu_out)
+    left = epsilon - change.log_det
     if change.dim > 0:
         return shifted_profile(left - level * level / 2, level, change.dim, mu_out)
     once = _one_corner(left, mu_out, level)
@@ -373,7 +364,6 @@ def amp_sigma(epsilon: float, delta: float, change: Change, mu_out: float) -> fl
         mu_out: 2 tau / (lam sigma_out) > 0.
 
     Raises:
-        ValueError: an argument is out of range.
         InfeasibleError: epsilon <= c, or mu_out alone uses delta up.
 
     Source: docs/proofs/objective.md#approximate-minimizers
@@ -384,7 +374,7 @@ def amp_sigma(epsilon: float, delta: float, change: Change, mu_out: float) -> fl
         >>> round(amp_sigma(1.0, 1e-6, Change(0.1, 1.0, dim=1), mu_out=0.01), 3)
         4.821
     """
-    left = check.positive(epsilon=epsilon) - change.log_det
+    left = epsilon - change.log_det
     if left <= 0:
         raise InfeasibleError(
             f"epsilon must be > log_det = {change.log_det:g} (got {epsilon:g}): use a larger reg"
@@ -403,8 +393,7 @@ def amp_sigma(epsilon: float, delta: float, change: Change, mu_out: float) -> fl
 
 def noise_level(lipschitz: float, noise_std: float) -> float:
     """Returns s = L / sigma, rounded up."""
-    level = check.positive(lipschitz=lipschitz) / check.positive(noise_std=noise_std)
-    return math.nextafter(level, math.inf)
+    return math.nextafter(lipschitz / check.positive(noise_std=noise_std), math.inf)
 
 
 def objpert_reg(epsilon: float, smoothness: float) -> float:
@@ -420,8 +409,7 @@ def objpert_reg(epsilon: float, smoothness: float) -> float:
         >>> round(objpert_reg(epsilon=1.0, smoothness=0.25), 6)
         0.880203
     """
-    quarter = min(check.positive(epsilon=epsilon) / 4, 700.0)
-    return safe(check.positive(smoothness=smoothness) / math.expm1(quarter))
+    return safe(smoothness / math.expm1(min(epsilon / 4, 700.0)))
 
 
 def noise_reg(noise_std: float, dim: int, distance: float) -> float:
@@ -440,8 +428,7 @@ def noise_reg(noise_std: float, dim: int, distance: float) -> float:
         >>> noise_reg(2.0, dim=25, distance=10.0)
         1.0
     """
-    root = math.sqrt(check.positive_count(dim=dim))
-    return root * check.positive(noise_std=noise_std) / check.positive(distance=distance)
+    return math.sqrt(dim) * noise_std / distance
 
 
 def objpert_pure_rate(
@@ -463,7 +450,6 @@ def objpert_pure_rate(
         adjacency: "add_remove", "zero_out" or "replace_one".
 
     Raises:
-        ValueError: an argument is out of range.
         InfeasibleError: epsilon <= c; the message names the smallest reg.
 
     Guarantee: epsilon-DP under the adjacency, for smooth convex losses of one linear score, an exact minimizer.
@@ -474,7 +460,7 @@ def objpert_pure_rate(
         >>> round(objpert_pure_rate(1.0, reg=1.0, lipschitz=1.0, smoothness=0.25), 9)
         0.776856449
     """
-    jump = sensitivity_factor(adjacency) * check.positive(lipschitz=lipschitz)
+    jump = sensitivity_factor(adjacency) * lipschitz
     # margin: rounded down (docs/proofs/rounding.md#model-of-arithmetic)
     return spare_epsilon(epsilon, reg, smoothness) / jump * (1 - 1e-15)
 
@@ -496,13 +482,8 @@ def softmax_log_det(bound_x: float, reg: float, num_classes: int) -> float:
         >>> round(softmax_log_det(bound_x=1.0, reg=5.0, num_classes=2), 9)
         0.09531018
     """
-    bound = check.positive(bound_x=bound_x)
-    reg = check.positive(reg=reg)
-    if check.positive_count(num_classes=num_classes) < 2:
-        raise ValueError(f"num_classes must be an integer >= 2 (got {num_classes})")
-    return scaled_up(
-        (num_classes - 1) * math.log1p(scaled_up(bound * bound / (num_classes * reg), 3)), 4
-    )
+    share = scaled_up(bound_x * bound_x / (num_classes * reg), 3)
+    return scaled_up((num_classes - 1) * math.log1p(share), 4)
 
 
 def amp_noise_std(tolerance: float, reg: float, mu_out: float = AMP_MU_OUT) -> float:
@@ -520,8 +501,8 @@ def amp_noise_std(tolerance: float, reg: float, mu_out: float = AMP_MU_OUT) -> f
         0.0002
     """
     # PRIVACY: twice tau / lam: either side may be off (test_the_output_noise_covers_both_approximate_minimizers)
-    distance = 2 * check.positive(tolerance=tolerance) / check.positive(reg=reg)
-    return safe(distance / check.positive(mu_out=mu_out))
+    distance = 2 * tolerance / reg
+    return safe(distance / mu_out)
 
 
 def objpert_rdp(order: float, noise_std: float, change: Change) -> float:
@@ -553,7 +534,7 @@ def objpert_rdp(order: float, noise_std: float, change: Change) -> float:
         >>> round(objpert_rdp(2, 10.0, Change(log_det(5.0, 0.25), 1.0, dim=1)), 9)
         0.135432335
     """
-    k = check.order(order=order) - 1
+    k = order - 1
     level = noise_level(change.reach, noise_std)
     if change.dim > 0:
         log_moment = _length_log_moment(k * level, change.dim)
