@@ -30,7 +30,6 @@ from functools import lru_cache
 import numpy as np
 from scipy.special import log_ndtr
 
-from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.allocation_sums import Hinge, Sum, Term
 from torch_dpsco.accounting.analysis.gaussian import (
     gaussian_epsilon,
@@ -107,11 +106,6 @@ class AllocationLoss(LossLaw):
         """Of the unsampled Gaussian that costs at least as much."""
         return (2.0 if self.way == "replace" else 1.0) / self.noise
 
-    @property
-    def plain(self) -> bool:
-        """Whether the unsampled Gaussian is what is reported."""
-        return self.steps == 1 or self.noise < LEAST_NOISE
-
     def sum(self, epsilon: float, log_floor: float) -> Sum:
         """Returns the sum whose excess is delta(epsilon) up to a factor."""
         weight = epsilon if self.way == "replace" else -math.inf
@@ -147,9 +141,6 @@ def allocation_law(noise: float, steps: int, adjacency: str) -> LossLaw:
         steps: T >= 1.
         adjacency: "add_remove", "zero_out" or "replace_one".
 
-    Raises:
-        ValueError: an argument is out of range.
-
     Guarantee: that of the law, under the adjacency, if picks are uniform, independent of each other and of all data
         and noise, and never released, and T steps of noise at least z clips each are made.
 
@@ -160,9 +151,8 @@ def allocation_law(noise: float, steps: int, adjacency: str) -> LossLaw:
         AllocationLoss(noise=1.0, steps=100, way='remove')
     """
     # PRIVACY: more noise and more steps cost less (test_more_steps_never_cost_more)
-    noise = min(check.positive(noise=noise), MOST_NOISE)
-    steps = min(check.positive_count(steps=steps), MOST_STEPS)
-    check.choice(ADJACENCIES, adjacency=adjacency)
+    noise = min(noise, MOST_NOISE)
+    steps = min(steps, MOST_STEPS)
     # PRIVACY: a pair of its own (test_more_steps_never_cost_more)
     way = _way(adjacency)
     if steps == 1 or noise < LEAST_NOISE:
@@ -174,6 +164,7 @@ def _way(adjacency: str) -> str:
     return "replace" if adjacency == "replace_one" else "remove"
 
 
+@lru_cache(maxsize=256)
 def allocation_noise(
     epsilon: float, delta: float, steps: int, adjacency: str, *, epochs: int = 1
 ) -> float:
@@ -187,7 +178,7 @@ def allocation_noise(
         epochs: number of passes, >= 1.
 
     Raises:
-        ValueError: an argument is out of range, or epsilon below what noise counts for.
+        ValueError: epsilon is below what noise counts for.
 
     Guarantee: epsilon at delta of passes with this noise is at most epsilon.
 
@@ -197,25 +188,6 @@ def allocation_noise(
         >>> round(allocation_noise(1.0, 1e-5, 100, "add_remove"), 3)
         0.873
     """
-    epsilon = check.positive(epsilon=epsilon)
-    epochs = check.positive_count(epochs=epochs)
-    delta = check.open_interval(0.0, 1.0, delta=delta)
-    steps = check.positive_count(steps=steps)
-    check.choice(ADJACENCIES, adjacency=adjacency)
-    return _least_noise(epsilon, delta, steps, adjacency, epochs)
-
-
-def _epsilon(noise: float, steps: int, delta: float, adjacency: str, epochs: int) -> float:
-    """Returns epsilon at delta of passes with fresh picks, at most that of releases without amplification."""
-    found = pld_epsilon([(allocation_law(noise, steps, adjacency), epochs)], delta)
-    if found is not None:
-        return found.epsilon
-    mu = AllocationLoss(noise, steps, _way(adjacency)).unsampled_mu
-    return gaussian_epsilon(mu * math.sqrt(epochs) * (1 + 1e-15), delta)
-
-
-@lru_cache(maxsize=256)
-def _least_noise(epsilon: float, delta: float, steps: int, adjacency: str, epochs: int) -> float:
     mu = gaussian_mu(epsilon, delta) / math.sqrt(epochs)
     way = _way(adjacency)
     # without amplification
@@ -236,6 +208,15 @@ def _least_noise(epsilon: float, delta: float, steps: int, adjacency: str, epoch
         return math.log(max(found, 1e-9 * epsilon) / epsilon)
 
     return _sought(excess, LEAST_NOISE, high, *_guess(mu, steps, way))
+
+
+def _epsilon(noise: float, steps: int, delta: float, adjacency: str, epochs: int) -> float:
+    """Returns epsilon at delta of passes with fresh picks, at most that of releases without amplification."""
+    found = pld_epsilon([(allocation_law(noise, steps, adjacency), epochs)], delta)
+    if found is not None:
+        return found.epsilon
+    mu = AllocationLoss(noise, steps, _way(adjacency)).unsampled_mu
+    return gaussian_epsilon(mu * math.sqrt(epochs) * (1 + 1e-15), delta)
 
 
 def _sought(
@@ -359,7 +340,7 @@ def log_delta(pair: AllocationLoss, epsilon: float) -> float:
     """Returns a bound on log delta(epsilon), epsilon >= 0."""
     # PRIVACY: one step is a Gaussian release, and more steps cost no more (test_more_steps_never_cost_more); margin of
     # the kernel (docs/proofs/accounting.md#renyi-integrals)
-    if pair.plain or epsilon > LARGEST:
+    if epsilon > LARGEST:
         return min(down(gaussian_log_delta(epsilon, pair.unsampled_mu), 1e-12), 0.0)
     return pair.log_delta(curve(pair, epsilon), epsilon)
 
@@ -375,7 +356,7 @@ def epsilon_at(pair: AllocationLoss, delta: float) -> float:
         return math.sqrt(-target) - math.sqrt(-log_delta(pair, epsilon))
 
     # where no guess is good, that of the unsampled Gaussian
-    if pair.plain or high == 0 or target < _DEEPEST:
+    if high == 0 or target < _DEEPEST:
         return high
     if excess(0.0) <= 0:
         return 0.0
@@ -432,7 +413,6 @@ def profile(pair: AllocationLoss, log_floor: float) -> tuple[FloatArray, FloatAr
     return found
 
 
-ADJACENCIES = ("add_remove", "zero_out", "replace_one")
 LEAST_NOISE = 0.25  # from which on sums of losses are computed
 # more counts as that much
 MOST_NOISE = 1e4
