@@ -514,74 +514,74 @@ def convolved(
     parts: list[tuple[TiltedLaw, int]], first: int, size: int
 ) -> tuple[FloatArray, float]:
     """Returns the circular convolution of the tilted laws from index `first` on, and the bound E on its error."""
-    rows = max(part.mass.size for part, _ in parts) / size + 2  # of `_folded`, each an addition
+    laws = [part for part, _ in parts]
     if len(parts) == 1 and parts[0][1] == 1:  # nothing to convolve
-        folded = _folded(parts[0][0].mass, parts[0][0].law.first, size) * (1 + 2 * rows * UNIT)
-        return np.roll(folded, -first % size), 0.0
-    half = size // 2 + 1
-    log_size = np.zeros(half)
-    angle = np.zeros(half)
-    log_bound = np.zeros(half)
-    slope = np.zeros(half)
-    for part, count in parts:
-        one = transform(part, size, len(parts), rows)
-        first -= count * (part.law.first + one.atom)
-        bound = np.exp(one.log_size) + one.error
-        log_size += count * one.log_size
-        angle += count * one.angle
-        log_bound += count * np.log(bound)
-        slope += (count * one.error) / bound
-    bound = np.exp(log_bound) * multiplicity(size)
-    total = float(bound @ (slope + power_rounding(size, len(parts), rows))) / size
+        mass = _folded(laws[0].mass, laws[0].law.first, size)
+        return np.roll(mass * (1 + 2 * _rows(laws, size) * UNIT), -first % size), 0.0
+    ones = transforms(laws, size)
+    counts = np.array([[float(count)] for _, count in parts])
+    first -= sum(count * origin for (_, count), origin in zip(parts, ones.origins, strict=True))
+    log_bound = (counts * np.log(ones.bound)).sum(axis=0)
+    slope = (counts * ones.error / ones.bound).sum(axis=0)
+    bound = np.exp(log_bound) * ones.times
+    total = float(bound @ (slope + ones.rounding)) / size
     kept = log_bound > -80  # the rest is set to 0: an error of at most its bound
-    product = np.zeros(half, dtype=np.complex128)
-    product[kept] = np.exp(log_size[kept] + 1j * angle[kept])
+    product = np.zeros(size // 2 + 1, dtype=np.complex128)
+    log_product = (counts * ones.log_size).sum(axis=0) + 1j * (counts * ones.angle).sum(axis=0)
+    product[kept] = np.exp(log_product[kept])
     total += float(bound[~kept].sum()) / size
     return np.roll(scipy.fft.irfft(product, size), -first % size), total * 1.001
 
 
-class Transform(NamedTuple):
-    """Transform F of a tilted law, its largest atom as the origin (item 2 of the module).
+class Transforms(NamedTuple):
+    """Transforms F of S tilted laws, the largest atom of each as its origin (item 2 of the module).
 
     Args:
-        atom: index of the origin in the masses.
-        log_size: (N/2 + 1,) log |F|.
-        angle: (N/2 + 1,) arg F.
-        error: the bound e.
+        origins: (S,) indices of the origins.
+        log_size: (S, N/2 + 1) log |F|.
+        angle: (S, N/2 + 1) arg F.
+        error: (S, 1) the bounds e.
+        bound: (S, N/2 + 1) |F| + e.
+        times: (N/2 + 1,) how many of N frequencies each one stands for: its conjugate too, but for the ends.
+        rounding: what exponentials and the way back add to the relative error of a product of powers.
     """
 
-    atom: int
+    origins: list[int]
     log_size: FloatArray
     angle: FloatArray
-    error: float
+    error: FloatArray
+    bound: FloatArray
+    times: FloatArray
+    rounding: float
 
 
-def transform(part: TiltedLaw, size: int, laws: int, rows: float) -> Transform:
-    """Returns the transform of N = `size` points of one of S = `laws` laws that are folded into R = `rows` rows."""
-    atom = int(np.argmax(part.mass))
-    rest = part.mass.copy()
-    rest[atom] = 0.0
-    moved = scipy.fft.rfft(_folded(rest, -atom, size)) + (part.mass[atom] - 1)
-    error = _ETA * _levels(size, laws, rows) * float(rest.sum()) + 2 * UNIT * abs(
-        float(part.mass[atom]) - 1
-    )
-    return Transform(atom, *_log_near_one(moved), error)
-
-
-def multiplicity(size: int) -> FloatArray:
-    """Returns how many of N frequencies each of the N/2 + 1 stands for: its conjugate too, but for the ends."""
+def transforms(parts: list[TiltedLaw], size: int) -> Transforms:
+    """Returns the transforms of N = `size` points."""
+    rounding = _ETA * (math.log2(2 * size) + 16 + (len(parts) + _rows(parts, size)) / 2)
+    origins = []
+    errors = []
+    logs = []
+    for part in parts:
+        atom = int(np.argmax(part.mass))
+        rest = part.mass.copy()
+        rest[atom] = 0.0
+        moved = scipy.fft.rfft(_folded(rest, -atom, size)) + (part.mass[atom] - 1)
+        origins.append(part.law.first + atom)
+        errors.append(
+            [rounding * float(rest.sum()) + 2 * UNIT * abs(float(part.mass[atom]) - 1)]
+        )
+        logs.append(_log_near_one(moved))
+    log_size, angle = (np.array(each) for each in zip(*logs, strict=True))
+    error = np.array(errors)
     times = np.ones(size // 2 + 1)
     times[1 : size - size // 2] = 2.0
-    return times
+    rounding += (400 + 100 * len(parts)) * UNIT
+    return Transforms(origins, log_size, angle, error, np.exp(log_size) + error, times, rounding)
 
 
-def power_rounding(size: int, laws: int, rows: float) -> float:
-    """Returns what exponentials and the way back add to the relative error of a product of powers."""
-    return _ETA * _levels(size, laws, rows) + (400 + 100 * laws) * UNIT
-
-
-def _levels(size: int, laws: int, rows: float) -> float:
-    return math.log2(2 * size) + 16 + (laws + rows) / 2
+def _rows(parts: list[TiltedLaw], size: int) -> float:
+    """Returns a bound on the rows of `_folded`, each an addition."""
+    return max(part.mass.size for part in parts) / size + 2
 
 
 def _log_near_one(moved: npt.NDArray[np.complex128]) -> tuple[FloatArray, FloatArray]:
@@ -682,35 +682,27 @@ class Powers:
         self._size = size = transform_size(view.width / self.grid + 4)
         self._last = self._first + size - 1
         parts = [tilted(law, view.tilt) for law, _ in laws]
-        rows = max(part.mass.size for part in parts) / size + 2
-        ones = [transform(part, size, len(parts), rows) for part in parts]
-        bounds = [np.exp(one.log_size) + one.error for one in ones]
-        logs = [np.log(bound) for bound in bounds]
+        ones = transforms(parts, size)
+        log_bound = np.log(ones.bound)
+        few = np.array(least, dtype=np.float64)[:, None]
+        most = np.array([[float(count)] for _, count in laws])
         # PRIVACY: at the counts of the block at which it is largest (test_frequencies_left_out_are_counted)
-        ceiling = sum(
-            np.maximum(few * log, count * log)
-            for (_, count), few, log in zip(laws, least, logs, strict=True)
-        )
-        times = multiplicity(size)
+        ceiling = np.maximum(few * log_bound, most * log_bound).sum(axis=0)
         kept = np.asarray(ceiling > _LEAST_LOG)
         self.few = int(kept.sum()) * len(parts) <= _MOST_KEPT
-        self._left_out = float((np.exp(ceiling) * times)[~kept].sum())
-        self._times = times[kept]
-        self._log_size = np.array([one.log_size[kept] for one in ones])
-        self._angle = np.array([one.angle[kept] for one in ones])
-        self._log_bound = np.array([log[kept] for log in logs])
-        self._slope = np.array(
-            [one.error / bound[kept] for one, bound in zip(ones, bounds, strict=True)]
-        )
-        self._rounding = power_rounding(size, len(parts), rows)
+        self._left_out = float((np.exp(ceiling) * ones.times)[~kept].sum())
+        self._times = ones.times[kept]
+        self._log_size = ones.log_size[:, kept]
+        self._angle = ones.angle[:, kept]
+        self._log_bound = log_bound[:, kept]
+        self._slope = (ones.error / ones.bound)[:, kept]
+        self._rounding = ones.rounding
         self._weight = math.exp(log_geometric(view.tilt, self.grid, size))
         self._frequencies = np.flatnonzero(kept)
         step = self.grid * view.tilt - 2j * np.pi / size * self._frequencies
         self._above = 1 / np.expm1(step)
         self._far = 1 / np.expm1(step + self.grid)
-        self._origins = [
-            part.law.first + one.atom for part, one in zip(parts, ones, strict=True)
-        ]
+        self._origins = ones.origins
         self._each = [released(part, view.rise) for part in parts]
         if self.few:
             self._aim = self.curve([count for _, count in laws], log_delta).first
