@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.reference.papers.accounting import LaplaceLoss
 from tests.reference.papers.mixtures import rdp_poisson_gaussian
+from tests.reference.papers.orders import rdp_poisson_gaussian_replace_one, rdp_wor_gaussian
 from torch_dpsco.accounting.analysis import pld
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
 from torch_dpsco.accounting.analysis.pld import pld_delta, pld_epsilon
@@ -29,12 +30,7 @@ from torch_dpsco.accounting.analysis.pld_laws import (
     PureLoss,
     ReplaceOneLoss,
 )
-from torch_dpsco.accounting.analysis.rdp import (
-    default_orders,
-    rdp_epsilon,
-    rdp_poisson_gaussian_replace_one,
-    rdp_wor_gaussian,
-)
+from torch_dpsco.accounting.analysis.rdp import default_orders, rdp_epsilon
 
 VECTORS = Path(__file__).parents[2] / "vectors" / "accounting.json"
 CASES = [

