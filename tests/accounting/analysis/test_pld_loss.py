@@ -307,21 +307,3 @@ def test_buckets_have_the_stated_accuracy(pair):
                 abs(excess[k] - (p - ratio * q))
                 <= pair.accuracy(REACH) * excess[k] + 1e-14 * mass[k]
             )
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: PoissonLoss(0.0, 1.0), "rate must be > 0"),
-        (lambda: PoissonLoss(1.5, 1.0), r"rate must be in \[0, 1\]"),
-        (lambda: PoissonLoss(0.5, 0.0), "noise must be > 0"),
-        (lambda: PoissonLoss(0.5, math.nan), "noise must be > 0"),
-        (lambda: FixedSizeLoss(0.1, math.inf), "noise must be finite"),
-        (lambda: GaussianLoss(-1.0), "ratio must be > 0"),
-        (lambda: LaplaceLoss(0.0), "epsilon must be > 0"),
-        (lambda: PureLoss(-1.0), "epsilon must be >= 0"),
-    ],
-)
-def test_bad_parameters_are_named(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

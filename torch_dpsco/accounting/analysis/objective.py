@@ -538,13 +538,13 @@ def objpert_rdp(order: float, noise_std: float, change: Change) -> float:
     level = noise_level(change.reach, noise_std)
     if change.dim > 0:
         log_moment = _length_log_moment(k * level, change.dim)
-        return (change.log_det + level * level / 2 + log_moment / k) * (1 + _ROUNDING)
+        return float(change.log_det + level * level / 2 + log_moment / k) * (1 + _ROUNDING)
     if change.replaced:
         log_moment = _replaced_log_moment(k, level, change.log_det)
     else:
         log_moment = _dominating_log_moment(k, level, change.log_det)
     # margin: rounded up (docs/proofs/objective.md#integrals)
-    return (log_moment * (1 + _ROUNDING) + 1e-13) / k
+    return float(log_moment * (1 + _ROUNDING) + 1e-13) / k
 
 
 def _length_log_moment(tilt: float, dim: int) -> float:

@@ -53,7 +53,6 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtr
 
-from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
 from torch_dpsco.accounting.analysis.rdp import FloatArray, PoissonMixture
 
@@ -404,7 +403,8 @@ class SampledLoss(LossLaw):
     reverse = False
 
     def __post_init__(self) -> None:
-        check.fields(self, rate=_rate, noise=_noise)
+        # squares are finite: more noise than 1e100 counts as 1e100, and noise up to 1e-100 gets no figure anyway
+        object.__setattr__(self, "noise", min(max(self.noise, 1e-100), 1e100))
 
     @property
     def pair(self) -> LossPair:
@@ -452,9 +452,6 @@ class GaussianLoss(LossLaw):
     """
 
     ratio: float
-
-    def __post_init__(self) -> None:
-        check.fields(self, ratio=check.positive)
 
     @property
     def mu(self) -> float | None:
@@ -531,9 +528,6 @@ class PureLoss(LossLaw):
 
     epsilon: float
 
-    def __post_init__(self) -> None:
-        check.fields(self, epsilon=check.nonnegative)
-
     def span(self, reach: float) -> tuple[float, float]:
         """The support."""
         return -self.epsilon, self.epsilon
@@ -543,15 +537,6 @@ class PureLoss(LossLaw):
         scale = 1 / (1 + math.exp(-self.epsilon))
         mass = np.array([scale * math.exp(-self.epsilon), scale])
         return of_atoms(np.array(self.span(reach)), mass, 0.0, grid)
-
-
-def _rate(rate: float) -> float:
-    return check.between(0.0, 1.0, rate=check.positive(rate=rate))
-
-
-def _noise(noise: float) -> float:
-    """Keeps squares finite: more noise than 1e100 counts as 1e100, and noise up to 1e-100 gets no figure anyway."""
-    return min(max(check.positive(noise=noise), 1e-100), 1e100)
 
 
 Counted = Sequence[tuple[GridLaw, int]]
