@@ -89,10 +89,10 @@ from torch_dpsco.accounting.analysis.gaussian import (
     safe_root,
     sensitivity_factor,
 )
+from torch_dpsco.accounting.analysis.rdp import nodes
 from torch_dpsco.accounting.analysis.rounding import FloatArray, down, safe, scaled_up
 from torch_dpsco.errors import InfeasibleError
 
-_POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(16)
 _PANELS = 48
 _DEPTH = 50.0  # nats below the peak where the window ends: what lies outside is below 1e-18 of the integral
 _ENLARGED = (
@@ -142,11 +142,8 @@ def log_concave_integral(
     if left - steps[-1] < corner < right + steps[-1]:
         near = corner + np.concatenate([-steps, [0.0], steps])
         edges = np.union1d(edges, near[(near > left) & (near < right)])
-    half = np.diff(edges)[:, None] / 2
-    terms = (
-        log_f((edges[:-1, None] + half * (1 + _POINTS)).ravel())
-        + np.log(half * _WEIGHTS).ravel()
-    )
+    points, weights = nodes(edges)
+    terms = log_f(points) + np.log(weights)
     top = float(np.max(terms))
     if top == -math.inf:
         return -math.inf

@@ -195,9 +195,8 @@ def _cost(
 
 _DEPTH = 50.0  # what lies e^-50 below the peak of an integrand is left out
 _PANELS = 32
-_POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(16)
-_NODES = ((np.arange(_PANELS)[:, None] + (1 + _POINTS) / 2) / _PANELS).ravel()
-_LOG_WEIGHTS = np.log(np.tile(_WEIGHTS / 2 / _PANELS, _PANELS))
+_NODES, _WEIGHTS = nodes(np.linspace(0.0, 1.0, _PANELS + 1))
+_LOG_WEIGHTS = np.log(_WEIGHTS)
 _LEAST_EPSILON = 1e-100  # below, the bound of randomized response serves: products underflow
 
 
