@@ -21,15 +21,18 @@ from tests.reference.allocation_literal import (
     two_steps,
 )
 from tests.reference.papers.allocation import allocation_epsilon
-from torch_dpsco.accounting.analysis import allocation, allocation_sums
+from torch_dpsco.accounting.analysis import allocation
 from torch_dpsco.accounting.analysis.allocation import (
     AllocationLoss,
+    Hinge,
+    Sum,
+    Term,
     allocation_law,
     epsilon_at,
     log_delta,
     profile,
+    spread,
 )
-from torch_dpsco.accounting.analysis.allocation_sums import Hinge, Sum, Term, spread
 from torch_dpsco.accounting.analysis.gaussian import (
     gaussian_epsilon,
 )
@@ -402,7 +405,7 @@ def test_the_margin_for_rounding_is_in_the_figure():
         exact = total
     whole, part = (Window(1.0, -16.5, high, rise) for high, rise in ((44.0, 1.5), (-5.0, 1.2)))
     for view in (whole, part):  # what lies above the window counts, too
-        first, log_value = allocation_sums._exceeded(law, count, view, 0.0)
+        first, log_value = allocation._exceeded(law, count, view, 0.0)
         for k in range(-33, min(80, first + log_value.size)):
             excess = sum(
                 (mass * (i - 33 - k) for i, mass in enumerate(exact) if i - 33 > k), Fraction(0)
