@@ -61,7 +61,7 @@ def test_scales_made_for_an_epsilon_never_exceed_it(epsilon, sensitivity, positi
     found = above_threshold_scales(epsilon, sensitivity, positives, share)
     spent = above_threshold_epsilon(*found, sensitivity, positives)
     assert epsilon * (1 - 1e-13) <= spent <= epsilon
-    assert sensitivity / found.threshold_scale == pytest.approx(share * epsilon, rel=1e-13)
+    assert sensitivity / found[0] == pytest.approx(share * epsilon, rel=1e-13)
 
 
 def test_the_textbook_scales_spend_epsilon():

@@ -13,7 +13,6 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, profile, sensi
 from torch_dpsco.accounting.analysis.objective import (
     _ROUNDING,
     Change,
-    _log_sum,
     least_noise,
     log_chi_density,
     log_concave_integral,
@@ -334,7 +333,7 @@ def objpert_rdp_monotone(
         log_ndtr(-level / 2),
         k * (k + 1) * level * level / 2 + log_ndtr((k + 0.5) * level),
     ]
-    return (log_det(reg, smoothness) + _log_sum(terms) / k) * (1 + _ROUNDING)
+    return (log_det(reg, smoothness) + np.logaddexp.reduce(terms) / k) * (1 + _ROUNDING)
 
 
 def objpert_sigma_monotone(

@@ -126,6 +126,8 @@ def profile(epsilon: float, mu: float) -> float:
     return min(1.0, delta * (1 + 1e-15))
 
 
+# the batches of one pass all ask for the same figure
+@functools.lru_cache(maxsize=256, typed=True)
 def gaussian_epsilon(mu: float, delta: float) -> float:
     """Returns the smallest epsilon for which a mu-GDP Gaussian release is (epsilon, delta)-DP, rounded up.
 
@@ -147,13 +149,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
         >>> round(gaussian_epsilon(mu=1.0, delta=1e-5), 4)
         4.3772
     """
-    return _epsilon(
-        check.nonnegative(mu=mu, allow_inf=True), check.open_interval(0.0, 1.0, delta=delta)
-    )
-
-
-@functools.lru_cache(maxsize=256)  # the batches of one pass all ask for the same figure
-def _epsilon(mu: float, delta: float) -> float:
+    mu = check.nonnegative(mu=mu, allow_inf=True)
     target = _target(delta)
 
     def excess(epsilon: float) -> float:
@@ -191,7 +187,7 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     epsilon = check.nonnegative(epsilon=epsilon)
     # Two slacks below what gaussian_epsilon aims at, so that the kernel's error cannot put epsilon(mu) above epsilon:
     # a budget would refuse the very noise that was calibrated for it.
-    target = _target(check.open_interval(0.0, 1.0, delta=delta)) * (1 + 2 * _SLACK)
+    target = _target(delta) * (1 + 2 * _SLACK)
 
     def excess(minus_log_mu: float) -> float:
         return gaussian_log_delta(epsilon, math.exp(-minus_log_mu)) - target
@@ -301,7 +297,7 @@ def _mills_fall(x: FloatArray) -> FloatArray:
 
 def _target(delta: float) -> float:
     # PRIVACY: aims below delta, so that kernel errors cannot overspend (test_the_inverses_are_on_the_safe_side)
-    return math.log(delta) * (1 + _SLACK)
+    return math.log(check.open_interval(0.0, 1.0, delta=delta)) * (1 + _SLACK)
 
 
 def safe_root(excess: Callable[[float], float], low: float, high: float) -> float:

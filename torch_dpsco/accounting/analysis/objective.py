@@ -77,7 +77,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import scipy
-from scipy.special import log_ndtr
+from scipy.special import log_ndtr, xlogy
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import (
@@ -114,9 +114,7 @@ def log_profile(epsilon: FloatArray, mu: float) -> FloatArray:
 def log_chi_density(radius: FloatArray, dim: int) -> FloatArray:
     """Returns the log density of the length of a standard normal vector of R^dim."""
     constant = (dim / 2 - 1) * math.log(2) + math.lgamma(dim / 2)
-    with np.errstate(divide="ignore"):
-        power = (dim - 1) * np.log(radius) if dim > 1 else np.zeros_like(radius)
-    density: FloatArray = power - radius**2 / 2 - constant
+    density: FloatArray = xlogy(dim - 1, radius) - radius**2 / 2 - constant
     return density
 
 
@@ -572,7 +570,7 @@ def _dominating_log_moment(k: float, level: float, determinant: float) -> float:
         *middle,
         gauss - (k + 1) * determinant + log_ndtr(-far - bend),
     ]
-    return max(0.0, _log_sum(with_record), _log_sum(without))
+    return max(0.0, np.logaddexp.reduce(with_record), np.logaddexp.reduce(without))
 
 
 @functools.lru_cache(maxsize=256)  # all orders of a curve share one
@@ -622,9 +620,4 @@ def _symmetric_log_moment(k: float, level: float, determinant: float) -> float:
     if determinant > 0:
         atom = math.log(math.tanh(determinant / 2)) + log_ndtr(-level / 2)
         terms += [atom + rise, atom + fall]
-    return _log_sum(terms)
-
-
-def _log_sum(terms: list[float]) -> float:
-    top = max(terms)
-    return top + math.log(math.fsum(math.exp(term - top) for term in terms))
+    return np.logaddexp.reduce(terms)

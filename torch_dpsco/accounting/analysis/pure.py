@@ -57,7 +57,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import NamedTuple
 
 import numpy as np
 
@@ -342,13 +341,6 @@ def _kappa(epsilon: float, dim: int) -> float:
 _REACH = 60.0  # Laplace scales kept beyond the outermost breakpoint: the rest is below e^-60 of the result
 
 
-class AboveThresholdScales(NamedTuple):
-    """Laplace scales of the threshold and of each query."""
-
-    threshold_scale: float
-    query_scale: float
-
-
 def above_threshold_epsilon(
     threshold_scale: float, query_scale: float, sensitivity: float, num_positives: int = 1
 ) -> float:
@@ -382,8 +374,8 @@ def above_threshold_epsilon(
 
 def above_threshold_scales(
     epsilon: float, sensitivity: float, num_positives: int = 1, threshold_share: float = 0.5
-) -> AboveThresholdScales:
-    """Returns scales that make a run epsilon-DP: b1 = D / (share epsilon), b2 = 2 c D / ((1 - share) epsilon).
+) -> tuple[float, float]:
+    """Returns scales (of threshold, queries) of an epsilon-DP run: D / (share epsilon), 2 c D / ((1 - share) epsilon).
 
     Args:
         epsilon: > 0.
@@ -402,9 +394,7 @@ def above_threshold_scales(
     """
     # more than all roundings here and in above_threshold_epsilon
     unit = sensitivity / epsilon * (1 + 4e-15)
-    return AboveThresholdScales(
-        unit / threshold_share, 2 * num_positives * (unit / (1 - threshold_share))
-    )
+    return unit / threshold_share, 2 * num_positives * (unit / (1 - threshold_share))
 
 
 def concentration_score_sensitivity(n_users: int) -> float:
