@@ -545,7 +545,7 @@ def objpert_rdp(order: float, noise_std: float, change: Change) -> float:
 def _length_log_moment(tilt: float, dim: int) -> float:
     """Returns log E e^(tilt chi_dim), rounded up."""
     if dim == 1:
-        log_moment = tilt * tilt / 2 + math.log(2) + log_ndtr(tilt)
+        log_moment: float = tilt * tilt / 2 + math.log(2) + log_ndtr(tilt)
         return log_moment + (1e-15 + _ROUNDING * tilt * tilt)
     high = tilt + math.sqrt(dim - 1) + 45.0
     return log_concave_integral(
@@ -570,7 +570,7 @@ def _dominating_log_moment(k: float, level: float, determinant: float) -> float:
         *middle,
         gauss - (k + 1) * determinant + log_ndtr(-far - bend),
     ]
-    return max(0.0, np.logaddexp.reduce(with_record), np.logaddexp.reduce(without))
+    return max(0.0, *(float(np.logaddexp.reduce(one)) for one in (with_record, without)))
 
 
 @functools.lru_cache(maxsize=256)  # all orders of a curve share one
@@ -581,8 +581,8 @@ def _tangent(level: float, determinant: float) -> float:
     total_variation = gaussian_delta(level, 0.0)
 
     def gap(z: float) -> float:
-        upper = log_ndtr(level / 2 - z)
-        lower = log_ndtr(-level / 2 - z)
+        upper: float = log_ndtr(level / 2 - z)
+        lower: float = log_ndtr(-level / 2 - z)
         # e^u - e^(l - c), as e^u (1 - e^(l - c - u)): both are tiny far out
         return (
             upper
@@ -620,4 +620,4 @@ def _symmetric_log_moment(k: float, level: float, determinant: float) -> float:
     if determinant > 0:
         atom = math.log(math.tanh(determinant / 2)) + log_ndtr(-level / 2)
         terms += [atom + rise, atom + fall]
-    return np.logaddexp.reduce(terms)
+    return float(np.logaddexp.reduce(terms))

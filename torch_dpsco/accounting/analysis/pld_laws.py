@@ -341,7 +341,8 @@ def of_atoms(losses: FloatArray, mass: FloatArray, infinite: float, grid: float)
     for bucket, each in zip(buckets, (mass, -mass * np.expm1(-above)), strict=True):
         np.add.at(bucket, places - places[0], each)
     accuracy = 16 * UNIT * (4 + float(np.abs(losses).max()))
-    return GridLaw(int(places[0]), connected(*buckets, grid, accuracy), infinite, grid, accuracy)
+    points = connected(buckets[0], buckets[1], grid, accuracy)
+    return GridLaw(int(places[0]), points, infinite, grid, accuracy)
 
 
 def connected(mass: FloatArray, excess: FloatArray, grid: float, accuracy: float) -> FloatArray:

@@ -102,7 +102,8 @@ from scipy.special import log_ndtr
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import safe_root
-from torch_dpsco.accounting.analysis.rounding import FloatArray, up
+from torch_dpsco.accounting.analysis.rounding import FloatArray as FloatArray
+from torch_dpsco.accounting.analysis.rounding import up
 
 # Below this noise, times size^1.5, the panels between the components become too many, and rounding of x / z too large.
 _MIN_NOISE = 1e-4
