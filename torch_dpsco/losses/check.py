@@ -46,8 +46,8 @@ def check_holder(
     largest for w - w' along x, so that records of norm B and w = s x/B^2 are the worst case in EVERY dimension; the
     search runs over targets and scores. It starts from random pairs at 8 orders of magnitude, pairs mirrored at 0, at
     +-1 and at the target, far points and the rim of the ball. Then it halves every pair 40 times towards the half over
-    which the derivative moves more, which finds kinks and steep places. Excesses under 1e-6, what only pairs nearer than
-    that show, and Hoelder ratios that are largest at one distance between 0 and far, may go unseen.
+    which the derivative moves more, which finds kinks and steep places. Excesses under 1e-6, what only nearer pairs
+    show, and Hoelder ratios that are largest at one distance between 0 and far, may go unseen.
 
     Args:
         loss: any `Loss`, also your own; evaluated in float64.

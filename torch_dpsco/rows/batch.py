@@ -24,7 +24,6 @@ from torch_dpsco.rows.blocks import (
     Block,
     DenseBlock,
     FactoredBlock,
-    LinearBlock,
     Summation,
     joined,
     joint_norms,
@@ -292,7 +291,7 @@ class GradBatch:
             else self._index[index]
         )
 
-    def linear(self) -> LinearBlock | None:
+    def linear(self) -> FactoredBlock | None:
         """Returns the rows as those of a linear model with weight and bias and one output, None if they are others."""
         if self._scale != 1.0 or len(self.blocks) > 1 or self.order != [0, 1]:
             return None
@@ -302,9 +301,8 @@ class GradBatch:
     @property
     def has_one_output(self) -> bool:
         """Whether rows are those of one Linear layer with one output: one slope each, times inputs."""
-        block = self.blocks[0]
-        factored = isinstance(block, FactoredBlock) and block.backprops.shape[1] == 1
-        return len(self.blocks) == 1 and factored
+        factored = len(self.blocks) == 1 and isinstance(self.blocks[0], FactoredBlock)
+        return factored and self.blocks[0].shapes[-1][0] == 1
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds of the joint L2 norm of each row: (B,) float64."""

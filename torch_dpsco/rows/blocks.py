@@ -365,8 +365,8 @@ class Block(ABC):
     def dense(self) -> list[Tensor]:
         """Returns the rows per parameter: (B, *shape)."""
 
-    def linear(self) -> LinearBlock | None:
-        """Returns the rows as those of weight and bias of one output, None if they are others."""
+    def linear(self) -> FactoredBlock | None:
+        """Returns the rows if they are those of weight and bias of one output, None if they are others."""
         return None
 
 
@@ -499,7 +499,7 @@ class FactoredBlock(Block):
         backprops: (B, out) gradients of the per-sample losses in its output.
         weight: whether the weight is trained.
         bias: whether there is a bias that is trained.
-        factors: (B,) float64 upper bounds of sqrt(weight |a|^2 + bias) by `input_factors`, where they are known.
+        factors: (B,) upper bounds of sqrt(weight |a|^2 + bias) by `input_factors`, or `linear_factors`, where known.
         scale: all rows are multiplied by it.
     """
 
@@ -531,11 +531,35 @@ class FactoredBlock(Block):
     def __len__(self) -> int:
         return self.acts.shape[0]
 
-    def linear(self) -> LinearBlock | None:
-        """Returns the rows as those of one output, None if there are several, or not both of weight and bias."""
-        if not (self.weight and self.bias) or self.backprops.shape[1] != 1 or self.scale != 1:
+    def linear(self) -> FactoredBlock | None:
+        """Returns itself, None if there are several outputs, or not both weight and bias."""
+        both = self.weight and self.bias
+        return self if both and self.backprops.shape[1] == 1 == self.scale else None
+
+    @property
+    def slopes(self) -> Tensor:
+        """(B,) derivatives of the losses in the score, where there is one."""
+        return self.backprops[:, 0]
+
+    @property
+    def bounds(self) -> Tensor:
+        """(B,) the factors, which where they are not known are those of `linear_factors`."""
+        if self.factors is None:
+            self.factors = linear_factors(self.acts)
+        return self.factors
+
+    def clipped_sum(self, limit: float, scale: float) -> Tensor | None:
+        """Returns the sum of rows of one output, each cut to a length of at most `limit`, times scale, if C forms it.
+
+        Rows without a finite length, or with a factor of 2^64 or more, count for nothing.
+
+        Returns:
+            (d + 1,) float64, or None where the accelerator is missing, or does not suit.
+        """
+        if self.backprops.dtype is not torch.float32 or not native.suits(self.acts):
             return None
-        return LinearBlock(self.acts, self.backprops[:, 0], self.factors)
+        factors = None if self.factors is None else self.factors.double().contiguous()
+        return native.Linear(self.acts, self.slopes.contiguous(), factors).sum(limit, scale)
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds |b| sqrt(weight |a|^2 + bias): (B,) float64."""
@@ -548,12 +572,9 @@ class FactoredBlock(Block):
             # margin: that of a norm, once more (docs/proofs/rounding.md#certified-norms)
             norms = row_norms(self.backprops)
             norms.mul_(self.scale * (1.0 + NORM_ERROR[torch.float64]))
-        return norms.mul_(self._factors()) if self.weight else norms
-
-    def _factors(self) -> Tensor:
-        if self.factors is None:
+        if self.weight and self.factors is None:
             self.factors = input_factors(self.acts, bias=self.bias)
-        return self.factors
+        return norms.mul_(self.factors) if self.weight else norms
 
     def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
         """Returns [(w b)^T a, (w b)^T 1] (the trained ones)."""
@@ -632,72 +653,6 @@ def outer_sums(
     left = backprops.to(dtype).transpose(1, 2)
     right = acts.to(dtype)
     return torch.baddbmm(unused, left, right, beta=0, alpha=scale, out=out)
-
-
-class LinearBlock(Block):
-    """Rows slope_i (x_i, 1) of a linear model with one output.
-
-    Args:
-        features: (B, d) x_i.
-        slopes: (B,) derivatives of the losses in the score.
-        factors: (B,) upper bounds of |(x_i, 1)|, see `linear_factors`; None computes them.
-    """
-
-    def __init__(self, features: Tensor, slopes: Tensor, factors: Tensor | None) -> None:
-        self.features = features
-        self.slopes = slopes
-        self._factors = factors
-        self.shapes = [torch.Size([1, features.shape[1]]), torch.Size([1])]
-
-    def __len__(self) -> int:
-        return self.slopes.shape[0]
-
-    @property
-    def factors(self) -> Tensor:
-        """(B,) upper bounds of |(x_i, 1)|."""
-        if self._factors is None:
-            self._factors = linear_factors(self.features)
-        return self._factors
-
-    def linear(self) -> LinearBlock:
-        """Returns itself."""
-        return self
-
-    def clipped_sum(self, limit: float, scale: float) -> Tensor | None:
-        """Returns the sum of the rows, each cut to a length of at most `limit`, times scale, if it is formed in C.
-
-        Rows without a finite length, or with a factor of 2^64 or more, count for nothing.
-
-        Returns:
-            (d + 1,) float64, or None where the accelerator is missing, or does not suit.
-        """
-        single = self.slopes.dtype is torch.float32
-        if not single or not native.suits(self.features):
-            return None
-        factors = None if self._factors is None else self._factors.double().contiguous()
-        return native.Linear(self.features, self.slopes.contiguous(), factors).sum(limit, scale)
-
-    def norms(self) -> Tensor:
-        """Returns certified upper bounds |s| |(x, 1)|: (B,) float64."""
-        return self._factored().norms()
-
-    def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
-        """Returns the weighted sums for weight and bias."""
-        return self._factored().weighted_sum(weights, precision)
-
-    def select(self, index: Tensor | slice) -> LinearBlock:
-        """Returns some of the rows."""
-        factors = None if self._factors is None else self._factors[index]
-        return LinearBlock(self.features[index], self.slopes[index], factors)
-
-    def dense(self) -> list[Tensor]:
-        """Returns the rows of weight and bias."""
-        return self._factored().dense()
-
-    def _factored(self) -> FactoredBlock:
-        return FactoredBlock(
-            self.features, self.slopes.unsqueeze(1), factors=self.factors.double()
-        )
 
 
 class SequenceBlock(Block):
