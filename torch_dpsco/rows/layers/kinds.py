@@ -34,7 +34,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -290,26 +291,20 @@ class Items(Kept):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def plus(self, others: Sequence[Kept]) -> Kept:
-        """Returns the sums by record and item."""
-        records, items, vectors = self._joined(others, offsets=False)
-        return Items(coalesced(records, items, vectors, len(self), self._rows.n_items))
-
-    def then(self, others: Sequence[Kept]) -> Kept:
-        """Returns the rows one after another."""
-        records, items, vectors = self._joined(others, offsets=True)
-        n_records = len(self) + sum(len(other) for other in others)
-        return Items(ItemBlock(records, items, vectors, n_records, self._rows.n_items))
-
-    def _joined(self, others: Sequence[Kept], *, offsets: bool) -> tuple[Tensor, Tensor, Tensor]:
-        parts = [self._rows, *(other._rows for other in others if isinstance(other, Items))]
-        before = 0
-        records = []
-        for part in parts:
-            records.append(part.records + before)
-            before += len(part) if offsets else 0
-        items = torch.cat([part.items for part in parts])
-        return torch.cat(records), items, torch.cat([part.vectors for part in parts])
+    @staticmethod
+    def joined(parts: Sequence[Any], *, same: bool) -> Kept:
+        """Returns the sums by record and item, or the rows one after another."""
+        blocks = [part._rows for part in parts]
+        n_items = blocks[0].n_items
+        starts = list(accumulate((0 if same else len(block) for block in blocks), initial=0))
+        records = torch.cat(
+            [b.records + start for b, start in zip(blocks, starts, strict=False)]
+        )
+        items = torch.cat([block.items for block in blocks])
+        vectors = torch.cat([block.vectors for block in blocks])
+        if same:
+            return Items(coalesced(records, items, vectors, len(blocks[0]), n_items))
+        return Items(ItemBlock(records, items, vectors, starts[-1], n_items))
 
     def formed(self) -> Formed:
         """Returns the rows themselves, (B, V, D)."""
@@ -553,12 +548,3 @@ def stop_recording(layer: Any) -> None:
         del layer.kind, layer.tape, layer.passes
     if hasattr(layer.__dict__.get("forward"), "of_class"):
         del layer.forward
-
-
-class Engine(Protocol):
-    """Leaves rows on the parameters of a model that is not attached, and makes the steps."""
-
-    def step(
-        self, optimizer: Any, inputs: Any, targets: Any, *, users: Tensor | None = None
-    ) -> None:
-        """Makes one private step from a batch."""
