@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.native import inexact_mean, slack
@@ -120,7 +120,10 @@ def _dense_rows(p: nn.Parameter, place: int) -> Tensor:
             " requires_grad_(False), and use parameters only in the forward of their own module"
         )
     chunks: list[Tensor] = rows if isinstance(rows, list) else [rows]
-    require_unprocessed(chunks)
+    if any(
+        hasattr(chunk, "_processed") for chunk in chunks
+    ):  # an Opacus optimizer has clipped and noised them
+        raise SequenceError(_WRAPPED)
     if len(chunks) != len(getattr(p, "dpsco_passes", chunks)):
         # PRIVACY: else a record could be in two rows (test_rows_left_by_autograd_grad_are_refused)
         raise SequenceError(
@@ -280,16 +283,9 @@ class GradBatch:
             index: (k,) int64, which of the rows count; or a slice of the first ones.
         """
         rows = copy.copy(self)
-        rows._index = self._within(index)
+        # a slice is of the first rows
+        rows._index = self._index[index] if isinstance(self._index, Tensor) else index
         return rows
-
-    def _within(self, index: Tensor | slice) -> Tensor | slice:
-        """Returns which rows of the blocks some of those that count are."""
-        return (
-            index
-            if self._index is None or isinstance(self._index, slice)
-            else self._index[index]
-        )
 
     def linear(self) -> FactoredBlock | None:
         """Returns the rows as those of a linear model with weight and bias and one output, None if they are others."""
@@ -315,10 +311,6 @@ class GradBatch:
         # of the products (8 eps, see `clip_weights`)
         return norms if self._scale == 1.0 else norms.mul_(self._scale)
 
-    def finite(self) -> Tensor:
-        """Returns which rows have a finite norm: (B,) bool."""
-        return torch.isfinite(self.norms())
-
     def weighted_sum(self, weights: Tensor, precision: Summation = FLOAT64) -> list[Tensor]:
         """Returns sum_i weights[i] * row_i per parameter, in the order of the parameters.
 
@@ -339,7 +331,7 @@ class GradBatch:
             # PRIVACY: dropped, not multiplied by 0 (test_non_finite_rows_contribute_nothing)
             kept = (weights >= _LEAST_NORMAL).nonzero().squeeze(1)
             weights = weights[kept]
-            index = self._within(kept)
+            index = index[kept] if isinstance(index, Tensor) else kept
         if index is not None:
             blocks = [block.select(index) for block in blocks]
         sums = [total for block in blocks for total in block.weighted_sum(weights, precision)]
@@ -450,11 +442,6 @@ def forget_rows(params: Sequence[nn.Parameter]) -> None:
 
 
 _ON_PARAMETERS = "summed_grad"
-
-
-_ON_ROWS = "_processed"
-
-
 _WRAPPED = (
     "the parameters belong to an Opacus DPOptimizer: it must not wrap a private optimizer (by"
     " PrivacyEngine.make_private, say), nor train a model of dp.attach; leave Opacus' engine out"
@@ -478,12 +465,6 @@ def require_unwrapped(params: Sequence[nn.Parameter]) -> None:
             p.grad = None
         for p in marked:
             p.__dict__[_ON_PARAMETERS] = None
-        raise SequenceError(_WRAPPED)
-
-
-def require_unprocessed(rows: Sequence[Tensor]) -> None:
-    """Raises SequenceError if an Opacus optimizer has clipped and noised these rows already."""
-    if any(hasattr(chunk, _ON_ROWS) for chunk in rows):
         raise SequenceError(_WRAPPED)
 
 
@@ -539,52 +520,23 @@ def owners(params: Iterable[nn.Parameter]) -> list[Any]:
     return list(found.values())
 
 
-class _Watch:
-    """The hook, installed while something is attached."""
-
-    only_looks = True  # private steps need not go through torch's wrapper for it
-
-    def __init__(self) -> None:
-        self._attached = 0
-        self._handle: Any = None
-
-    def start(self, attachment: Any) -> weakref.finalize[Any, Any]:
-        """Watches until the attachment is undone, by calling what is returned, or gone."""
-        self._attached += 1
-        if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(self)
-        stop = weakref.finalize(attachment, self._stop)
-        stop.atexit = False
-        return stop
-
-    def _stop(self) -> None:
-        self._attached -= 1
-        if not self._attached:
-            self._handle.remove()
-            self._handle = None
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for p in _recorded(optimizer):
-            mine = owners([p])
-            if optimizer in mine or any(owner.in_step for owner in mine):
-                return
-            raise SequenceError(
-                "a plain optimizer must not step on an attached model (got"
-                f" {type(optimizer).__name__}): its gradients are recorded row by row, so that"
-                " nothing would move. For private records call step() of a private optimizer, that"
-                " of dp.make_private or dp.ClippedSGD(model.parameters(), plan); for public data"
-                " write `with dp.public(model):` around zero_grad, backward and step; after"
-                " private training dp.detach(model)"
-            )
+def refuse_plain(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raises SequenceError for a step on parameters whose gradients are rows now; a hook while a model is attached."""
+    for p in [p for group in optimizer.param_groups for p in group["params"]]:
+        attachment = getattr(p, "__dict__", {}).get("dpsco")
+        if attachment is None or attachment.passes.paused:
+            continue
+        mine = owners([p])
+        if optimizer in mine or any(owner.in_step for owner in mine):
+            return
+        raise SequenceError(
+            "a plain optimizer must not step on an attached model (got"
+            f" {type(optimizer).__name__}): its gradients are recorded row by row, so that"
+            " nothing would move. For private records call step() of a private optimizer, that"
+            " of dp.make_private or dp.ClippedSGD(model.parameters(), plan); for public data"
+            " write `with dp.public(model):` around zero_grad, backward and step; after"
+            " private training dp.detach(model)"
+        )
 
 
-def _recorded(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    """Yields the parameters of an optimizer whose gradients are rows now."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            attachment = getattr(p, "__dict__", {}).get("dpsco")
-            if attachment is not None and not attachment.passes.paused:
-                yield p
-
-
-WATCH = _Watch()
+refuse_plain.only_looks = True  # type: ignore[attr-defined]  # private steps need not go through torch's wrapper for it

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torch_dpsco.compat import (
     ConvNd,
@@ -29,11 +30,11 @@ from torch_dpsco.compat import (
 from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError
 from torch_dpsco.native import inexact_mean
 from torch_dpsco.rows.batch import (
-    WATCH,
     batch_sizes,
     clear_rows,
     forget_wrappers,
     has_rows,
+    refuse_plain,
     require_unwrapped,
 )
 from torch_dpsco.rows.carried import CLOCK, CarriedState, Forward
@@ -198,7 +199,9 @@ class Attachment:
     def hook_parameters(self) -> None:
         """Puts the hooks on the parameters; a deepcopy of a model keeps its modules' hooks but not these."""
         self.hooked = True
-        self.stop_watching = WATCH.start(self)
+        handle = register_optimizer_step_pre_hook(refuse_plain)
+        self.stop_watching = weakref.finalize(self, handle.remove)
+        self.stop_watching.atexit = False
         for p in self.params:
             p.dpsco = self  # type: ignore[attr-defined]
             # torch registers on no other tensor; a copy of a model may have frozen parameters
