@@ -31,7 +31,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from torch_dpsco import compat, native
 from torch_dpsco.losses.base import CHANCE, CLASS, REAL, SIGN, Loss, read
-from torch_dpsco.losses.table import Logistic
+from torch_dpsco.losses.table import Logistic, SoftmaxCrossEntropy
 from torch_dpsco.rows import FactoredBlock, GradBatch, Summation, input_factors, linear_factors
 from torch_dpsco.rows.layers.kinds import is_recorded
 from torch_dpsco.rows.replay import random_parameters
@@ -234,17 +234,15 @@ def _slope_of(
     loss_fn: Any, outputs: int, targets: Tensor, dtype: torch.dtype, *, mean: bool
 ) -> tuple[_Slope, Tensor] | None:
     """Returns the derivative of a loss, and the targets as it takes them; None for other losses and targets."""
+    if targets.is_complex():
+        return None
     if isinstance(loss_fn, Loss):
-        if (
-            type(loss_fn).__call__ is not Loss.__call__
-            or type(loss_fn)._align is not Loss._align
-        ):
-            return None
-        fits = mean and loss_fn.num_scores == outputs
+        own = type(loss_fn)
         column = targets.shape in ((len(targets),), (len(targets), 1))
-        if not fits or not column or targets.is_complex():
+        fits = mean and column and loss_fn.num_scores == outputs
+        if not fits or own.__call__ is not Loss.__call__ or own._align is not Loss._align:
             return None
-        if type(loss_fn) is Logistic:  # the same numbers in fewer calls
+        if own is Logistic:  # the same numbers in fewer calls
             return _sign_slope, -_labels(SIGN, targets, dtype).nan_to_num(nan=0.0)
         slope = partial(_derivative, loss_fn)
         if loss_fn.target_kind != CLASS:
@@ -253,19 +251,21 @@ def _slope_of(
         return (slope, _classes(targets.reshape(-1), outputs)) if whole else None
     if getattr(loss_fn, "reduction", None) != ("mean" if mean else "sum"):
         return None
+    weights = [getattr(loss_fn, name, None) for name in ("weight", "pos_weight")]
+    weighted = weights != [None, None]
     if type(loss_fn) is nn.CrossEntropyLoss:
-        plain = loss_fn.weight is None and loss_fn.label_smoothing == 0.0
+        plain = not weighted and loss_fn.label_smoothing == 0.0
         if not plain or targets.dtype != torch.int64 or targets.dim() != 1 or outputs == 1:
             return None
         ignored = targets == loss_fn.ignore_index
         # in a sum a target that is ignored is a null record; a mean over the others is refused by `fit`
         if mean and bool(ignored.any()):
             return None
-        return _softmax_slope, _classes(targets, outputs, ignored)
-    if outputs != 1 or targets.shape != (len(targets), 1) or targets.is_complex():
+        classes = _classes(targets, outputs).masked_fill(ignored, -1)
+        return partial(_derivative, SoftmaxCrossEntropy(outputs)), classes
+    if outputs != 1 or targets.shape != (len(targets), 1):
         return None
-    unweighted = getattr(loss_fn, "weight", None) is getattr(loss_fn, "pos_weight", None) is None
-    if type(loss_fn) is nn.BCEWithLogitsLoss and unweighted:
+    if type(loss_fn) is nn.BCEWithLogitsLoss and not weighted:
         return _logistic_slope, _labels(CHANCE, targets, dtype)
     square = type(loss_fn) is nn.MSELoss and targets.is_floating_point()
     return (_square_slope, _labels(REAL, targets, dtype)) if square else None
@@ -277,10 +277,9 @@ def _labels(kind: str, targets: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(known, label, math.nan)
 
 
-def _classes(targets: Tensor, count: int, ignored: Tensor | None = None) -> Tensor:
+def _classes(targets: Tensor, count: int) -> Tensor:
     """Returns class numbers (n,), -1 for null records."""
-    known = (targets >= 0) & (targets < count)
-    return torch.where(known if ignored is None else known & ~ignored, targets.long(), -1)
+    return torch.where((targets >= 0) & (targets < count), targets.long(), -1)
 
 
 def _derivative(loss: Loss, scores: Tensor, targets: Tensor) -> Tensor:
@@ -300,13 +299,6 @@ def _logistic_slope(scores: Tensor, targets: Tensor) -> Tensor:
 
 def _square_slope(scores: Tensor, targets: Tensor) -> Tensor:
     return scores.sub_(targets).mul_(2.0).masked_fill_(targets.isnan(), 0.0)
-
-
-def _softmax_slope(scores: Tensor, targets: Tensor) -> Tensor:
-    slopes = torch.softmax(scores, dim=1)
-    index = targets.clamp(min=0)[:, None]
-    slopes.scatter_add_(1, index, slopes.new_full(index.shape, -1.0))
-    return slopes.masked_fill_((targets < 0)[:, None], 0.0)
 
 
 _IN_C: dict[_Slope, str] = {

@@ -23,8 +23,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch_dpsco.compat import tree_flatten, tree_leaves, tree_unflatten
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.rows.batch import batch_sizes
-from torch_dpsco.rows.replay import COMPILED, Replay
-from torch_dpsco.sampling.loader import Sizes, memory_of, torch_settings
+from torch_dpsco.rows.replay import Replay
+from torch_dpsco.sampling.loader import Sizes, memory_of
 from torch_dpsco.trial import (
     SEED,
     Leaf,
@@ -42,7 +42,6 @@ from torch_dpsco.trial import (
     seed_torch,
 )
 from torch_dpsco.trial.loss import RepeatedLoss, plain, trace_outputs
-from torch_dpsco.trial.sizes import is_compiled
 
 # of synthetic batches: the first that is no other size of the model's tensors
 _SIZES = (7, 5, 11, 13, 17, 19, 23)
@@ -98,8 +97,8 @@ class FirstStep:
         self.delivered: frozenset[tuple[int, int]] = frozenset()  # memory of the batch then
         self.autocast = False  # whether its first forward ran under autocast
         self.compiled = False  # whether the model is called through torch.compile
-        self._replay: Replay | None = None  # how it was called, without data
-        self._sizes: tuple[Any, Sizes | str] | None = None  # what was found for which draws
+        self.replay: Replay | None = None  # how it was called, without data
+        self.sizes: tuple[Any, Sizes | str] | None = None  # what was found for which draws
 
     @property
     def waits(self) -> bool:
@@ -112,40 +111,8 @@ class FirstStep:
 
     def keep(self, loss: RepeatedLoss) -> None:
         """Keeps what the loop computes from the outputs of the model, without data."""
-        if self._replay is not None:
-            self._replay.loss = loss
-
-    def sizes(
-        self,
-        model: nn.Module,
-        usual: int,
-        most: int,
-        delivered: frozenset[tuple[int, int]],
-        *,
-        known: bool,
-    ) -> Sizes | str | None:
-        """Returns in what sizes draws may be delivered, or why in one only; None if that is not known.
-
-        Args:
-            model: attached, with no rows waiting.
-            usual: rows of a usual draw.
-            most: rows of a draw at most.
-            delivered: where the memory of the batch of the first step was.
-            known: whether no test is made.
-        """
-        if self.compiled or any(map(is_compiled, model.modules())):
-            return COMPILED
-        if self.autocast:
-            return "batches of several sizes are not tested under autocast"
-        asked = usual, most, torch_settings()
-        if self._sizes is not None and self._sizes[0] == asked:
-            return self._sizes[1]
-        if known:
-            return None
-        if self._replay is None:
-            return "the first step was not looked at"
-        self._sizes = asked, self._replay.sizes(model, usual, most, delivered)
-        return self._sizes[1]
+        if self.replay is not None:
+            self.replay.loss = loss
 
     def settle_probed(self, part: str) -> None:
         """Notes that the probes of the doctor were about this part, if they have shown anything."""
@@ -193,11 +160,11 @@ class FirstStep:
             one = self._dim == 0 and len({*sizes} - {None}) == 1
             dims = [0 if one and size is not None else None for size in sizes]
         rows = batch_sizes((*args, *kwargs.values()), self._dim)
-        if self._replay is None and rows is not None and len(rows) == 1:
+        if self.replay is None and rows is not None and len(rows) == 1:
             # others have looked at the model
             calls = _Calls(model, args, kwargs, output, min(rows), self._dim, Memory([]))
             calls.dims = dims
-            self._replay = calls.replay(self.reduction == "mean", self._memory)
+            self.replay = calls.replay(self.reduction == "mean", self._memory)
         return trace_outputs(self, output, dims)
 
     def _look_at(
@@ -226,7 +193,7 @@ class FirstStep:
             verdict = calls.problem or self._compared(calls)
             if any(dim is not None for dim in calls.dims):
                 self._dims = calls.dims
-                self._replay = calls.replay(self.reduction == "mean", self._memory)
+                self.replay = calls.replay(self.reduction == "mean", self._memory)
                 break
         if verdict:  # else the batch was empty
             self.settle("model", verdict)

@@ -41,7 +41,8 @@ from torch_dpsco.rows.carried import CLOCK, CarriedState, Forward
 from torch_dpsco.rows.first_step import FirstStep
 from torch_dpsco.rows.layers.recorded import require_whole
 from torch_dpsco.rows.means import NO_MEAN, Source, averaged_outputs
-from torch_dpsco.sampling.loader import Sizes, memory_of
+from torch_dpsco.rows.replay import COMPILED
+from torch_dpsco.sampling.loader import Sizes, memory_of, torch_settings
 from torch_dpsco.trial.loss import plain
 from torch_dpsco.trial.masks import secret_state
 from torch_dpsco.trial.sizes import AUTOCAST, is_compiled
@@ -79,6 +80,9 @@ _OUTSIDE = (
 class PassCounter:
     """Numbers the training forwards of an attached model.
 
+    Args:
+        mean: whether the loss is a mean over the batch, so that per-sample gradients are B times as large.
+
     Attributes:
         number: of the newest pass.
         tag: number of the running pass, None outside of one.
@@ -94,7 +98,8 @@ class PassCounter:
         random_state: of that generator before the running forward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mean: bool = False) -> None:
+        self.mean = mean
         self.number = 0
         self.tag: int | None = None
         self.used = 0
@@ -153,7 +158,6 @@ class Attachment:
         factored: layers that record their own rows.
         hooks: those of Opacus on the other trained layers, None where there are none.
         passes: counter of the forwards, which the layers know.
-        mean: whether the loss is a mean over the batch.
         first: check of the first step.
         batch_dim: where the batch is in the inputs.
     """
@@ -164,20 +168,19 @@ class Attachment:
         factored: Sequence[nn.Module],
         hooks: Any,
         passes: PassCounter,
-        mean: bool,
         first: FirstStep,
         batch_dim: int,
     ) -> None:
-        self.mean = mean
+        self.mean = passes.mean
         self.passes = passes
         self.batch_dim = batch_dim
         self.carried = CarriedState(model)
         self.isolation: Any = None  # of the loader, see `sampling.loader.Isolation`
         self.filled: int | None = None  # rows of the batch, if some of them may be filling
-        self.factored = [p for layer in factored for p in layer.parameters() if p.requires_grad]
-        done = {id(p) for p in self.factored}
+        recorded = [p for layer in factored for p in layer.parameters() if p.requires_grad]
+        done = {id(p) for p in recorded}
         self.dense = [p for p in model.parameters() if p.requires_grad and id(p) not in done]
-        self.params = self.factored + self.dense
+        self.params = recorded + self.dense
         self.layers = list(model.modules())
         self.children = _children(self.layers)
         # whose products have switches of their own, see `native.inexact_mean`
@@ -273,15 +276,35 @@ class Attachment:
                 " without retain_graph"
             )
 
-    def sizes(
-        self, usual: int, most: int, delivered: frozenset[tuple[int, int]], *, known: bool
-    ) -> Sizes | str | None:
-        """Returns in what sizes draws may be delivered, see `FirstStep.sizes`, and is ready for them."""
-        # PRIVACY: a later part may have the memory of the first (test_parts_of_a_draw_come_in_several_sizes)
-        delivered = self.first.delivered or delivered
-        found = self.first.sizes(self.layers[0], usual, most, delivered, known=known)
+    def sizes(self, *, known: bool) -> Sizes | str | None:
+        """Returns in what sizes draws may be delivered, or why in one only, and is ready for them; None if not known.
+
+        Args:
+            known: whether no test is made.
+        """
+        first = self.first
+        isolation: Any = self.isolation
+        slots = isolation.slots
+        asked = slots.usual, slots.most, torch_settings()
+        found: Sizes | str | None = None
+        if self._is_compiled():
+            found = COMPILED
+        elif first.autocast:
+            found = "batches of several sizes are not tested under autocast"
+        elif first.sizes is not None and first.sizes[0] == asked:
+            found = first.sizes[1]
+        elif not known and first.replay is None:
+            found = "the first step was not looked at"
+        elif not known and first.replay is not None:
+            # PRIVACY: a later part may have the memory of the first (test_parts_of_a_draw_come_in_several_sizes)
+            delivered = first.delivered or isolation.delivered
+            found = first.replay.sizes(self.layers[0], slots, delivered)
+            first.sizes = asked, found
         self.get_ready(found)
         return found
+
+    def _is_compiled(self) -> bool:
+        return self.first.compiled or any(map(is_compiled, self.layers))
 
     def get_ready(self, found: Sizes | str | None) -> None:
         """Makes means over the batch exact and masks secret, if the sizes of batches need it."""
@@ -300,11 +323,7 @@ class Attachment:
         if not memory_of([t for t in numbers if t.is_floating_point()]) <= isolation.delivered:
             # PRIVACY: what a loop computes for all records at once (test_inputs_that_are_computed_later_are_refused)
             return _OTHER_INPUTS
-        if (
-            self.first.compiled
-            or any(map(is_compiled, self.layers))
-            or not isolation.tested.hold
-        ):
+        if self._is_compiled() or not isolation.tested.hold:
             # PRIVACY: other kernels, after the draw (test_a_model_compiled_after_the_test_is_refused,
             # test_threads_that_are_set_after_the_draw_are_refused)
             return _OTHER_KERNELS

@@ -22,6 +22,7 @@ from torch_dpsco.rows.batch import attachments, clear_rows
 from torch_dpsco.rows.blocks import Block, DenseBlock, FactoredBlock
 from torch_dpsco.rows.layers.kinds import ItemBlock
 from torch_dpsco.rows.means import NO_MEAN, Averaged
+from torch_dpsco.sampling import Slots
 from torch_dpsco.sampling.loader import Sizes
 from torch_dpsco.trial import SEED, Leaf, Untouched, seed_torch
 from torch_dpsco.trial.loss import RepeatedLoss
@@ -51,14 +52,13 @@ class Replay:
     loss: RepeatedLoss | None = None
 
     def sizes(
-        self, model: nn.Module, usual: int, most: int, delivered: frozenset[tuple[int, int]]
+        self, model: nn.Module, slots: Slots, delivered: frozenset[tuple[int, int]]
     ) -> Sizes | str:
         """Returns in what sizes batches may come; see `trial.sizes.Trial`.
 
         Args:
             model: attached, with no rows waiting.
-            usual: rows of a usual draw.
-            most: rows of a draw at most.
+            slots: of the draws.
             delivered: where the memory of the batch of that step was.
         """
         loss = self.loss
@@ -90,8 +90,8 @@ class Replay:
             return Trial(
                 answers,
                 leaves,
-                usual,
-                most,
+                slots.usual,
+                slots.most,
                 self.mean,
                 *of_passes(model),
                 loss.made_before(delivered),

@@ -531,11 +531,11 @@ def is_recorded(layer: nn.Module) -> bool:
     return isinstance(layer.__dict__.get("tape"), Tape)
 
 
-def start_recording(layer: Any, passes: Any, *, scale_by_batch: bool) -> None:
+def start_recording(layer: Any, passes: Any) -> None:
     """Makes a layer recorded, in place; see `Tape`."""
     trial = None if type(layer) in _TESTED else try_rows
     layer.kind = RECORDED[type(layer)]
-    layer.tape = Tape(scale_by_batch=scale_by_batch, trial=trial)
+    layer.tape = Tape(trial)
     layer.passes = passes
     layer.__dict__.setdefault(
         "forward", RecordedForward(layer)

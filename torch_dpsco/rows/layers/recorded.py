@@ -259,14 +259,10 @@ class Tape:
     """What one layer kept of its rows since they were last taken.
 
     Args:
-        scale_by_batch: whether the loss is a mean over the batch, so that per-sample gradients are B times as large.
         trial: what the layer must pass with its first input, None for a layer of the library's own kinds.
     """
 
-    def __init__(
-        self, *, scale_by_batch: bool, trial: Callable[[Any, Tensor], None] | None = None
-    ) -> None:
-        self.scale_by_batch = scale_by_batch
+    def __init__(self, trial: Callable[[Any, Tensor], None] | None = None) -> None:
         self.trial = trial
         self.weight: nn.Parameter | None = (
             None  # the layer's trained parameters, set with each use
@@ -285,7 +281,7 @@ class Tape:
         layer = use.layer
         if tag is None:
             layer.passes.require_called()
-        if self.scale_by_batch:
+        if layer.passes.mean:
             if use.grad.dtype in HALF:
                 require_full_precision(use.grad)
             # a backward through the model's output has been looked at; one from its parts has not
@@ -349,8 +345,8 @@ class Use(NamedTuple):
     @property
     def scale(self) -> int:
         """What rows must be multiplied by: the batch size for mean losses."""
-        averaged = self.layer.tape.scale_by_batch and not self.layer.passes.exact_means
-        return self.x.shape[0] if averaged else 1
+        passes = self.layer.passes
+        return self.x.shape[0] if passes.mean and not passes.exact_means else 1
 
 
 class Kind(ABC):
