@@ -89,33 +89,18 @@ def row_norms(rows: Tensor) -> Tensor:
     width = rows.shape[1]
     if width == 1:  # exact, unless subnormal numbers are read as 0
         return rows[:, 0].abs().double().add_(torch.finfo(rows.dtype).tiny)
-    pieces = piece_norms(rows).double()
-    norms = pieces[:, 0] if width <= PIECE else torch.linalg.vector_norm(pieces, dim=1)
+    whole = width - width % PIECE
+    pieces = [torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True)]
+    if whole:
+        cut = rows[:, :whole].reshape(len(rows), whole // PIECE, PIECE)
+        pieces = [torch.linalg.vector_norm(cut, dim=2), *pieces[: width > whole]]
+    norms = torch.cat(pieces, dim=1).double()
+    norms = norms[:, 0] if width <= PIECE else torch.linalg.vector_norm(norms, dim=1)
     # PRIVACY: a norm that is too small would let a row past the clip (test_norms_are_never_below_the_exact_norm)
     bounds: Tensor = norms.mul_(1.0 + NORM_ERROR[rows.dtype]).add_(
         UNDERFLOW[rows.dtype] * width**0.5
     )
     return bounds
-
-
-def piece_norms(rows: Tensor) -> Tensor:
-    """Returns norms of consecutive pieces of at most PIECE coordinates of rows, together all of them: (B, n).
-
-    Args:
-        rows: (B, k) floating; half precisions are read as float32.
-    """
-    rows = rows.to(work_dtype(rows.dtype))
-    width = rows.shape[1]
-    whole = width - width % PIECE
-    if not whole:
-        pieces: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-        return pieces
-    cut = rows[:, :whole].reshape(len(rows), whole // PIECE, PIECE)
-    pieces = torch.linalg.vector_norm(cut, dim=2)
-    if whole == width:
-        return pieces
-    rest = torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True)
-    return torch.cat([pieces, rest], dim=1)
 
 
 def joint_norms(parts: Iterable[Tensor]) -> Tensor:
@@ -392,18 +377,7 @@ class DenseBlock(Block):
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds of the joint norms of the rows: (B,) float64."""
-        flat = [_flat(part) for part in self.rows]
-        if len(flat) == 1 or all(map(native.suits, flat)):
-            return joint_norms([row_norms(part) for part in flat])
-        # pieces of at most PIECE coordinates, joined in float64: the bound of `row_norms`
-        pieces = torch.cat([piece_norms(part) for part in flat], dim=1)
-        norms: Tensor = torch.linalg.vector_norm(pieces.double(), dim=1)
-        dtypes = [work_dtype(part.dtype) for part in flat]
-        error = max(NORM_ERROR[dtype] for dtype in dtypes)
-        width = sum(shape.numel() for shape in self.shapes)
-        hidden = max(UNDERFLOW[dtype] for dtype in dtypes) * width**0.5
-        # PRIVACY: (test_joined_norms_are_never_below_the_exact_norm)
-        return norms.mul_(1.0 + error).add_(hidden)
+        return joint_norms([row_norms(_flat(part)) for part in self.rows])
 
     def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
         """Returns [sum_i weights[i] * rows[i]], a tensor per parameter."""

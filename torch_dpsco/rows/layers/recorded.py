@@ -93,16 +93,16 @@ class Formed(Kept):
     """
 
     def __init__(self, weight: Tensor | None, bias: Tensor | None) -> None:
-        self._parts = [weight, bias]
+        self.parts = [weight, bias]
 
     def __len__(self) -> int:
-        return len(next(part for part in self._parts if part is not None))
+        return len(next(part for part in self.parts if part is not None))
 
     @staticmethod
     def joined(parts: Sequence[Any], *, same: bool) -> Kept:
         """Returns the sums, or the rows one after another."""
         found: list[Tensor | None] = []
-        for column in zip(*(part._parts for part in parts), strict=True):
+        for column in zip(*(part.parts for part in parts), strict=True):
             there = [part for part in column if part is not None]
             if len(there) not in (0, len(parts)):
                 raise SequenceError(
@@ -118,7 +118,7 @@ class Formed(Kept):
 
     def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
         """Returns a dense block, if there are rows of what is chosen."""
-        parts = zip(self._parts, (weight, bias), strict=True)
+        parts = zip(self.parts, (weight, bias), strict=True)
         rows = [part for part, chosen in parts if chosen and part is not None]
         return [DenseBlock(*rows)] if rows else []
 
