@@ -1,8 +1,7 @@
 """The batch of per-sample gradients that an optimizer takes from its parameters.
 
-Rows that were computed without a backward (`leave_rows`) wait on the parameters for the next step: one block of all
-parameters, in an attribute of one of them. A step takes it by `GradBatch.consume`, and everything that clears rows
-clears it.
+Rows that were computed without a backward (`leave_rows`) wait on the parameters for the next step, as those of Opacus'
+hooks do.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from torch_dpsco.rows.blocks import (
 )
 
 _T = TypeVar("_T")
-_LEFT = "dpsco_left"  # the attribute of a parameter that holds left rows until a step takes them
+_LEFT = "dpsco_left"  # marks a parameter whose rows were left, and not divided by a batch size
 _LEAST_NORMAL = 2.0**-126  # of float32
 _TILE_ELEMENTS = 2**20  # numbers of rows that are added to the sums of users at once
 
@@ -43,8 +42,7 @@ def _tape(p: Tensor) -> Any:
 
 def has_rows(params: Sequence[nn.Parameter]) -> bool:
     """Returns whether any parameter holds per-sample gradients."""
-    left = any(_LEFT in p.__dict__ or p.__dict__.get("grad_sample") is not None for p in params)
-    return left or any(map(_tape, params))
+    return any(p.__dict__.get("grad_sample") is not None or _tape(p) for p in params)
 
 
 def clear_rows(params: Sequence[nn.Parameter]) -> None:
@@ -59,8 +57,7 @@ def clear_rows(params: Sequence[nn.Parameter]) -> None:
         if "dpsco_passes" in held:
             held["dpsco_passes"] = []
             held.pop("dpsco_first_backward", None)
-        if _LEFT in held:
-            del held[_LEFT]
+        held.pop(_LEFT, None)
         p.grad = None
 
 
@@ -213,10 +210,6 @@ class GradBatch:
         """
         places = {id(p): i for i, p in enumerate(params)}
         try:
-            for p in params:
-                if _LEFT in p.__dict__:
-                    owners_of_rows, left = p.__dict__[_LEFT]
-                    return cls._of_left(owners_of_rows, left, places)
             blocks: list[Block] = []
             order: list[int] = []
             loose: list[nn.Parameter] = []
@@ -240,7 +233,10 @@ class GradBatch:
                     " batch"
                 )
             # unknown of rows of Opacus' own modules
-            averaged = any(getattr(p.__dict__.get("dpsco"), "mean", True) for p in params)
+            averaged = any(
+                _LEFT not in p.__dict__ and getattr(p.__dict__.get("dpsco"), "mean", True)
+                for p in params
+            )
             if loose:
                 _check_backwards(params)
                 # recorded layers have looked in their backward
@@ -251,18 +247,6 @@ class GradBatch:
             return cls(blocks, order, _passes(tapes, loose), averaged)
         finally:
             clear_rows(params)
-
-    @classmethod
-    def _of_left(
-        cls, params: Sequence[nn.Parameter], left: DenseBlock, places: dict[int, int]
-    ) -> GradBatch:
-        if places.keys() != {id(p) for p in params}:
-            # PRIVACY: else a parameter would move by rows that are not its own, or by none
-            # (test_left_rows_are_taken_in_the_order_of_the_optimizer)
-            raise SequenceError(
-                "the optimizer must train exactly the parameters whose rows were left"
-            )
-        return cls([left], [places[id(p)] for p in params])
 
     def __len__(self) -> int:
         return len(self.blocks[0]) if self._index is None else count_of(self._index)
@@ -426,19 +410,19 @@ def leave_rows(params: Sequence[nn.Parameter], rows: Sequence[Tensor]) -> None:
     Raises:
         SequenceError: rows are waiting already.
     """
-    if any(_LEFT in p.__dict__ or getattr(p, "grad_sample", None) is not None for p in params):
+    if has_rows(params):
         # PRIVACY: rows of another batch would be dropped in silence, or be joined with these
         # (test_rows_are_not_left_beside_others)
         raise SequenceError(
             "rows are waiting for a step already: make it, or call optimizer.discard()"
         )
-    params[0].__dict__[_LEFT] = list(params), DenseBlock(*rows)
+    for p, part in zip(params, rows, strict=True):
+        p.__dict__.update({"grad_sample": part, _LEFT: True})
 
 
 def forget_rows(params: Sequence[nn.Parameter]) -> None:
     """Drops what `leave_rows` has left and no step has taken."""
-    for p in params:
-        p.__dict__.pop(_LEFT, None)
+    clear_rows([p for p in params if _LEFT in p.__dict__])
 
 
 _ON_PARAMETERS = "summed_grad"

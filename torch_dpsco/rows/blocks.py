@@ -43,6 +43,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -423,12 +425,11 @@ def _shaped(vector: Tensor, rows: Tensor) -> Tensor:
 def joined(blocks: Sequence[Block]) -> list[Block]:
     """Returns blocks with the same rows, in their order, those dense ones as one that follow each other."""
     found: list[Block] = []
-    for block in blocks:
-        last = found[-1] if found else None
-        if isinstance(last, DenseBlock) and isinstance(block, DenseBlock):
-            found[-1] = DenseBlock(*last.rows, *block.rows)
-        else:
-            found.append(block)
+    for dense, run in groupby(blocks, lambda block: isinstance(block, DenseBlock)):
+        parts: Any = list(run)
+        found += (
+            [DenseBlock(*(rows for part in parts for rows in part.rows))] if dense else parts
+        )
     return found
 
 
