@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeVar
@@ -205,6 +206,7 @@ class TableLoss(Loss):
 
     Attributes:
         interpolates: whether the row holds for every exponent in [0, 1], not only for its own.
+        ranges: names of fields of a dataclass with their checks, each called with the field by keyword.
 
     What else a mechanism may ask has an answer that claims nothing; a loss that knows better overrides it:
 
@@ -217,11 +219,16 @@ class TableLoss(Loss):
             costs was counted for each.
     """
 
+    ranges: ClassVar[tuple[tuple[str, Callable[..., float]], ...]] = ()
     interpolates: ClassVar[bool] = False
     monotone: ClassVar[bool] = False
     squared: ClassVar[bool] = False
     log_odds: ClassVar[bool] = False
     intervals: ClassVar[Literal["hessian", "moments"] | None] = None
+
+    def __post_init__(self) -> None:
+        for name, checked in self.ranges:
+            object.__setattr__(self, name, checked(**{name: getattr(self, name)}))
 
     def problem(
         self,

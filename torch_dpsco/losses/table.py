@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -44,6 +44,8 @@ from torch_dpsco.losses.base import Line, ScalarLoss, TableLoss, power_up, recor
 from torch_dpsco.problem import round_up
 
 _Number = TypeVar("_Number", float, Tensor)
+_one_to_two = partial(between, 1.0, 2.0)
+_quantile = partial(open_interval, 0.0, 1.0)
 
 
 class MarginLoss(ScalarLoss):
@@ -84,10 +86,9 @@ class Hinge(MarginLoss):
         1.5
     """
 
-    power: float = 1.0
+    ranges = (("power", _one_to_two),)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "power", between(1.0, 2.0, power=self.power))
+    power: float = 1.0
 
     def smoothed(self, width: float) -> TableLoss | None:
         return SmoothedHinge(width) if self.power == 1 else None
@@ -209,11 +210,9 @@ class SmoothedHinge(MarginLoss):
     """
 
     interpolates = True
+    ranges = (("width", positive),)
 
     width: float = 1.0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "width", positive(width=self.width))
 
     @property
     def line(self) -> Line:
@@ -314,10 +313,9 @@ class PowerLoss(ResidualLoss):
         2.0
     """
 
-    power: float = 2.0
+    ranges = (("power", _one_to_two),)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "power", between(1.0, 2.0, power=self.power))
+    power: float = 2.0
 
     def curve(self, residual: Tensor) -> Tensor:
         return residual.abs() ** self.power
@@ -404,11 +402,9 @@ class Huber(ResidualLoss):
     """
 
     interpolates = True
+    ranges = (("threshold", positive),)
 
     threshold: float = 1.0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "threshold", positive(threshold=self.threshold))
 
     @property
     def knee(self) -> float:
@@ -436,10 +432,9 @@ class Pinball(ResidualLoss):
         0.75
     """
 
-    quantile: float = 0.5
+    ranges = (("quantile", _quantile),)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "quantile", open_interval(0.0, 1.0, quantile=self.quantile))
+    quantile: float = 0.5
 
     def smoothed(self, width: float) -> SmoothedPinball:
         return SmoothedPinball(self.quantile, width)
@@ -469,13 +464,10 @@ class SmoothedPinball(ResidualLoss):
     """
 
     interpolates = True
+    ranges = (("quantile", _quantile), ("width", positive))
 
     quantile: float = 0.5
     width: float = 1.0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "quantile", open_interval(0.0, 1.0, quantile=self.quantile))
-        object.__setattr__(self, "width", positive(width=self.width))
 
     @property
     def knee(self) -> float:
@@ -508,11 +500,9 @@ class EpsilonInsensitive(ResidualLoss):
     """
 
     line = Line(-1.0, 1.0)  # for alpha and L alone
+    ranges = (("width", nonnegative),)
 
     width: float = 0.1
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "width", nonnegative(width=self.width))
 
     def curve(self, residual: Tensor) -> Tensor:
         return (residual.abs() - self.width).clamp(min=0)
@@ -729,10 +719,6 @@ class ResidualClipped:
     def of_norms(self, norms: Tensor) -> ClippedRows:
         """The loss of records with these feature norms, shape (B,)."""
         return ClippedRows(self.loss, self.limits(norms))
-
-    def lipschitz(self) -> float:
-        """C."""
-        return self.clip
 
     def smoothness(self, bound_x: float) -> float:
         """Bound on phi_c'' ||x||^2 for ||x|| <= bound_x: C(B - C) of a clipped logistic, else that of phi.

@@ -40,7 +40,7 @@ from torch_dpsco.rows.batch import (
 from torch_dpsco.rows.carried import CLOCK, CarriedState, Forward
 from torch_dpsco.rows.first_step import FirstStep
 from torch_dpsco.rows.layers.recorded import require_whole
-from torch_dpsco.rows.means import NO_MEAN, Source, averaged_outputs
+from torch_dpsco.rows.means import NO_MEAN, Source, averaged
 from torch_dpsco.rows.replay import COMPILED
 from torch_dpsco.sampling.loader import Sizes, memory_of, torch_settings
 from torch_dpsco.trial.loss import plain
@@ -592,7 +592,7 @@ def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: 
     if output is None:  # it was called after an error
         return None
     if passes.exact_means and sizes is not None and len(sizes) == 1:
-        return averaged_outputs(output, Source(min(sizes), passes))
+        return averaged(output, Source(min(sizes), passes))
     if not attachment.looks:
         return None
     try:

@@ -147,15 +147,11 @@ def rows_of_a_pass(
 
 def waiting_blocks(params: Sequence[nn.Parameter]) -> Iterator[Block]:
     """Yields the rows that a backward has left on the parameters."""
+    tapes = [getattr(p, "grad_factors", None) for p in params]
+    for tape in dict.fromkeys(tape for tape in tapes if tape is not None and tape.uses):
+        yield from tape.blocks(weight=tape.weight is not None, bias=tape.bias is not None)
     for p in params:
-        tape = getattr(p, "grad_factors", None)
-        dense = getattr(p, "grad_sample", None)
-        if tape is not None and tape.uses:
-            first = p is tape.weight or tape.weight is None
-            if first or not tape.weight.requires_grad:
-                trained = [q is not None and q.requires_grad for q in (tape.weight, tape.bias)]
-                yield from tape.blocks(weight=trained[0], bias=trained[1])
-        elif isinstance(dense, Tensor):
+        if isinstance(dense := getattr(p, "grad_sample", None), Tensor):
             yield DenseBlock(dense.detach())
 
 
