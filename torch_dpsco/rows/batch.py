@@ -461,19 +461,18 @@ def batch_sizes(inputs: Any, dim: int) -> frozenset[int] | None:
     """
     if isinstance(inputs, Tensor):
         return frozenset([inputs.shape[dim]] if inputs.dim() > dim else [])
-    if inputs is None or isinstance(inputs, (bool, int, float, str)):
+    if inputs is None or isinstance(inputs, (int, float, str)):
         return frozenset()
     if not isinstance(inputs, (tuple, list, dict)):
         return None
     entries = inputs.values() if isinstance(inputs, dict) else inputs
-    parts = [batch_sizes(part, dim) for part in entries]
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
-        return None
-    lengths = (
-        [frozenset([len(inputs)])] if isinstance(inputs, list) else []
-    )  # a record per entry
-    return frozenset().union(*known, *lengths)
+    found = set[int]([len(inputs)] if isinstance(inputs, list) else ())  # a record per entry
+    for part in entries:
+        sizes = batch_sizes(part, dim)
+        if sizes is None:
+            return None
+        found |= sizes
+    return frozenset(found)
 
 
 _OWNERS = "dpsco_optimizers"  # attribute of parameters

@@ -87,17 +87,9 @@ def _padded(layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
     The channels of a group are next to each other in memory: patches then consist of long pieces, which are copied
     several times faster.
     """
-    pads = _inner(layer)
     x = x.unflatten(1, (layer.groups, -1)).movedim(2, -1)
-    records, groups, *sizes, channels = x.shape
-    padded = [size + 2 * pad for size, pad in zip(sizes, pads, strict=True)]
-    make = x.new_zeros if any(pads) else x.new_empty
-    found: Tensor = make([records, groups, *padded, channels], dtype=dtype)
-    inside = found
-    for dim, (size, pad) in enumerate(zip(sizes, pads, strict=True), start=2):
-        inside = inside.narrow(dim, pad, size)
-    inside.copy_(x)
-    return found
+    pads = [side for pad in reversed(_inner(layer)) for side in (pad, pad)]
+    return (F.pad(x, [0, 0, *pads]) if any(pads) else x).to(dtype).contiguous()
 
 
 def _patches(layer: Any, x: Tensor) -> Tensor:
@@ -195,7 +187,7 @@ class ItemBlock(Block):
     """Rows of one weight (V, D), by record and item.
 
     Args:
-        records: (U,) int64 in [0, n_records), sorted.
+        records: (U,) int64 in [0, n_records).
         items: (U,) int64 in [0, n_items), no pair (record, item) twice.
         vectors: (U, D) floating, the part of the record's row that belongs to the item.
         n_records: B.
@@ -242,21 +234,15 @@ class ItemBlock(Block):
         return [total]
 
     def select(self, index: Tensor | slice) -> ItemBlock:
-        """Returns the block of some rows."""
+        """Returns the block of some rows, each once."""
         if isinstance(index, slice):
             index = torch.arange(self.n_records, device=self.records.device)[index]
-        counts = torch.bincount(self.records, minlength=self.n_records)
-        starts = counts.cumsum(0) - counts
-        chosen = counts[index]
-        records = torch.arange(len(index), device=index.device).repeat_interleave(chosen)
-        within = (
-            torch.arange(len(records), device=index.device)
-            - (chosen.cumsum(0) - chosen)[records]
-        )
-        place = starts[index][records] + within
-        return ItemBlock(
-            records, self.items[place], self.vectors[place], len(index), self.n_items
-        )
+        places = self.records.new_full((self.n_records,), -1)
+        places[index] = torch.arange(len(index), device=index.device)
+        records = places[self.records]
+        kept = (records >= 0).nonzero().squeeze(1)
+        vectors = self.vectors[kept]
+        return ItemBlock(records[kept], self.items[kept], vectors, len(index), self.n_items)
 
     def dense(self) -> list[Tensor]:
         """Returns [rows]: (B, V, D)."""
