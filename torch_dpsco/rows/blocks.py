@@ -512,11 +512,6 @@ class FactoredBlock(Block):
         return self if both and self.backprops.shape[1] == 1 == self.scale else None
 
     @property
-    def slopes(self) -> Tensor:
-        """(B,) derivatives of the losses in the score, where there is one."""
-        return self.backprops[:, 0]
-
-    @property
     def bounds(self) -> Tensor:
         """(B,) the factors, which where they are not known are those of `linear_factors`."""
         if self.factors is None:
@@ -534,7 +529,8 @@ class FactoredBlock(Block):
         if self.backprops.dtype is not torch.float32 or not native.suits(self.acts):
             return None
         factors = None if self.factors is None else self.factors.double().contiguous()
-        return native.Linear(self.acts, self.slopes.contiguous(), factors).sum(limit, scale)
+        slopes = self.backprops[:, 0].contiguous()
+        return native.Linear(self.acts, slopes, factors).sum(limit, scale)
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds |b| sqrt(weight |a|^2 + bias): (B,) float64."""
@@ -547,9 +543,11 @@ class FactoredBlock(Block):
             # margin: that of a norm, once more (docs/proofs/rounding.md#certified-norms)
             norms = row_norms(self.backprops)
             norms.mul_(self.scale * (1.0 + NORM_ERROR[torch.float64]))
-        if self.weight and self.factors is None:
+        if not self.weight:
+            return norms
+        if self.factors is None:
             self.factors = input_factors(self.acts, bias=self.bias)
-        return norms.mul_(self.factors) if self.weight else norms
+        return norms.mul_(self.factors)
 
     def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
         """Returns [(w b)^T a, (w b)^T 1] (the trained ones)."""

@@ -127,7 +127,8 @@ class _Scored(FactoredBlock):
     _index: Tensor | None = None  # of the records; None for all in their order
 
     def __init__(self, columns: Sequence[Tensor], layer: nn.Linear, slope: _Slope) -> None:
-        self._records = native.Linear(*columns, _IN_C[slope])
+        features, targets, factors = columns
+        self._records = native.Linear(features, targets, factors, _IN_C[slope])
         self._columns = columns
         self._slope = slope
         self._layer = layer

@@ -182,7 +182,7 @@ class Attachment:
         self.dense = [p for p in model.parameters() if p.requires_grad and id(p) not in done]
         self.params = recorded + self.dense
         self.layers = list(model.modules())
-        self.children = _children(self.layers)
+        self.children = [child for m in self.layers for child in m._modules.values()]
         # whose products have switches of their own, see `native.inexact_mean`
         self.switched = [m for m in self.layers if isinstance(m, (*ConvNd, nn.RNNBase))]
         self.hooks = hooks
@@ -287,7 +287,7 @@ class Attachment:
         slots = isolation.slots
         asked = slots.usual, slots.most, torch_settings()
         found: Sizes | str | None = None
-        if self._is_compiled():
+        if first.compiled or any(map(is_compiled, self.layers)):
             found = COMPILED
         elif first.autocast:
             found = "batches of several sizes are not tested under autocast"
@@ -302,9 +302,6 @@ class Attachment:
             first.sizes = asked, found
         self.get_ready(found)
         return found
-
-    def _is_compiled(self) -> bool:
-        return self.first.compiled or any(map(is_compiled, self.layers))
 
     def get_ready(self, found: Sizes | str | None) -> None:
         """Makes means over the batch exact and masks secret, if the sizes of batches need it."""
@@ -323,7 +320,8 @@ class Attachment:
         if not memory_of([t for t in numbers if t.is_floating_point()]) <= isolation.delivered:
             # PRIVACY: what a loop computes for all records at once (test_inputs_that_are_computed_later_are_refused)
             return _OTHER_INPUTS
-        if self._is_compiled() or not isolation.tested.hold:
+        compiled = self.first.compiled or any(map(is_compiled, self.layers))
+        if compiled or not isolation.tested.hold:
             # PRIVACY: other kernels, after the draw (test_a_model_compiled_after_the_test_is_refused,
             # test_threads_that_are_set_after_the_draw_are_refused)
             return _OTHER_KERNELS
@@ -416,10 +414,6 @@ def _everything(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, T
                     yield m, name, t
 
 
-def _children(layers: Iterable[nn.Module]) -> list[nn.Module | None]:
-    return [child for m in layers for child in m._modules.values()]
-
-
 def _states(layers: Iterable[nn.Module]) -> list[tuple[int, int]]:
     """Returns what tells whether a forward has written to a buffer or to a parameter, trained ones included."""
     tensors = [t for m in layers for held in (m._buffers, m._parameters) for t in held.values()]
@@ -475,7 +469,8 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     if attachment.passes.paused or not model.training:
         return None
     layers = attachment.layers
-    if model is not layers[0] or _children(layers) != attachment.children:
+    children = [child for m in layers for child in m._modules.values()]
+    if model is not layers[0] or children != attachment.children:
         _refuse_modules(model)
     leaves_rows = torch.is_grad_enabled()
     attachment.carried.begin((args, kwargs), leaves_rows=leaves_rows)

@@ -304,7 +304,7 @@ def clipped_slopes(rows: FactoredBlock, clip: float) -> tuple[FactoredBlock, Ten
         rows: s_i (x_i, 1) with the bounds f_i.
         clip: C, far from overflow and underflow.
     """
-    norms = rows.slopes * rows.bounds
+    norms = rows.backprops[:, 0] * rows.bounds
     if not math.isfinite(torch.dot(norms, norms)):
         # PRIVACY: dropped, not multiplied by 0 (test_linear_rows_are_clipped_dropped_and_summed_as_all_others)
         index = torch.isfinite(norms).nonzero().squeeze(1)

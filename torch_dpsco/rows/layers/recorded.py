@@ -296,7 +296,7 @@ class Tape:
         self.uses.append((tag, layer.kind.rows(use)))
         for p in (self.weight, self.bias):
             if p is not None:
-                p.grad_factors = self  # type: ignore[attr-defined]
+                p.grad_factors = self
 
     def __getstate__(self) -> dict[str, Any]:
         if self.uses:
