@@ -632,7 +632,11 @@ def row_of(others: int, oracle: type[dp.oracles.Clipped], d: int = 300) -> list[
         def observe(self, rows: Any, users: Any = None) -> None:
             one = rows.blocks[0].select(torch.tensor([others // 2]))
             seen.extend(
-                [rows.norms()[others // 2], one._factored().backprops[0, 0], one.clipped_sum(0.5, 1.0)]
+                [
+                    rows.norms()[others // 2],
+                    one._factored().backprops[0, 0],
+                    one.clipped_sum(0.5, 1.0),
+                ]
             )
             super().observe(rows, users)
 
