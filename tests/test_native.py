@@ -27,7 +27,7 @@ from torch import Tensor
 from tests.streams import seeded
 from torch_dpsco import native
 from torch_dpsco.noise import normal_
-from torch_dpsco.rows import GradBatch, LinearBlock
+from torch_dpsco.rows import FactoredBlock, GradBatch
 from torch_dpsco.step.oracle import Clipped
 
 SOURCE = Path(native.__file__).parent / "_kernel.c"
@@ -531,7 +531,7 @@ def test_a_record_moves_a_linear_sum_in_c_by_at_most_its_sensitivity(n: int, whe
     oracle, means = Clipped(0.3, 0.0, 400), []
     for index in (torch.arange(n + 1), kept):
         oracle.open([torch.zeros(1, 50), torch.zeros(1)])
-        oracle.observe(GradBatch([LinearBlock(features[index], slopes[index], None)]))
+        oracle.observe(GradBatch([FactoredBlock(features[index], slopes[index][:, None])]))
         total = oracle._total
         assert total is not None
         means.append(total.clone())

@@ -43,7 +43,6 @@ from torch_dpsco.losses.per_record import PerRecord
 from torch_dpsco.private_loop import attach_sound, loss_of, note_probed, require_sound
 from torch_dpsco.rows.attach import attach, detach, first_step_of, is_attached
 from torch_dpsco.rows.closed_form import ClosedForm, closed_form
-from torch_dpsco.rows.layers.kinds import Engine
 from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.sampling.loader import to_device
 from torch_dpsco.step import checks
@@ -245,7 +244,7 @@ def _steps_on(
     optimizer: PrivateOptimizer,
     loader: PrivateLoader,
     loss_fn: _LossFn,
-    compiled: Engine | None,
+    compiled: Any,
 ) -> Iterator[Callable[[], Any]]:
     """Yields the step that is due for each batch, after its forward and backward unless rows are compiled."""
     device = next(model.parameters()).device
@@ -391,7 +390,7 @@ def _require_pairs(dataset: Dataset[Any]) -> None:
 
 def _compiled(
     model: nn.Module, loss_fn: _LossFn, loader: PrivateLoader, attached: bool, reduction: str
-) -> Engine | None:
+) -> Any:
     """Returns compiled rows for a model that `fit` has attached, or None, with a warning, and an attached model."""
     if attached:
         reason = "the model was attached before; dp.detach(model) first"
@@ -400,7 +399,7 @@ def _compiled(
     else:
         known = first_step_of(model)
         detach(model)
-        rows: Engine | str = act("rows.compiled")(model, loss_fn, loader)
+        rows: Any = act("rows.compiled")(model, loss_fn, loader)
         if not isinstance(rows, str):
             loader.isolation.settle("rows are compiled for batches of one size")
             return rows

@@ -631,7 +631,13 @@ def row_of(others: int, oracle: type[dp.oracles.Clipped], d: int = 300) -> list[
     class Looks(oracle):  # type: ignore[misc, valid-type]
         def observe(self, rows: Any, users: Any = None) -> None:
             one = rows.blocks[0].select(torch.tensor([others // 2]))
-            seen.extend([rows.norms()[others // 2], one.slopes[0], one.clipped_sum(0.5, 1.0)])
+            seen.extend(
+                [
+                    rows.norms()[others // 2],
+                    one._factored().backprops[0, 0],
+                    one.clipped_sum(0.5, 1.0),
+                ]
+            )
             super().observe(rows, users)
 
     with torch.random.fork_rng():

@@ -36,7 +36,7 @@ class Exact(MeanOracle):
 
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Adds rows to the mean."""
-        weights = rows.finite().double() / self.batch_size
+        weights = rows.norms().isfinite().double() / self.batch_size
         compat.foreach_add_(self._means, rows.weighted_sum(weights))
 
     def discard(self) -> None:

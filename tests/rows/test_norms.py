@@ -180,13 +180,13 @@ def test_a_row_with_a_non_finite_entry_has_no_finite_norm(bad, width):
         block = torch.ones(2, width, dtype=dtype)
         block[1, width - 1] = bad
         assert torch.isfinite(row_norms(block)).tolist() == [True, False]
-        assert GradBatch([DenseBlock(block)]).finite().tolist() == [True, False]
+        assert GradBatch([DenseBlock(block)]).norms().isfinite().tolist() == [True, False]
         for acts, backprops in (
             (block, torch.ones(2, 2, dtype=dtype)),
             (torch.zeros(2, 2, dtype=dtype), block),
         ):
             factored = FactoredBlock(acts, backprops, bias=acts is not block)
-            assert GradBatch([factored]).finite().tolist() == [True, False]
+            assert GradBatch([factored]).norms().isfinite().tolist() == [True, False]
 
 
 def test_an_overflowing_norm_is_infinite_and_not_wrong():

@@ -40,7 +40,7 @@ class ScaleRows(Kind):
 
 class Shared(ScaleRows):  # every row is the batch's: three records are clipped as one
     def rows(self, use: Use) -> Kept:
-        weight, bias = super().rows(use)._parts
+        weight, bias = super().rows(use).parts
         return Formed(weight.mean(0).expand_as(weight), bias)
 
 
@@ -64,12 +64,12 @@ class MixedBelow(ScaleRows):
 
 class OneRow(ScaleRows):
     def rows(self, use: Use) -> Kept:
-        return Formed(*(part.sum(0, keepdim=True) for part in super().rows(use)._parts))
+        return Formed(*(part.sum(0, keepdim=True) for part in super().rows(use).parts))
 
 
 class Short(Formed):
     def blocks(self, **chosen: bool) -> list[DenseBlock]:
-        return [ShortBlock(part) for part in self._parts]
+        return [ShortBlock(part) for part in self.parts]
 
 
 class ShortBlock(DenseBlock):
@@ -79,7 +79,7 @@ class ShortBlock(DenseBlock):
 
 class Understated(ScaleRows):  # a block whose norms let long rows past the clip
     def rows(self, use: Use) -> Kept:
-        return Short(*super().rows(use)._parts)
+        return Short(*super().rows(use).parts)
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_a_frozen_part_of_a_registered_layer_has_no_rows(registered, frozen):
         (Mixed, "outputs of Mixed must be"),
         (MixedBelow, "input gradients of MixedBelow must be"),
         (OneRow, "OneRow must give one row per record"),
-        (Understated, "norms of Understated must be upper bounds"),
+        (Understated, r"rows of Understated must be Formed\("),
     ],
 )
 def test_a_wrong_kind_is_refused_before_it_sees_a_record(registered, kind, message):

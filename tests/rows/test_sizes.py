@@ -486,7 +486,7 @@ def test_what_is_kept_of_the_first_step_holds_no_data() -> None:
     model = net()
     looped(model, SUM, steps=1)
     seen: set[int] = set()
-    waiting: list[object] = [model._dpsco.first._replay]
+    waiting: list[object] = [model._dpsco.first.replay]
     assert waiting[0] is not None
     while waiting:
         thing = waiting.pop()
@@ -546,12 +546,12 @@ def test_all_sizes_are_tested(usual: int, most: int | None) -> None:
     assert len(sizes) <= 64
     for size in {*sizes[:3], sizes[len(sizes) // 2], *sizes[-3:]}:
         layer.size = size
-        model._dpsco.first._sizes = None
+        model._dpsco.first.sizes = None
         model._dpsco.isolation = None
         model._dpsco.reset()
         slots = loader.slots
-        replay = model._dpsco.first._replay
-        found = replay.sizes(model, slots.usual, slots.most, replay.memory)
+        replay = model._dpsco.first.replay
+        found = replay.sizes(model, slots, replay.memory)
         assert isinstance(found, str) or size not in found.sizes
 
 
@@ -1008,10 +1008,10 @@ def test_a_closed_form_is_tested_by_itself(
     levels = []
     for broken in (False, True):
         if broken:
-            slopes = closed_form._softmax_slope if outputs > 1 else closed_form._logistic_slope
+            slopes = closed_form._derivative if outputs > 1 else closed_form._logistic_slope
 
-            def moved(scores: Tensor, targets: Tensor, slopes: object = slopes) -> Tensor:
-                return Place()(slopes(scores, targets))
+            def moved(*args: object, slopes: object = slopes) -> Tensor:
+                return Place()(slopes(*args))
 
             monkeypatch.setattr(closed_form, slopes.__name__, moved)
         model = nn.Linear(20, outputs).double()

@@ -8,15 +8,8 @@ import torch
 from torch import Tensor
 
 from torch_dpsco.estimators.records import Records, RowLosses
-from torch_dpsco.losses.base import TableLoss
-from torch_dpsco.losses.table import (
-    Huber,
-    Logistic,
-    ResidualClipped,
-    SmoothedHinge,
-    SmoothedPinball,
-    Squared,
-)
+from torch_dpsco.losses.base import ScalarLoss, TableLoss
+from torch_dpsco.losses.table import Logistic, ResidualClipped
 
 
 def clipped_sum(loss: TableLoss, clip: float, point: Tensor, part: Records) -> tuple[Tensor]:
@@ -71,13 +64,14 @@ def row_losses(
 
 def _line(loss: TableLoss) -> tuple[float, float, float] | None:
     """Returns gain and bounds of a slope that is a line between two bounds, in score - y or in y score - 1."""
-    known = type(loss)  # a class that is derived may be another loss
-    if known is Squared:
-        return 1.0, -math.inf, math.inf
-    if isinstance(loss, Huber) and known is Huber:
-        return 1.0, -loss.threshold, loss.threshold
-    if isinstance(loss, SmoothedPinball) and known is SmoothedPinball:
-        return 1.0 / loss.width, -loss.quantile, 1.0 - loss.quantile
-    if isinstance(loss, SmoothedHinge) and known is SmoothedHinge:
-        return 1.0 / loss.width, -1.0, 0.0
-    return None
+    own = (
+        type(loss).__module__ == Logistic.__module__
+    )  # a class that is derived may be another loss
+    if not (own and isinstance(loss, ScalarLoss) and type(loss).slope is ScalarLoss.slope):
+        return None
+    low, high, width = loss.line
+    if not width:
+        return None
+    if loss.zero:
+        return 1.0 / width, float(low), float(high)
+    return 1.0 / width, -float(high), -float(low)

@@ -290,7 +290,7 @@ class LinearTask:
     @property
     def lipschitz(self) -> float | None:
         """L >= |phi'| |x| of a record, at every w; None if there is none (squared loss)."""
-        return self.clipped.lipschitz() if self.clipped is not None else self.problem.lipschitz
+        return self.clipped.clip if self.clipped is not None else self.problem.lipschitz
 
     @property
     def attack_reach(self) -> float:

@@ -23,7 +23,9 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Literal, NoReturn, TypeVar
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -203,6 +205,7 @@ class TableLoss(Loss):
 
     Attributes:
         interpolates: whether the row holds for every exponent in [0, 1], not only for its own.
+        ranges: names of fields of a dataclass with their checks, each called with the field by keyword.
 
     What else a mechanism may ask has an answer that claims nothing; a loss that knows better overrides it:
 
@@ -215,11 +218,16 @@ class TableLoss(Loss):
             costs was counted for each.
     """
 
+    ranges: ClassVar[tuple[tuple[str, Callable[..., float]], ...]] = ()
     interpolates: ClassVar[bool] = False
     monotone: ClassVar[bool] = False
     squared: ClassVar[bool] = False
     log_odds: ClassVar[bool] = False
     intervals: ClassVar[Literal["hessian", "moments"] | None] = None
+
+    def __post_init__(self) -> None:
+        for name, checked in self.ranges:
+            object.__setattr__(self, name, checked(**{name: getattr(self, name)}))
 
     def problem(
         self,
@@ -346,12 +354,52 @@ class TableLoss(Loss):
         return self
 
 
+class Line(NamedTuple):
+    """A slope phi'(u) that is u/width between two bounds; or one that jumps from one to the other, with 0 at u = 0.
+
+    For a loss whose phi'(0) = 0 has these bounds, and a slope of at most 1/width, it promises the same.
+
+    Args:
+        low: least slope, <= 0; a Fraction where no float is exact.
+        high: largest slope, >= 0.
+        width: >= 0; 0 for a jump.
+    """
+
+    low: float | Fraction
+    high: float | Fraction
+    width: float = 0.0
+
+    def steepest(self, reach: float | Fraction) -> float | Fraction:
+        """Returns the largest |phi'| at |u| <= reach."""
+        most = max(-self.low, self.high)
+        if not self.width or reach == math.inf:
+            return most
+        return min(most, Fraction(reach) / Fraction(self.width))
+
+
 class ScalarLoss(TableLoss):
-    """phi of a margin or a residual, which is linear in the one score."""
+    """phi of a margin or a residual, which is linear in the one score.
+
+    `curve` and `slope` are asked for, and the row; a `line` gives all that is not.
+
+    Attributes:
+        zero: the margin or residual u = 0 of the `line`.
+    """
+
+    zero: ClassVar[float] = 0.0
+
+    @property
+    def line(self) -> Line:
+        """What phi' is, where it is a line between two bounds, of u = place - zero."""
+        self._refuse()
 
     @abstractmethod
     def place(self, score: Tensor, target: Tensor) -> Tensor:
         """The margin or the residual of a score."""
+
+    @abstractmethod
+    def turned(self, slope: Tensor, target: Tensor) -> Tensor:
+        """The derivative of phi in the score, from that in the margin or the residual."""
 
     @abstractmethod
     def up_to(self, place: Tensor, corner: Tensor) -> Tensor:
@@ -361,26 +409,78 @@ class ScalarLoss(TableLoss):
         """Loss at the margin or residual; score and target of one shape."""
         return self.curve(self.place(score, target))
 
-    @abstractmethod
+    def derivative(self, score: Tensor, target: Tensor) -> Tensor:
+        """Derivative in the score; score and target of one shape."""
+        return self.turned(self.slope(self.place(score, target)), target)
+
+    def second_derivative(self, score: Tensor, target: Tensor) -> Tensor:
+        """Second derivative in the score; score and target of one shape."""
+        return self.turned(self.turned(self.bend(self.place(score, target)), target), target)
+
     def curve(self, place: Tensor) -> Tensor:
         """The loss phi."""
+        slope = self.slope(place)
+        return slope * (place - self.zero - 0.5 * self.line.width * slope)
 
-    @abstractmethod
     def slope(self, place: Tensor) -> Tensor:
         """The selected subgradient of phi."""
+        low, high, width = self.line
+        place = place - self.zero if self.zero else place
+        if width:
+            return (place / width).clamp(float(low), float(high))
+        side = place.sign()
+        return float(high) * side.clamp(min=0) - float(low) * side.clamp(max=0)
 
     def bend(self, place: Tensor) -> Tensor:
         """phi'', one-sided where phi' has a kink."""
-        raise ConditionError(
-            f"{self!r} has no second derivative; SmoothedHinge, Huber and Squared have one"
-        )
+        low, high, width = self._own_line()
+        slope = (place - self.zero) / width
+        return ((slope >= float(low)) & (slope <= float(high))).to(place.dtype) / width
 
     def corner(self, limit: Tensor) -> Tensor:
         """Where |phi'| reaches the limit > 0: a margin, or -inf; or a residual > 0 of an even phi, or inf."""
+        low, high, width = self._own_line()
+        if high != (0.0 if self.zero else -low):
+            self._refuse()
+        reached = torch.where(limit < -float(low), limit * width, math.inf)
+        return self.zero - reached if self.zero else reached
+
+    def _own_line(self) -> Line:
+        """Returns the line, of a loss whose slope it is and does not jump."""
+        if type(self).slope is not ScalarLoss.slope or not self.line.width:
+            self._refuse()
+        return self.line
+
+    def _refuse(self) -> NoReturn:
         raise ConditionError(
-            f"the slope of {self!r} cannot be clipped; take Logistic, SmoothedHinge, Squared or"
-            " Huber"
+            f"{self!r} has no second derivative, or its slope cannot be clipped, or its row is not"
+            " known: take Logistic, SmoothedHinge, Squared or Huber, or give a `line`"
+            " (docs/your_own.md)"
         )
+
+    def holder_exponent(self) -> float:
+        """1 if the slope has no jump, else 0."""
+        return 1.0 if self.line.width else 0.0
+
+    def holder_constant(self, exponent: float, bound_x: float) -> float:
+        """L = B (high - low)^(1 - alpha) (B/width)^alpha."""
+        low, high, width = self.line
+        jump = bend = 1.0
+        if exponent < 1:
+            jump = power_up(upper(Fraction(high) - Fraction(low)), 1 - exponent)
+        if exponent > 0:
+            bend = power_up(upper(bound_x, 1 / Fraction(width)), exponent)
+        return upper(bound_x, jump, bend)
+
+    def loss_at_zero(self, bound_y: float) -> float:
+        """M0 = c (Y - c width/2), where c is the largest slope up to Y, which is 1 for margins."""
+        reach = Fraction(self.zero or bound_y)
+        slope = self.line.steepest(reach)
+        return upper(slope, reach - Fraction(self.line.width) * slope / 2)
+
+    def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
+        """G(R) = B c, where c is the largest slope up to Y + B R."""
+        return upper(bound_x, self.line.steepest((self.zero or bound_y) + bound_x * radius))
 
 
 def record_bounds(bound_x: float, bound_y: float) -> tuple[float, float]:

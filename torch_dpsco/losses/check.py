@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from torch_dpsco.problem import Problem
 
 _TOLERANCE = 1e-6
 _HALVINGS = 40
-_CLIMBS = 60
 _CHECKED = (
     "holder_constant",
     "grad_at_zero",
@@ -47,8 +46,8 @@ def check_holder(
     largest for w - w' along x, so that records of norm B and w = s x/B^2 are the worst case in EVERY dimension; the
     search runs over targets and scores. It starts from random pairs at 8 orders of magnitude, pairs mirrored at 0, at
     +-1 and at the target, far points and the rim of the ball. Then it halves every pair 40 times towards the half over
-    which the derivative moves more, which finds kinks and steep places, and moves the ends of every pair as long as
-    that raises its Hoelder ratio. Excesses under 1e-6, and what only pairs nearer than that show, go unseen.
+    which the derivative moves more, which finds kinks and steep places. Excesses under 1e-6, what only nearer pairs
+    show, and Hoelder ratios that are largest at one distance between 0 and far, may go unseen.
 
     Args:
         loss: any `Loss`, also your own; evaluated in float64.
@@ -82,24 +81,17 @@ def check_holder(
         raise MissingConstantError(
             f"check_holder needs a problem that promises one of {', '.join(_CHECKED)}"
         )
-    search = _Search(
-        loss,
-        problem,
-        bound_x,
-        bound_y,
-        positive_count(trials=trials),
-        generator or torch.Generator(),
-    )
-    search.check_at_zero()
-    start = search.starting_pairs()
-    for pairs in search.halvings(start):
-        search.check_pairs(pairs)
+    count = positive_count(trials=trials)
+    search = _Search(loss, problem, bound_x, bound_y, count, generator or torch.Generator())
+    target = search.targets()
+    zero = torch.zeros(count, loss.num_scores, dtype=torch.float64)
+    search.check_at_zero(_Pairs(target, zero, zero))
+    start = search.starting_pairs(target)
     search.check_points(start)
-    search.check_pairs(search.climb(start))
+    search.check_halves(start)
 
 
-@dataclass(frozen=True)
-class _Pairs:
+class _Pairs(NamedTuple):
     """Targets (N,) and two score vectors (N, K) each, float64."""
 
     target: Tensor
@@ -116,58 +108,68 @@ class _Search:
     trials: int
     generator: torch.Generator
 
-    def check_at_zero(self) -> None:
+    def check_at_zero(self, pairs: _Pairs) -> None:
         """Refutes the loss and the gradient at w = 0."""
-        target = self._targets()
-        zero = torch.zeros(len(target), self.loss.num_scores, dtype=torch.float64)
-        pairs = _Pairs(target, zero, zero)
-        self._refute("loss_at_zero", self.problem.loss_at_zero, self._value(zero, target), pairs)
-        self._refute("grad_at_zero", self.problem.grad_at_zero, self._norm(zero, target), pairs)
-
-    def check_pairs(self, pairs: _Pairs) -> None:
-        """Refutes Hoelder constants on pairs, and a derivative that is not a subgradient."""
-        if self.problem.holder_exponent is not None:
-            ratio = self._ratio(pairs, self.problem.holder_exponent)
-            self._refute("holder_constant", self.problem.holder_constant, ratio, pairs)
-        self._refute("smoothness", self.problem.smoothness, self._ratio(pairs, 1.0), pairs)
-        here = self._value(pairs.first, pairs.target)
-        there = self._value(pairs.second, pairs.target)
-        predicted = (self._slope(pairs.first, pairs.target) * (pairs.second - pairs.first)).sum(
-            1
-        )
-        rounding = 1e-9 * (1 + here.abs() + there.abs() + predicted.abs())
-        self._refute(
-            "derivative (a subgradient of a convex loss)",
-            rounding,
-            here + predicted - there,
-            pairs,
-        )
+        value = self._value(pairs.first, pairs.target)
+        self._refute("loss_at_zero", self.problem.loss_at_zero, value, pairs)
+        norm = self.bound_x * _length(self._slope(pairs.first, pairs.target))
+        self._refute("grad_at_zero", self.problem.grad_at_zero, norm, pairs)
 
     def check_points(self, pairs: _Pairs) -> None:
         """Refutes gradient bounds and the sign of the loss at single points."""
-        for score in (pairs.first, pairs.second):
+        for score in pairs[1:]:
             point = _Pairs(pairs.target, score, score)
-            norm = self._norm(score, pairs.target)
+            norm = self.bound_x * _length(self._slope(score, pairs.target))
             reach = _length(score) / self.bound_x
-            inside = reach <= self.problem.radius
-            self._refute(
-                "lipschitz", self.problem.lipschitz, torch.where(inside, norm, 0), point
-            )
-            bound = torch.tensor(
-                [self._promised_bound(r) for r in reach.tolist()], dtype=torch.float64
-            )
+            inside = torch.where(reach <= self.problem.radius, norm, 0)
+            self._refute("lipschitz", self.problem.lipschitz, inside, point)
+            try:
+                bounds = [self.problem.grad_bound(r) for r in reach.tolist()]
+            except MissingConstantError:
+                bounds = [math.inf]
+            bound = torch.tensor(bounds, dtype=torch.float64)
             self._refute("grad_bound", bound, norm, point)
             if self.problem.loss_at_zero is not None:
-                self._refute(
-                    "loss_at_zero (a nonnegative loss)",
-                    1e-12,
-                    -self._value(score, pairs.target),
-                    point,
-                )
+                less = -self._value(score, pairs.target)
+                self._refute("loss_at_zero (a nonnegative loss)", 1e-12, less, point)
 
-    def starting_pairs(self) -> _Pairs:
+    def check_halves(self, pairs: _Pairs) -> None:
+        """Checks pairs, then again and again the half of each over which the derivative moves more."""
+        for _ in range(_HALVINGS):
+            target, first, second = pairs
+            slope = self._slope(first, target)
+            end = self._slope(second, target)
+            self._check_pairs(pairs, slope, end)
+            middle = (first + second) / 2
+            between = self._slope(middle, target)
+            keep = (_length(between - slope) >= _length(between - end)).unsqueeze(1)
+            first = torch.where(keep, first, middle)
+            pairs = _Pairs(target, first, torch.where(keep, middle, second))
+
+    def _check_pairs(self, pairs: _Pairs, slope: Tensor, end: Tensor) -> None:
+        """Refutes Hoelder constants on pairs with these slopes, and a derivative that is not a subgradient."""
+        target, first, second = pairs
+        change = self.bound_x * _length(end - slope)
+        distance = _length(second - first)
+        # Nearer pairs measure the rounding of s - s' and of y - s instead of the loss.
+        size = torch.maximum(_length(first), _length(second)) + target.abs() + 1
+        for name, constant, exponent in (
+            ("holder_constant", self.problem.holder_constant, self.problem.holder_exponent),
+            ("smoothness", self.problem.smoothness, 1.0),
+        ):
+            if exponent is not None:
+                ratio = change / (distance / self.bound_x) ** exponent
+                apart = torch.where(distance > 1e-6 * size, ratio, 0)
+                self._refute(name, constant, apart, pairs)
+        here = self._value(first, target)
+        there = self._value(second, target)
+        predicted = (slope * (second - first)).sum(1)
+        rounding = 1e-9 * (1 + here.abs() + there.abs() + predicted.abs())
+        excess = here + predicted - there
+        self._refute("derivative (a subgradient of a convex loss)", rounding, excess, pairs)
+
+    def starting_pairs(self, target: Tensor) -> _Pairs:
         """Pairs at many scales around the points where the usual losses have kinks, and on the rim of the ball."""
-        target = self._targets()
         center, direction = self._centers(target)
         near, far = (direction * self._magnitudes(len(target)) for _ in range(2))
         pairs = [
@@ -182,49 +184,8 @@ class _Search:
         firsts, seconds = zip(*pairs, strict=True)
         return _Pairs(target.repeat(len(pairs)), torch.cat(firsts), torch.cat(seconds))
 
-    def halvings(self, pairs: _Pairs) -> Iterator[_Pairs]:
-        """Yields the pairs, then again and again the half of each over which the derivative moves more."""
-        for _ in range(_HALVINGS):
-            yield pairs
-            middle = (pairs.first + pairs.second) / 2
-            slope = self._slope(middle, pairs.target)
-            left = _length(slope - self._slope(pairs.first, pairs.target))
-            right = _length(slope - self._slope(pairs.second, pairs.target))
-            keep_left = (left >= right).unsqueeze(1)
-            first = torch.where(keep_left, pairs.first, middle)
-            pairs = _Pairs(pairs.target, first, torch.where(keep_left, middle, pairs.second))
-
-    def climb(self, pairs: _Pairs) -> _Pairs:
-        """Moves both ends of every pair at random, at steps that shrink, as long as the Hoelder ratio grows."""
-        exponent = self.problem.holder_exponent
-        if exponent is None:
-            return pairs
-        best = self._ratio(pairs, exponent)
-        for i in range(_CLIMBS):
-            width = _length(pairs.second - pairs.first).unsqueeze(1) * 0.9**i
-            ends = [end + width * self._normal(end.shape) for end in (pairs.first, pairs.second)]
-            moved = _Pairs(pairs.target, *ends)
-            ratio = self._ratio(moved, exponent)
-            better = (ratio > best).unsqueeze(1)
-            first = torch.where(better, moved.first, pairs.first)
-            pairs = _Pairs(pairs.target, first, torch.where(better, moved.second, pairs.second))
-            best = torch.maximum(ratio, best)
-        return pairs
-
-    def _ratio(self, pairs: _Pairs, exponent: float) -> Tensor:
-        """||g(w) - g(w')|| / ||w - w'||^exponent at ||x|| = bound_x, and 0 for pairs too near to tell."""
-        change = _length(
-            self._slope(pairs.second, pairs.target) - self._slope(pairs.first, pairs.target)
-        )
-        distance = _length(pairs.second - pairs.first)
-        # Nearer pairs measure the rounding of s - s' and of y - s instead of the loss.
-        size = (
-            torch.maximum(_length(pairs.first), _length(pairs.second)) + pairs.target.abs() + 1
-        )
-        ratio = self.bound_x * change / (distance / self.bound_x) ** exponent
-        return torch.where(distance > 1e-6 * size, ratio, 0)
-
-    def _targets(self) -> Tensor:
+    def targets(self) -> Tensor:
+        """Targets of all trials, many of them at the ends."""
         kind = self.loss.target_kind
         count = self.trials
         if kind == "class":
@@ -240,32 +201,24 @@ class _Search:
         count = len(target)
         scores = self.loss.num_scores
         if scores == 1:
-            kinks = torch.stack(
-                [torch.zeros(count), target, -target, torch.ones(count), -torch.ones(count)], 1
-            )
+            one = torch.ones_like(target)
+            kinks = torch.stack([0 * one, target, -target, one, -one], 1)
             pick = torch.randint(kinks.shape[1], (count, 1), generator=self.generator)
-            return (
-                kinks.double().gather(1, pick),
-                2.0 * torch.randint(2, (count, 1), generator=self.generator) - 1.0,
-            )
+            sign = 2.0 * torch.randint(2, (count, 1), generator=self.generator) - 1.0
+            return kinks.gather(1, pick), sign
         # Two classes in front and the others behind: there the softmax bends most.
         order = self._uniform(count, scores).argsort(1)
-        front = (order[:, :2].unsqueeze(2) == torch.arange(scores)).any(1)
         behind = self._magnitudes(count) * torch.randint(2, (count, 1), generator=self.generator)
         direction = torch.zeros(count, scores, dtype=torch.float64)
-        direction.scatter_(1, order[:, :1], math.sqrt(0.5)).scatter_(
-            1, order[:, 1:2], -math.sqrt(0.5)
-        )
-        return torch.where(front, 0.0, -behind), direction
+        ends = torch.tensor([0.5, -0.5], dtype=torch.float64).expand(count, 2)
+        direction.scatter_(1, order[:, :2], ends * math.sqrt(2.0))
+        return torch.where(direction != 0, 0.0, -behind), direction
 
     def _magnitudes(self, count: int) -> Tensor:
         return 10 ** (8 * self._uniform(count, 1) - 4)
 
     def _uniform(self, *shape: int) -> Tensor:
         return torch.rand(shape, generator=self.generator, dtype=torch.float64)
-
-    def _normal(self, shape: torch.Size) -> Tensor:
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
 
     def _value(self, score: Tensor, target: Tensor) -> Tensor:
         return self.loss.value(self._scores(score), target)
@@ -275,15 +228,6 @@ class _Search:
 
     def _scores(self, score: Tensor) -> Tensor:
         return score.squeeze(1) if self.loss.num_scores == 1 else score
-
-    def _norm(self, score: Tensor, target: Tensor) -> Tensor:
-        return self.bound_x * _length(self._slope(score, target))
-
-    def _promised_bound(self, radius: float) -> float:
-        try:
-            return self.problem.grad_bound(radius)
-        except MissingConstantError:
-            return math.inf
 
     def _refute(
         self, name: str, promised: Tensor | float | None, found: Tensor, pairs: _Pairs

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -40,10 +40,12 @@ from torch_dpsco._validate import (
 )
 from torch_dpsco.accounting.analysis.rounding import safe, scaled_up, upper
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.losses.base import ScalarLoss, TableLoss, power_up, record_bounds
+from torch_dpsco.losses.base import Line, ScalarLoss, TableLoss, power_up, record_bounds
 from torch_dpsco.problem import round_up
 
 _Number = TypeVar("_Number", float, Tensor)
+_one_to_two = partial(between, 1.0, 2.0)
+_quantile = partial(open_interval, 0.0, 1.0)
 
 
 class MarginLoss(ScalarLoss):
@@ -51,22 +53,19 @@ class MarginLoss(ScalarLoss):
 
     target_kind = "sign"
     monotone = True
+    zero = 1.0
 
     def place(self, score: Tensor, target: Tensor) -> Tensor:
-        """Margin y s; score and target of one shape."""
+        """Margin y s."""
         return target * score
+
+    def turned(self, slope: Tensor, target: Tensor) -> Tensor:
+        """Derivative y phi'."""
+        return target * slope
 
     def up_to(self, place: Tensor, corner: Tensor) -> Tensor:
         """Margin cut off below."""
         return torch.maximum(place, corner)
-
-    def derivative(self, score: Tensor, target: Tensor) -> Tensor:
-        """Derivative y phi'(y s); score and target of one shape."""
-        return target * self.slope(target * score)
-
-    def second_derivative(self, score: Tensor, target: Tensor) -> Tensor:
-        """Second derivative y^2 phi''(y s); score and target of one shape."""
-        return target * target * self.bend(target * score)
 
 
 @dataclass(frozen=True)
@@ -87,10 +86,9 @@ class Hinge(MarginLoss):
         1.5
     """
 
-    power: float = 1.0
+    ranges = (("power", _one_to_two),)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "power", between(1.0, 2.0, power=self.power))
+    power: float = 1.0
 
     def smoothed(self, width: float) -> TableLoss | None:
         return SmoothedHinge(width) if self.power == 1 else None
@@ -140,6 +138,7 @@ class Logistic(MarginLoss):
     interpolates = True
     log_odds = True
     intervals = "hessian"
+    line = Line(-1.0, 0.0, 4.0)  # for alpha and L alone
 
     def loss_range(self, reach: float) -> float:
         return reach  # log((1 + e^t)/(1 + e^-t)) = t
@@ -162,12 +161,6 @@ class Logistic(MarginLoss):
     def corner(self, limit: Tensor) -> Tensor:
         # sigmoid(-m) = c at m = log((1 - c)/c); the slope stays below 1
         return torch.where(limit < 1, torch.log1p(-limit) - torch.log(limit), -math.inf)
-
-    def holder_exponent(self) -> float:
-        return 1.0
-
-    def holder_constant(self, exponent: float, bound_x: float) -> float:
-        return upper(bound_x, power_up(bound_x / 4, exponent))
 
     def loss_at_zero(self, bound_y: float) -> float:
         return math.nextafter(math.log(2.0), 1.0)
@@ -217,41 +210,13 @@ class SmoothedHinge(MarginLoss):
     """
 
     interpolates = True
+    ranges = (("width", positive),)
 
     width: float = 1.0
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "width", positive(width=self.width))
-
-    def curve(self, margin: Tensor) -> Tensor:
-        gap = (1 - margin).clamp(min=0)
-        curved = gap.clamp(max=self.width)
-        return curved * (gap - curved / 2) / self.width
-
-    def slope(self, margin: Tensor) -> Tensor:
-        return -((1 - margin) / self.width).clamp(0, 1)
-
-    def bend(self, margin: Tensor) -> Tensor:
-        return ((margin < 1) & (margin >= 1 - self.width)).to(margin.dtype) / self.width
-
-    def corner(self, limit: Tensor) -> Tensor:
-        return torch.where(limit < 1, 1 - limit * self.width, -math.inf)
-
-    def holder_exponent(self) -> float:
-        return 1.0
-
-    def holder_constant(self, exponent: float, bound_x: float) -> float:
-        return upper(bound_x, power_up(upper(bound_x, 1 / Fraction(self.width)), exponent))
-
-    def loss_at_zero(self, bound_y: float) -> float:
-        width = Fraction(self.width)
-        return upper(1 - width / 2 if width <= 1 else 1 / (2 * width))
-
-    def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
-        reach = 1 + bound_x * radius
-        if reach >= self.width:
-            return bound_x
-        return upper(bound_x, Fraction(reach) / Fraction(self.width))
+    @property
+    def line(self) -> Line:
+        return Line(-1.0, 0.0, self.width)
 
 
 @dataclass(frozen=True)
@@ -318,20 +283,16 @@ class ResidualLoss(ScalarLoss):
     """phi(r) of the residual r = y - s, phi convex."""
 
     def place(self, score: Tensor, target: Tensor) -> Tensor:
-        """Residual y - s; score and target of one shape."""
+        """Residual y - s."""
         return target - score
+
+    def turned(self, slope: Tensor, target: Tensor) -> Tensor:
+        """Derivative -phi'."""
+        return -slope
 
     def up_to(self, place: Tensor, corner: Tensor) -> Tensor:
         """Residual cut off on both sides."""
         return torch.clamp(place, -corner, corner)
-
-    def derivative(self, score: Tensor, target: Tensor) -> Tensor:
-        """Derivative -phi'(y - s); score and target of one shape."""
-        return -self.slope(target - score)
-
-    def second_derivative(self, score: Tensor, target: Tensor) -> Tensor:
-        """Second derivative phi''(y - s); score and target of one shape."""
-        return self.bend(target - score)
 
 
 @dataclass(frozen=True)
@@ -352,10 +313,9 @@ class PowerLoss(ResidualLoss):
         2.0
     """
 
-    power: float = 2.0
+    ranges = (("power", _one_to_two),)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "power", between(1.0, 2.0, power=self.power))
+    power: float = 2.0
 
     def curve(self, residual: Tensor) -> Tensor:
         return residual.abs() ** self.power
@@ -398,23 +358,7 @@ class Absolute(ResidualLoss):
         1.0
     """
 
-    def curve(self, residual: Tensor) -> Tensor:
-        return residual.abs()
-
-    def slope(self, residual: Tensor) -> Tensor:
-        return residual.sign()
-
-    def holder_exponent(self) -> float:
-        return 0.0
-
-    def holder_constant(self, exponent: float, bound_x: float) -> float:
-        return 2 * bound_x
-
-    def loss_at_zero(self, bound_y: float) -> float:
-        return bound_y
-
-    def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
-        return bound_x
+    line = Line(-1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -433,30 +377,10 @@ class Squared(ResidualLoss):
 
     squared = True
     intervals = "moments"
+    line = Line(-math.inf, math.inf, 1.0)
 
     def curve(self, residual: Tensor) -> Tensor:
         return residual * residual / 2
-
-    def slope(self, residual: Tensor) -> Tensor:
-        return residual
-
-    def bend(self, residual: Tensor) -> Tensor:
-        return torch.ones_like(residual)
-
-    def corner(self, limit: Tensor) -> Tensor:
-        return limit
-
-    def holder_exponent(self) -> float:
-        return 1.0
-
-    def holder_constant(self, exponent: float, bound_x: float) -> float:
-        return upper(bound_x, bound_x)
-
-    def loss_at_zero(self, bound_y: float) -> float:
-        return upper(bound_y, bound_y, 0.5)
-
-    def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
-        return upper(bound_x, bound_y + bound_x * radius)
 
 
 @dataclass(frozen=True)
@@ -478,44 +402,17 @@ class Huber(ResidualLoss):
     """
 
     interpolates = True
+    ranges = (("threshold", positive),)
 
     threshold: float = 1.0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "threshold", positive(threshold=self.threshold))
 
     @property
     def knee(self) -> float:
         return self.threshold
 
-    def curve(self, residual: Tensor) -> Tensor:
-        size = residual.abs()
-        curved = size.clamp(max=self.threshold)
-        return curved * (size - curved / 2)
-
-    def slope(self, residual: Tensor) -> Tensor:
-        return residual.clamp(-self.threshold, self.threshold)
-
-    def bend(self, residual: Tensor) -> Tensor:
-        return (residual.abs() <= self.threshold).to(residual.dtype)
-
-    def corner(self, limit: Tensor) -> Tensor:
-        return torch.where(limit < self.threshold, limit, math.inf)
-
-    def holder_exponent(self) -> float:
-        return 1.0
-
-    def holder_constant(self, exponent: float, bound_x: float) -> float:
-        return upper(
-            power_up(2 * self.threshold, 1 - exponent), bound_x, power_up(bound_x, exponent)
-        )
-
-    def loss_at_zero(self, bound_y: float) -> float:
-        curved = min(Fraction(bound_y), Fraction(self.threshold))
-        return upper(curved, Fraction(bound_y) - curved / 2)
-
-    def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
-        return upper(bound_x, min(self.threshold, bound_y + bound_x * radius))
+    @property
+    def line(self) -> Line:
+        return Line(-self.threshold, self.threshold, 1.0)
 
 
 @dataclass(frozen=True)
@@ -535,36 +432,16 @@ class Pinball(ResidualLoss):
         0.75
     """
 
-    quantile: float = 0.5
+    ranges = (("quantile", _quantile),)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "quantile", open_interval(0.0, 1.0, quantile=self.quantile))
+    quantile: float = 0.5
 
     def smoothed(self, width: float) -> SmoothedPinball:
         return SmoothedPinball(self.quantile, width)
 
-    def curve(self, residual: Tensor) -> Tensor:
-        return torch.maximum(self.quantile * residual, (self.quantile - 1) * residual)
-
-    def slope(self, residual: Tensor) -> Tensor:
-        above = residual.clamp(min=0).sign()
-        below = residual.clamp(max=0).sign()
-        return self.quantile * above + (1 - self.quantile) * below
-
-    def _steepest(self) -> Fraction:
-        return max(Fraction(self.quantile), 1 - Fraction(self.quantile))
-
-    def holder_exponent(self) -> float:
-        return 0.0
-
-    def holder_constant(self, exponent: float, bound_x: float) -> float:
-        return bound_x
-
-    def loss_at_zero(self, bound_y: float) -> float:
-        return upper(bound_y, self._steepest())
-
-    def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
-        return upper(bound_x, self._steepest())
+    @property
+    def line(self) -> Line:
+        return _tilted(self.quantile, 0.0)
 
 
 @dataclass(frozen=True)
@@ -587,50 +464,22 @@ class SmoothedPinball(ResidualLoss):
     """
 
     interpolates = True
+    ranges = (("quantile", _quantile), ("width", positive))
 
     quantile: float = 0.5
     width: float = 1.0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "quantile", open_interval(0.0, 1.0, quantile=self.quantile))
-        object.__setattr__(self, "width", positive(width=self.width))
 
     @property
     def knee(self) -> float:
         return self.width
 
-    def curve(self, residual: Tensor) -> Tensor:
-        slope = self.slope(residual)
-        return slope * (residual - 0.5 * self.width * slope)
+    @property
+    def line(self) -> Line:
+        return _tilted(self.quantile, self.width)
 
-    def slope(self, residual: Tensor) -> Tensor:
-        return (residual / self.width).clamp(self.quantile - 1, self.quantile)
 
-    def bend(self, residual: Tensor) -> Tensor:
-        scaled = residual / self.width
-        inside = (scaled >= self.quantile - 1) & (scaled <= self.quantile)
-        return inside.to(residual.dtype) / self.width
-
-    def holder_exponent(self) -> float:
-        return 1.0
-
-    def holder_constant(self, exponent: float, bound_x: float) -> float:
-        return upper(bound_x, power_up(upper(bound_x, 1 / Fraction(self.width)), exponent))
-
-    def loss_at_zero(self, bound_y: float) -> float:
-        width = Fraction(self.width)
-        slope = self._steepest(Fraction(bound_y))
-        return upper(slope, Fraction(bound_y) - width * slope / 2)
-
-    def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
-        reach = bound_y if radius == 0 else round_up(bound_y + bound_x * radius)
-        slope = self._steepest(Fraction(reach) if math.isfinite(reach) else None)
-        return upper(bound_x, slope)
-
-    def _steepest(self, reach: Fraction | None) -> Fraction:
-        """The largest slope within a distance of the kink; everywhere for None."""
-        steepest = max(Fraction(self.quantile), 1 - Fraction(self.quantile))
-        return steepest if reach is None else min(steepest, reach / Fraction(self.width))
+def _tilted(quantile: float, width: float) -> Line:
+    return Line(Fraction(quantile) - 1, Fraction(quantile), width)
 
 
 @dataclass(frozen=True)
@@ -650,22 +499,16 @@ class EpsilonInsensitive(ResidualLoss):
         0.0
     """
 
-    width: float = 0.1
+    line = Line(-1.0, 1.0)  # for alpha and L alone
+    ranges = (("width", nonnegative),)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "width", nonnegative(width=self.width))
+    width: float = 0.1
 
     def curve(self, residual: Tensor) -> Tensor:
         return (residual.abs() - self.width).clamp(min=0)
 
     def slope(self, residual: Tensor) -> Tensor:
         return residual.sign() * (residual.abs() > self.width)
-
-    def holder_exponent(self) -> float:
-        return 0.0
-
-    def holder_constant(self, exponent: float, bound_x: float) -> float:
-        return 2 * bound_x
 
     def loss_at_zero(self, bound_y: float) -> float:
         return upper(max(Fraction(bound_y) - Fraction(self.width), Fraction(0)))
@@ -876,10 +719,6 @@ class ResidualClipped:
     def of_norms(self, norms: Tensor) -> ClippedRows:
         """The loss of records with these feature norms, shape (B,)."""
         return ClippedRows(self.loss, self.limits(norms))
-
-    def lipschitz(self) -> float:
-        """C."""
-        return self.clip
 
     def smoothness(self, bound_x: float) -> float:
         """Bound on phi_c'' ||x||^2 for ||x|| <= bound_x: C(B - C) of a clipped logistic, else that of phi.

@@ -125,14 +125,13 @@ def attach(
             " that sums over the batch"
         )
     factored = _factorable(model) if rows == "auto" and batch_first else []
-    passes = PassCounter()
-    mean = loss_reduction == "mean"
+    passes = PassCounter(mean=loss_reduction == "mean")
     first = FirstStep(check_first_step, loss_reduction, 0 if batch_first else 1)
     hooks = _dense_hooks(model, factored, passes, loss_reduction, batch_first)
     for layer in factored:  # after all that may raise
-        start_recording(layer, passes, scale_by_batch=mean)
+        start_recording(layer, passes)
     act("rows.stacks")(list(model.modules()))
-    attachment = Attachment(model, factored, hooks, passes, mean, first, 0 if batch_first else 1)
+    attachment = Attachment(model, factored, hooks, passes, first, 0 if batch_first else 1)
     if hooks is not None:
         hooks.refuse = attachment.refuse
     model._dpsco = attachment  # type: ignore[assignment]

@@ -1,8 +1,7 @@
 """The batch of per-sample gradients that an optimizer takes from its parameters.
 
-Rows that were computed without a backward (`leave_rows`) wait on the parameters for the next step: one block of all
-parameters, in an attribute of one of them. A step takes it by `GradBatch.consume`, and everything that clears rows
-clears it.
+Rows that were computed without a backward (`leave_rows`) wait on the parameters for the next step, as those of Opacus'
+hooks do.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.native import inexact_mean, slack
@@ -24,14 +23,13 @@ from torch_dpsco.rows.blocks import (
     Block,
     DenseBlock,
     FactoredBlock,
-    LinearBlock,
     Summation,
     joined,
     joint_norms,
 )
 
 _T = TypeVar("_T")
-_LEFT = "dpsco_left"  # the attribute of a parameter that holds left rows until a step takes them
+_LEFT = "dpsco_left"  # marks a parameter whose rows were left, and not divided by a batch size
 _LEAST_NORMAL = 2.0**-126  # of float32
 _TILE_ELEMENTS = 2**20  # numbers of rows that are added to the sums of users at once
 
@@ -44,8 +42,7 @@ def _tape(p: Tensor) -> Any:
 
 def has_rows(params: Sequence[nn.Parameter]) -> bool:
     """Returns whether any parameter holds per-sample gradients."""
-    left = any(_LEFT in p.__dict__ or p.__dict__.get("grad_sample") is not None for p in params)
-    return left or any(map(_tape, params))
+    return any(p.__dict__.get("grad_sample") is not None or _tape(p) for p in params)
 
 
 def clear_rows(params: Sequence[nn.Parameter]) -> None:
@@ -60,8 +57,7 @@ def clear_rows(params: Sequence[nn.Parameter]) -> None:
         if "dpsco_passes" in held:
             held["dpsco_passes"] = []
             held.pop("dpsco_first_backward", None)
-        if _LEFT in held:
-            del held[_LEFT]
+        held.pop(_LEFT, None)
         p.grad = None
 
 
@@ -121,7 +117,10 @@ def _dense_rows(p: nn.Parameter, place: int) -> Tensor:
             " requires_grad_(False), and use parameters only in the forward of their own module"
         )
     chunks: list[Tensor] = rows if isinstance(rows, list) else [rows]
-    require_unprocessed(chunks)
+    if any(
+        hasattr(chunk, "_processed") for chunk in chunks
+    ):  # an Opacus optimizer has clipped and noised them
+        raise SequenceError(_WRAPPED)
     if len(chunks) != len(getattr(p, "dpsco_passes", chunks)):
         # PRIVACY: else a record could be in two rows (test_rows_left_by_autograd_grad_are_refused)
         raise SequenceError(
@@ -211,10 +210,6 @@ class GradBatch:
         """
         places = {id(p): i for i, p in enumerate(params)}
         try:
-            for p in params:
-                if _LEFT in p.__dict__:
-                    owners_of_rows, left = p.__dict__[_LEFT]
-                    return cls._of_left(owners_of_rows, left, places)
             blocks: list[Block] = []
             order: list[int] = []
             loose: list[nn.Parameter] = []
@@ -238,7 +233,10 @@ class GradBatch:
                     " batch"
                 )
             # unknown of rows of Opacus' own modules
-            averaged = any(getattr(p.__dict__.get("dpsco"), "mean", True) for p in params)
+            averaged = any(
+                _LEFT not in p.__dict__ and getattr(p.__dict__.get("dpsco"), "mean", True)
+                for p in params
+            )
             if loose:
                 _check_backwards(params)
                 # recorded layers have looked in their backward
@@ -249,18 +247,6 @@ class GradBatch:
             return cls(blocks, order, _passes(tapes, loose), averaged)
         finally:
             clear_rows(params)
-
-    @classmethod
-    def _of_left(
-        cls, params: Sequence[nn.Parameter], left: DenseBlock, places: dict[int, int]
-    ) -> GradBatch:
-        if places.keys() != {id(p) for p in params}:
-            # PRIVACY: else a parameter would move by rows that are not its own, or by none
-            # (test_left_rows_are_taken_in_the_order_of_the_optimizer)
-            raise SequenceError(
-                "the optimizer must train exactly the parameters whose rows were left"
-            )
-        return cls([left], [places[id(p)] for p in params])
 
     def __len__(self) -> int:
         return len(self.blocks[0]) if self._index is None else count_of(self._index)
@@ -281,18 +267,11 @@ class GradBatch:
             index: (k,) int64, which of the rows count; or a slice of the first ones.
         """
         rows = copy.copy(self)
-        rows._index = self._within(index)
+        # a slice is of the first rows
+        rows._index = self._index[index] if isinstance(self._index, Tensor) else index
         return rows
 
-    def _within(self, index: Tensor | slice) -> Tensor | slice:
-        """Returns which rows of the blocks some of those that count are."""
-        return (
-            index
-            if self._index is None or isinstance(self._index, slice)
-            else self._index[index]
-        )
-
-    def linear(self) -> LinearBlock | None:
+    def linear(self) -> FactoredBlock | None:
         """Returns the rows as those of a linear model with weight and bias and one output, None if they are others."""
         if self._scale != 1.0 or len(self.blocks) > 1 or self.order != [0, 1]:
             return None
@@ -302,9 +281,8 @@ class GradBatch:
     @property
     def has_one_output(self) -> bool:
         """Whether rows are those of one Linear layer with one output: one slope each, times inputs."""
-        block = self.blocks[0]
-        factored = isinstance(block, FactoredBlock) and block.backprops.shape[1] == 1
-        return len(self.blocks) == 1 and factored
+        factored = len(self.blocks) == 1 and isinstance(self.blocks[0], FactoredBlock)
+        return factored and self.blocks[0].shapes[-1][0] == 1
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds of the joint L2 norm of each row: (B,) float64."""
@@ -316,10 +294,6 @@ class GradBatch:
         # the factor's own rounding cancels in weight * norm (weighted_sum has the same), and the clip has room for that
         # of the products (8 eps, see `clip_weights`)
         return norms if self._scale == 1.0 else norms.mul_(self._scale)
-
-    def finite(self) -> Tensor:
-        """Returns which rows have a finite norm: (B,) bool."""
-        return torch.isfinite(self.norms())
 
     def weighted_sum(self, weights: Tensor, precision: Summation = FLOAT64) -> list[Tensor]:
         """Returns sum_i weights[i] * row_i per parameter, in the order of the parameters.
@@ -341,7 +315,7 @@ class GradBatch:
             # PRIVACY: dropped, not multiplied by 0 (test_non_finite_rows_contribute_nothing)
             kept = (weights >= _LEAST_NORMAL).nonzero().squeeze(1)
             weights = weights[kept]
-            index = self._within(kept)
+            index = index[kept] if isinstance(index, Tensor) else kept
         if index is not None:
             blocks = [block.select(index) for block in blocks]
         sums = [total for block in blocks for total in block.weighted_sum(weights, precision)]
@@ -436,27 +410,22 @@ def leave_rows(params: Sequence[nn.Parameter], rows: Sequence[Tensor]) -> None:
     Raises:
         SequenceError: rows are waiting already.
     """
-    if any(_LEFT in p.__dict__ or getattr(p, "grad_sample", None) is not None for p in params):
+    if has_rows(params):
         # PRIVACY: rows of another batch would be dropped in silence, or be joined with these
         # (test_rows_are_not_left_beside_others)
         raise SequenceError(
             "rows are waiting for a step already: make it, or call optimizer.discard()"
         )
-    params[0].__dict__[_LEFT] = list(params), DenseBlock(*rows)
+    for p, part in zip(params, rows, strict=True):
+        p.__dict__.update({"grad_sample": part, _LEFT: True})
 
 
 def forget_rows(params: Sequence[nn.Parameter]) -> None:
     """Drops what `leave_rows` has left and no step has taken."""
-    for p in params:
-        p.__dict__.pop(_LEFT, None)
+    clear_rows([p for p in params if _LEFT in p.__dict__])
 
 
 _ON_PARAMETERS = "summed_grad"
-
-
-_ON_ROWS = "_processed"
-
-
 _WRAPPED = (
     "the parameters belong to an Opacus DPOptimizer: it must not wrap a private optimizer (by"
     " PrivacyEngine.make_private, say), nor train a model of dp.attach; leave Opacus' engine out"
@@ -483,12 +452,6 @@ def require_unwrapped(params: Sequence[nn.Parameter]) -> None:
         raise SequenceError(_WRAPPED)
 
 
-def require_unprocessed(rows: Sequence[Tensor]) -> None:
-    """Raises SequenceError if an Opacus optimizer has clipped and noised these rows already."""
-    if any(hasattr(chunk, _ON_ROWS) for chunk in rows):
-        raise SequenceError(_WRAPPED)
-
-
 def batch_sizes(inputs: Any, dim: int) -> frozenset[int] | None:
     """Returns the sizes that a batch may have by the inputs of a model; None if something in them is not understood.
 
@@ -498,19 +461,18 @@ def batch_sizes(inputs: Any, dim: int) -> frozenset[int] | None:
     """
     if isinstance(inputs, Tensor):
         return frozenset([inputs.shape[dim]] if inputs.dim() > dim else [])
-    if inputs is None or isinstance(inputs, (bool, int, float, str)):
+    if inputs is None or isinstance(inputs, (int, float, str)):
         return frozenset()
     if not isinstance(inputs, (tuple, list, dict)):
         return None
     entries = inputs.values() if isinstance(inputs, dict) else inputs
-    parts = [batch_sizes(part, dim) for part in entries]
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
-        return None
-    lengths = (
-        [frozenset([len(inputs)])] if isinstance(inputs, list) else []
-    )  # a record per entry
-    return frozenset().union(*known, *lengths)
+    found = set[int]([len(inputs)] if isinstance(inputs, list) else ())  # a record per entry
+    for part in entries:
+        sizes = batch_sizes(part, dim)
+        if sizes is None:
+            return None
+        found |= sizes
+    return frozenset(found)
 
 
 _OWNERS = "dpsco_optimizers"  # attribute of parameters
@@ -541,52 +503,23 @@ def owners(params: Iterable[nn.Parameter]) -> list[Any]:
     return list(found.values())
 
 
-class _Watch:
-    """The hook, installed while something is attached."""
-
-    only_looks = True  # private steps need not go through torch's wrapper for it
-
-    def __init__(self) -> None:
-        self._attached = 0
-        self._handle: Any = None
-
-    def start(self, attachment: Any) -> weakref.finalize[Any, Any]:
-        """Watches until the attachment is undone, by calling what is returned, or gone."""
-        self._attached += 1
-        if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(self)
-        stop = weakref.finalize(attachment, self._stop)
-        stop.atexit = False
-        return stop
-
-    def _stop(self) -> None:
-        self._attached -= 1
-        if not self._attached:
-            self._handle.remove()
-            self._handle = None
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for p in _recorded(optimizer):
-            mine = owners([p])
-            if optimizer in mine or any(owner.in_step for owner in mine):
-                return
-            raise SequenceError(
-                "a plain optimizer must not step on an attached model (got"
-                f" {type(optimizer).__name__}): its gradients are recorded row by row, so that"
-                " nothing would move. For private records call step() of a private optimizer, that"
-                " of dp.make_private or dp.ClippedSGD(model.parameters(), plan); for public data"
-                " write `with dp.public(model):` around zero_grad, backward and step; after"
-                " private training dp.detach(model)"
-            )
+def refuse_plain(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raises SequenceError for a step on parameters whose gradients are rows now; a hook while a model is attached."""
+    for p in [p for group in optimizer.param_groups for p in group["params"]]:
+        attachment = getattr(p, "__dict__", {}).get("dpsco")
+        if attachment is None or attachment.passes.paused:
+            continue
+        mine = owners([p])
+        if optimizer in mine or any(owner.in_step for owner in mine):
+            return
+        raise SequenceError(
+            "a plain optimizer must not step on an attached model (got"
+            f" {type(optimizer).__name__}): its gradients are recorded row by row, so that"
+            " nothing would move. For private records call step() of a private optimizer, that"
+            " of dp.make_private or dp.ClippedSGD(model.parameters(), plan); for public data"
+            " write `with dp.public(model):` around zero_grad, backward and step; after"
+            " private training dp.detach(model)"
+        )
 
 
-def _recorded(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    """Yields the parameters of an optimizer whose gradients are rows now."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            attachment = getattr(p, "__dict__", {}).get("dpsco")
-            if attachment is not None and not attachment.passes.paused:
-                yield p
-
-
-WATCH = _Watch()
+refuse_plain.only_looks = True  # type: ignore[attr-defined]  # private steps need not go through torch's wrapper for it

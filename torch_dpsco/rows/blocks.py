@@ -43,6 +43,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,33 +91,18 @@ def row_norms(rows: Tensor) -> Tensor:
     width = rows.shape[1]
     if width == 1:  # exact, unless subnormal numbers are read as 0
         return rows[:, 0].abs().double().add_(torch.finfo(rows.dtype).tiny)
-    pieces = piece_norms(rows).double()
-    norms = pieces[:, 0] if width <= PIECE else torch.linalg.vector_norm(pieces, dim=1)
+    whole = width - width % PIECE
+    pieces = [torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True)]
+    if whole:
+        cut = rows[:, :whole].reshape(len(rows), whole // PIECE, PIECE)
+        pieces = [torch.linalg.vector_norm(cut, dim=2), *pieces[: width > whole]]
+    norms = torch.cat(pieces, dim=1).double()
+    norms = norms[:, 0] if width <= PIECE else torch.linalg.vector_norm(norms, dim=1)
     # PRIVACY: a norm that is too small would let a row past the clip (test_norms_are_never_below_the_exact_norm)
     bounds: Tensor = norms.mul_(1.0 + NORM_ERROR[rows.dtype]).add_(
         UNDERFLOW[rows.dtype] * width**0.5
     )
     return bounds
-
-
-def piece_norms(rows: Tensor) -> Tensor:
-    """Returns norms of consecutive pieces of at most PIECE coordinates of rows, together all of them: (B, n).
-
-    Args:
-        rows: (B, k) floating; half precisions are read as float32.
-    """
-    rows = rows.to(work_dtype(rows.dtype))
-    width = rows.shape[1]
-    whole = width - width % PIECE
-    if not whole:
-        pieces: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-        return pieces
-    cut = rows[:, :whole].reshape(len(rows), whole // PIECE, PIECE)
-    pieces = torch.linalg.vector_norm(cut, dim=2)
-    if whole == width:
-        return pieces
-    rest = torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True)
-    return torch.cat([pieces, rest], dim=1)
 
 
 def joint_norms(parts: Iterable[Tensor]) -> Tensor:
@@ -365,8 +352,8 @@ class Block(ABC):
     def dense(self) -> list[Tensor]:
         """Returns the rows per parameter: (B, *shape)."""
 
-    def linear(self) -> LinearBlock | None:
-        """Returns the rows as those of weight and bias of one output, None if they are others."""
+    def linear(self) -> FactoredBlock | None:
+        """Returns the rows if they are those of weight and bias of one output, None if they are others."""
         return None
 
 
@@ -392,18 +379,7 @@ class DenseBlock(Block):
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds of the joint norms of the rows: (B,) float64."""
-        flat = [_flat(part) for part in self.rows]
-        if len(flat) == 1 or all(map(native.suits, flat)):
-            return joint_norms([row_norms(part) for part in flat])
-        # pieces of at most PIECE coordinates, joined in float64: the bound of `row_norms`
-        pieces = torch.cat([piece_norms(part) for part in flat], dim=1)
-        norms: Tensor = torch.linalg.vector_norm(pieces.double(), dim=1)
-        dtypes = [work_dtype(part.dtype) for part in flat]
-        error = max(NORM_ERROR[dtype] for dtype in dtypes)
-        width = sum(shape.numel() for shape in self.shapes)
-        hidden = max(UNDERFLOW[dtype] for dtype in dtypes) * width**0.5
-        # PRIVACY: (test_joined_norms_are_never_below_the_exact_norm)
-        return norms.mul_(1.0 + error).add_(hidden)
+        return joint_norms([row_norms(_flat(part)) for part in self.rows])
 
     def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
         """Returns [sum_i weights[i] * rows[i]], a tensor per parameter."""
@@ -449,12 +425,11 @@ def _shaped(vector: Tensor, rows: Tensor) -> Tensor:
 def joined(blocks: Sequence[Block]) -> list[Block]:
     """Returns blocks with the same rows, in their order, those dense ones as one that follow each other."""
     found: list[Block] = []
-    for block in blocks:
-        last = found[-1] if found else None
-        if isinstance(last, DenseBlock) and isinstance(block, DenseBlock):
-            found[-1] = DenseBlock(*last.rows, *block.rows)
-        else:
-            found.append(block)
+    for dense, run in groupby(blocks, lambda block: isinstance(block, DenseBlock)):
+        parts: Any = list(run)
+        found += (
+            [DenseBlock(*(rows for part in parts for rows in part.rows))] if dense else parts
+        )
     return found
 
 
@@ -499,7 +474,7 @@ class FactoredBlock(Block):
         backprops: (B, out) gradients of the per-sample losses in its output.
         weight: whether the weight is trained.
         bias: whether there is a bias that is trained.
-        factors: (B,) float64 upper bounds of sqrt(weight |a|^2 + bias) by `input_factors`, where they are known.
+        factors: (B,) upper bounds of sqrt(weight |a|^2 + bias) by `input_factors`, or `linear_factors`, where known.
         scale: all rows are multiplied by it.
     """
 
@@ -531,11 +506,31 @@ class FactoredBlock(Block):
     def __len__(self) -> int:
         return self.acts.shape[0]
 
-    def linear(self) -> LinearBlock | None:
-        """Returns the rows as those of one output, None if there are several, or not both of weight and bias."""
-        if not (self.weight and self.bias) or self.backprops.shape[1] != 1 or self.scale != 1:
+    def linear(self) -> FactoredBlock | None:
+        """Returns itself, None if there are several outputs, or not both weight and bias."""
+        both = self.weight and self.bias
+        return self if both and self.backprops.shape[1] == 1 == self.scale else None
+
+    @property
+    def bounds(self) -> Tensor:
+        """(B,) the factors, which where they are not known are those of `linear_factors`."""
+        if self.factors is None:
+            self.factors = linear_factors(self.acts)
+        return self.factors
+
+    def clipped_sum(self, limit: float, scale: float) -> Tensor | None:
+        """Returns the sum of rows of one output, each cut to a length of at most `limit`, times scale, if C forms it.
+
+        Rows without a finite length, or with a factor of 2^64 or more, count for nothing.
+
+        Returns:
+            (d + 1,) float64, or None where the accelerator is missing, or does not suit.
+        """
+        if self.backprops.dtype is not torch.float32 or not native.suits(self.acts):
             return None
-        return LinearBlock(self.acts, self.backprops[:, 0], self.factors)
+        factors = None if self.factors is None else self.factors.double().contiguous()
+        slopes = self.backprops[:, 0].contiguous()
+        return native.Linear(self.acts, slopes, factors).sum(limit, scale)
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds |b| sqrt(weight |a|^2 + bias): (B,) float64."""
@@ -548,12 +543,11 @@ class FactoredBlock(Block):
             # margin: that of a norm, once more (docs/proofs/rounding.md#certified-norms)
             norms = row_norms(self.backprops)
             norms.mul_(self.scale * (1.0 + NORM_ERROR[torch.float64]))
-        return norms.mul_(self._factors()) if self.weight else norms
-
-    def _factors(self) -> Tensor:
+        if not self.weight:
+            return norms
         if self.factors is None:
             self.factors = input_factors(self.acts, bias=self.bias)
-        return self.factors
+        return norms.mul_(self.factors)
 
     def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
         """Returns [(w b)^T a, (w b)^T 1] (the trained ones)."""
@@ -632,72 +626,6 @@ def outer_sums(
     left = backprops.to(dtype).transpose(1, 2)
     right = acts.to(dtype)
     return torch.baddbmm(unused, left, right, beta=0, alpha=scale, out=out)
-
-
-class LinearBlock(Block):
-    """Rows slope_i (x_i, 1) of a linear model with one output.
-
-    Args:
-        features: (B, d) x_i.
-        slopes: (B,) derivatives of the losses in the score.
-        factors: (B,) upper bounds of |(x_i, 1)|, see `linear_factors`; None computes them.
-    """
-
-    def __init__(self, features: Tensor, slopes: Tensor, factors: Tensor | None) -> None:
-        self.features = features
-        self.slopes = slopes
-        self._factors = factors
-        self.shapes = [torch.Size([1, features.shape[1]]), torch.Size([1])]
-
-    def __len__(self) -> int:
-        return self.slopes.shape[0]
-
-    @property
-    def factors(self) -> Tensor:
-        """(B,) upper bounds of |(x_i, 1)|."""
-        if self._factors is None:
-            self._factors = linear_factors(self.features)
-        return self._factors
-
-    def linear(self) -> LinearBlock:
-        """Returns itself."""
-        return self
-
-    def clipped_sum(self, limit: float, scale: float) -> Tensor | None:
-        """Returns the sum of the rows, each cut to a length of at most `limit`, times scale, if it is formed in C.
-
-        Rows without a finite length, or with a factor of 2^64 or more, count for nothing.
-
-        Returns:
-            (d + 1,) float64, or None where the accelerator is missing, or does not suit.
-        """
-        single = self.slopes.dtype is torch.float32
-        if not single or not native.suits(self.features):
-            return None
-        factors = None if self._factors is None else self._factors.double().contiguous()
-        return native.Linear(self.features, self.slopes.contiguous(), factors).sum(limit, scale)
-
-    def norms(self) -> Tensor:
-        """Returns certified upper bounds |s| |(x, 1)|: (B,) float64."""
-        return self._factored().norms()
-
-    def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
-        """Returns the weighted sums for weight and bias."""
-        return self._factored().weighted_sum(weights, precision)
-
-    def select(self, index: Tensor | slice) -> LinearBlock:
-        """Returns some of the rows."""
-        factors = None if self._factors is None else self._factors[index]
-        return LinearBlock(self.features[index], self.slopes[index], factors)
-
-    def dense(self) -> list[Tensor]:
-        """Returns the rows of weight and bias."""
-        return self._factored().dense()
-
-    def _factored(self) -> FactoredBlock:
-        return FactoredBlock(
-            self.features, self.slopes.unsqueeze(1), factors=self.factors.double()
-        )
 
 
 class SequenceBlock(Block):

@@ -20,9 +20,9 @@ Source: docs/proofs/rounding.md#closed-forms-and-other-rows.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from torch_dpsco import compat, native
 from torch_dpsco.losses.base import CHANCE, CLASS, REAL, SIGN, Loss, read
-from torch_dpsco.losses.table import Logistic
-from torch_dpsco.rows import FactoredBlock, GradBatch, LinearBlock, input_factors, linear_factors
+from torch_dpsco.losses.table import Logistic, SoftmaxCrossEntropy
+from torch_dpsco.rows import FactoredBlock, GradBatch, Summation, input_factors, linear_factors
 from torch_dpsco.rows.layers.kinds import is_recorded
 from torch_dpsco.rows.replay import random_parameters
 from torch_dpsco.sampling import PrivateLoader, Slots
@@ -62,36 +62,29 @@ class ClosedForm:
         self._layer = layer
         self._params: tuple[Tensor, Tensor | None] = layer.weight, layer._parameters["bias"]
         trained = {name for name, p in layer.named_parameters() if p.requires_grad}
-        weight = "weight" in trained
-        bias = "bias" in trained
-        self._trained = {"weight": weight, "bias": bias}
+        self._trained = {name: name in trained for name in ("weight", "bias")}
         self._columns = [features, targets.contiguous()]
-        self._rows: Callable[..., GradBatch] = self._factored
-        if weight and bias and layer.out_features == 1:
-            self._columns.append(
-                torch.cat([linear_factors(part) for part in features.split(_BLOCK_ROWS)])
-            )
-            self._rows = self._linear
-            if native.suits(features) and layer.weight.is_contiguous() and slope in _IN_C:
-                self._rows = self._scored
-                self._all = _Scored(self._columns, self._params, slope)
-                return
-        elif weight:
-            factors = [input_factors(part, bias=bias) for part in features.split(_BLOCK_ROWS)]
-            self._columns.append(torch.cat(factors))
+        self._scored: _Scored | None = None
+        linear = all(self._trained.values()) and layer.out_features == 1
+        factors_of = linear_factors if linear else partial(input_factors, bias="bias" in trained)
+        if self._trained["weight"]:
+            self._columns.append(torch.cat([factors_of(t) for t in features.split(_BLOCK_ROWS)]))
+        if linear and native.suits(features) and layer.weight.is_contiguous() and slope in _IN_C:
+            self._scored = _Scored(self._columns, layer, slope)
 
     def batches(self, loader: PrivateLoader) -> Iterator[GradBatch]:
         """Yields the rows of each batch that the loader delivers, at the parameters as they are then."""
-        if self._rows == self._scored:
+        if self._scored is not None:
             # PRIVACY: no places, no filling: a row in C has the same bits wherever it stands, whatever the others are
             # (test_rows_of_a_fit_in_c_are_the_same_beside_any_others)
-            yield from map(self._scored, loader.positions())
+            for index in loader.positions():
+                yield GradBatch([self._scored if index is None else self._scored.select(index)])
             return
         if loader.slots is not None and loader.isolation.allowed:
             # PRIVACY: of these products, not of those of a forward (test_a_closed_form_is_tested_by_itself)
             loader.isolation.settle(self._sizes(loader.slots))
         for columns in loader.read_only(self._columns):
-            yield self._rows(*columns)
+            yield GradBatch([self._rows(*columns)])
 
     def _sizes(self, slots: Slots) -> Sizes | str:
         """Returns in what sizes draws may be delivered."""
@@ -99,71 +92,72 @@ class ClosedForm:
 
         def answers(made: list[Tensor]) -> list[Tensor]:
             factors = [known.new_ones(len(made[0])) for known in self._columns[2:]]
-            (block,) = self._rows(*made, *factors).blocks
-            assert isinstance(block, (FactoredBlock, LinearBlock))
-            slopes = block.slopes if isinstance(block, LinearBlock) else block.backprops
-            return [slopes, block.norms()]
+            block = self._rows(*made, *factors)
+            return [block.backprops, block.norms()]
 
         leaves = [Leaf((1, *t.shape[1:]), t.dtype, t.device, 0) for t in (features, targets)]
         trial = Trial(answers, leaves, usual=slots.usual, most=slots.most)
         with random_parameters(self._layer):
             return trial.sizes()
 
-    def _scored(self, index: Tensor | None) -> GradBatch:
-        return GradBatch([self._all if index is None else self._all.select(index)])
-
-    def _linear(self, features: Tensor, targets: Tensor, factors: Tensor) -> GradBatch:
-        weight, bias = self._params
-        assert bias is not None
-        # a product with a vector is several times faster than one with a matrix of one row
-        scores = torch.mv(features, weight.squeeze(0)).add_(bias)
-        return GradBatch([LinearBlock(features, self._slope(scores, targets), factors)])
-
-    def _factored(
+    def _rows(
         self, features: Tensor, targets: Tensor, factors: Tensor | None = None
-    ) -> GradBatch:
+    ) -> FactoredBlock:
         weight, bias = self._params
-        scores = nn.functional.linear(features, weight, bias)
-        if len(weight) == 1:
-            scores = scores.squeeze(1)
+        if (
+            len(weight) == 1
+        ):  # a product with a vector is several times faster than one with a matrix of one row
+            scores = torch.mv(features, weight.squeeze(0))
+            scores = scores if bias is None else scores.add_(bias)
+        else:
+            scores = nn.functional.linear(features, weight, bias)
         slopes = self._slope(scores, targets).reshape(len(features), len(weight))
-        return GradBatch([FactoredBlock(features, slopes, factors=factors, **self._trained)])
+        return FactoredBlock(features, slopes, factors=factors, **self._trained)
 
 
-class _Scored(LinearBlock):
+class _Scored(FactoredBlock):
     """Rows of records of the data set itself, which are scored, clipped and added in one reading, in C.
 
     Args:
         columns: features, targets and factors of all records.
-        params: weight and bias.
+        layer: of one output.
         slope: one of `_IN_C`.
     """
 
     _index: Tensor | None = None  # of the records; None for all in their order
 
-    def __init__(
-        self,
-        columns: Sequence[Tensor],
-        params: tuple[Tensor, Tensor | None],
-        slope: _Slope,
-    ) -> None:
-        weight, bias = params
-        assert bias is not None
+    def __init__(self, columns: Sequence[Tensor], layer: nn.Linear, slope: _Slope) -> None:
         features, targets, factors = columns
         self._records = native.Linear(features, targets, factors, _IN_C[slope])
         self._columns = columns
         self._slope = slope
-        self._weight = weight
-        self._bias = bias
-        self.shapes = [weight.shape, bias.shape]
+        self._layer = layer
+        self.shapes = [layer.weight.shape, layer.bias.shape]
 
     def __len__(self) -> int:
         known = self._columns[0] if self._index is None else self._index
         return known.shape[0]
 
     def clipped_sum(self, limit: float, scale: float) -> Tensor:
-        """Returns the sum of the rows, see `LinearBlock.clipped_sum`."""
-        return self._records.sum(limit, scale, self._weight, float(self._bias), self._index)
+        """Returns the sum of the rows, see `FactoredBlock.clipped_sum`."""
+        weight, bias = self._layer.weight, float(self._layer.bias)
+        return self._records.sum(limit, scale, weight, bias, self._index)
+
+    def linear(self) -> _Scored:
+        """Returns itself."""
+        return self
+
+    def norms(self) -> Tensor:
+        """Returns certified upper bounds of the rows' norms."""
+        return self._factored().norms()
+
+    def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
+        """Returns the weighted sums for weight and bias."""
+        return self._factored().weighted_sum(weights, precision)
+
+    def dense(self) -> list[Tensor]:
+        """Returns the rows of weight and bias."""
+        return self._factored().dense()
 
     def select(self, index: Tensor | slice) -> _Scored:
         """Returns some of the rows."""
@@ -178,15 +172,9 @@ class _Scored(LinearBlock):
         features, targets, factors = map(self._taken, self._columns)
         # PRIVACY: torch's products round by the number of rows, which is private
         # (test_rows_of_a_fit_in_c_are_the_same_beside_any_others)
-        slopes = native.slopes(
-            features, targets, self._weight, float(self._bias), _IN_C[self._slope]
-        )
+        params = self._layer.weight, float(self._layer.bias)
+        slopes = native.slopes(features, targets, *params, _IN_C[self._slope])
         return FactoredBlock(features, slopes.unsqueeze(1), factors=factors)
-
-    @property
-    def slopes(self) -> Tensor:  # type: ignore[override]
-        """(B,) derivatives of the losses in the score."""
-        return self._factored().backprops[:, 0]
 
     def _taken(self, column: Tensor) -> Tensor:
         return column if self._index is None else column.index_select(0, self._index)
@@ -247,38 +235,38 @@ def _slope_of(
     loss_fn: Any, outputs: int, targets: Tensor, dtype: torch.dtype, *, mean: bool
 ) -> tuple[_Slope, Tensor] | None:
     """Returns the derivative of a loss, and the targets as it takes them; None for other losses and targets."""
+    if targets.is_complex():
+        return None
     if isinstance(loss_fn, Loss):
-        if (
-            type(loss_fn).__call__ is not Loss.__call__
-            or type(loss_fn)._align is not Loss._align
-        ):
-            return None
-        fits = mean and loss_fn.num_scores == outputs
+        own = type(loss_fn)
         column = targets.shape in ((len(targets),), (len(targets), 1))
-        if not fits or not column or targets.is_complex():
+        fits = mean and column and loss_fn.num_scores == outputs
+        if not fits or own.__call__ is not Loss.__call__ or own._align is not Loss._align:
             return None
-        if type(loss_fn) is Logistic:  # the same numbers in fewer calls
+        if own is Logistic:  # the same numbers in fewer calls
             return _sign_slope, -_labels(SIGN, targets, dtype).nan_to_num(nan=0.0)
-        slope = functools.partial(_derivative, loss_fn)
+        slope = partial(_derivative, loss_fn)
         if loss_fn.target_kind != CLASS:
             return slope, _labels(loss_fn.target_kind, targets, dtype)
         whole = not targets.is_floating_point() and targets.dtype != torch.bool
         return (slope, _classes(targets.reshape(-1), outputs)) if whole else None
     if getattr(loss_fn, "reduction", None) != ("mean" if mean else "sum"):
         return None
+    weights = [getattr(loss_fn, name, None) for name in ("weight", "pos_weight")]
+    weighted = weights != [None, None]
     if type(loss_fn) is nn.CrossEntropyLoss:
-        plain = loss_fn.weight is None and loss_fn.label_smoothing == 0.0
+        plain = not weighted and loss_fn.label_smoothing == 0.0
         if not plain or targets.dtype != torch.int64 or targets.dim() != 1 or outputs == 1:
             return None
         ignored = targets == loss_fn.ignore_index
         # in a sum a target that is ignored is a null record; a mean over the others is refused by `fit`
         if mean and bool(ignored.any()):
             return None
-        return _softmax_slope, _classes(targets, outputs, ignored)
-    if outputs != 1 or targets.shape != (len(targets), 1) or targets.is_complex():
+        classes = _classes(targets, outputs).masked_fill(ignored, -1)
+        return partial(_derivative, SoftmaxCrossEntropy(outputs)), classes
+    if outputs != 1 or targets.shape != (len(targets), 1):
         return None
-    unweighted = getattr(loss_fn, "weight", None) is getattr(loss_fn, "pos_weight", None) is None
-    if type(loss_fn) is nn.BCEWithLogitsLoss and unweighted:
+    if type(loss_fn) is nn.BCEWithLogitsLoss and not weighted:
         return _logistic_slope, _labels(CHANCE, targets, dtype)
     square = type(loss_fn) is nn.MSELoss and targets.is_floating_point()
     return (_square_slope, _labels(REAL, targets, dtype)) if square else None
@@ -290,10 +278,9 @@ def _labels(kind: str, targets: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(known, label, math.nan)
 
 
-def _classes(targets: Tensor, count: int, ignored: Tensor | None = None) -> Tensor:
+def _classes(targets: Tensor, count: int) -> Tensor:
     """Returns class numbers (n,), -1 for null records."""
-    known = (targets >= 0) & (targets < count)
-    return torch.where(known if ignored is None else known & ~ignored, targets.long(), -1)
+    return torch.where((targets >= 0) & (targets < count), targets.long(), -1)
 
 
 def _derivative(loss: Loss, scores: Tensor, targets: Tensor) -> Tensor:
@@ -313,13 +300,6 @@ def _logistic_slope(scores: Tensor, targets: Tensor) -> Tensor:
 
 def _square_slope(scores: Tensor, targets: Tensor) -> Tensor:
     return scores.sub_(targets).mul_(2.0).masked_fill_(targets.isnan(), 0.0)
-
-
-def _softmax_slope(scores: Tensor, targets: Tensor) -> Tensor:
-    slopes = torch.softmax(scores, dim=1)
-    index = targets.clamp(min=0)[:, None]
-    slopes.scatter_add_(1, index, slopes.new_full(index.shape, -1.0))
-    return slopes.masked_fill_((targets < 0)[:, None], 0.0)
 
 
 _IN_C: dict[_Slope, str] = {

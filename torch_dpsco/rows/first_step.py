@@ -14,7 +14,7 @@ import gc
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch_dpsco.compat import tree_flatten, tree_leaves, tree_unflatten
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.rows.batch import batch_sizes
-from torch_dpsco.rows.replay import COMPILED, Replay
-from torch_dpsco.sampling.loader import Sizes, memory_of, torch_settings
+from torch_dpsco.rows.replay import Replay
+from torch_dpsco.sampling.loader import Sizes, memory_of
 from torch_dpsco.trial import (
     SEED,
     Answer,
@@ -42,7 +42,6 @@ from torch_dpsco.trial import (
     seed_torch,
 )
 from torch_dpsco.trial.loss import RepeatedLoss, plain, trace_outputs
-from torch_dpsco.trial.sizes import is_compiled
 
 # of synthetic batches: the first that is no other size of the model's tensors
 _SIZES = (7, 5, 11, 13, 17, 19, 23)
@@ -98,8 +97,8 @@ class FirstStep:
         self.delivered: frozenset[tuple[int, int]] = frozenset()  # memory of the batch then
         self.autocast = False  # whether its first forward ran under autocast
         self.compiled = False  # whether the model is called through torch.compile
-        self._replay: Replay | None = None  # how it was called, without data
-        self._sizes: tuple[Any, Sizes | str] | None = None  # what was found for which draws
+        self.replay: Replay | None = None  # how it was called, without data
+        self.sizes: tuple[Any, Sizes | str] | None = None  # what was found for which draws
 
     @property
     def waits(self) -> bool:
@@ -112,40 +111,8 @@ class FirstStep:
 
     def keep(self, loss: RepeatedLoss) -> None:
         """Keeps what the loop computes from the outputs of the model, without data."""
-        if self._replay is not None:
-            self._replay.loss = loss
-
-    def sizes(
-        self,
-        model: nn.Module,
-        usual: int,
-        most: int,
-        delivered: frozenset[tuple[int, int]],
-        *,
-        known: bool,
-    ) -> Sizes | str | None:
-        """Returns in what sizes draws may be delivered, or why in one only; None if that is not known.
-
-        Args:
-            model: attached, with no rows waiting.
-            usual: rows of a usual draw.
-            most: rows of a draw at most.
-            delivered: where the memory of the batch of the first step was.
-            known: whether no test is made.
-        """
-        if self.compiled or any(map(is_compiled, model.modules())):
-            return COMPILED
-        if self.autocast:
-            return "batches of several sizes are not tested under autocast"
-        asked = usual, most, torch_settings()
-        if self._sizes is not None and self._sizes[0] == asked:
-            return self._sizes[1]
-        if known:
-            return None
-        if self._replay is None:
-            return "the first step was not looked at"
-        self._sizes = asked, self._replay.sizes(model, usual, most, delivered)
-        return self._sizes[1]
+        if self.replay is not None:
+            self.replay.loss = loss
 
     def settle_probed(self, part: str) -> None:
         """Notes that the probes of the doctor were about this part, if they have shown anything."""
@@ -180,10 +147,11 @@ class FirstStep:
         """
         self.forwards += 1
         self.hooked = not all(map(_only_looks, model._backward_hooks.values()))
+        call = _Call(model, args, kwargs, output)
         before = self._before
         self._before = None
         if self._open["model"] and before is not None:
-            self._look_at(model, args, kwargs, output, before)
+            self._look_at(call, before)
         if not self._open["loss"]:
             return None
         dims = self._dims
@@ -192,28 +160,22 @@ class FirstStep:
             sizes = [len(t) if isinstance(t, Tensor) and t.dim() else None for t in leaves]
             one = self._dim == 0 and len({*sizes} - {None}) == 1
             dims = [0 if one and size is not None else None for size in sizes]
-        rows = batch_sizes((*args, *kwargs.values()), self._dim)
-        if self._replay is None and rows is not None and len(rows) == 1:
+        rows = call.sizes(self._dim)
+        if self.replay is None and rows is not None and len(rows) == 1:
             # others have looked at the model
-            calls = _Calls(model, args, kwargs, output, min(rows), self._dim, Memory([]))
+            calls = _Calls(call, min(rows), self._dim, Memory([]))
             calls.dims = dims
-            self._replay = calls.replay(self.reduction == "mean", self._memory)
+            self.replay = calls.replay(self.reduction == "mean", self._memory)
         return trace_outputs(self, output, dims)
 
-    def _look_at(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Any,
-        before: Memory,
-    ) -> None:
-        leaves = tree_leaves((args, kwargs))
+    def _look_at(self, call: _Call, before: Memory) -> None:
+        inputs = call.args, call.kwargs
+        leaves = tree_leaves(inputs)
         tensors = [t for t in leaves if isinstance(t, Tensor) and t.dim() > self._dim]
         sizes = dict.fromkeys(t.shape[self._dim] for t in tensors)
-        unknown = batch_sizes((*args, *kwargs.values()), self._dim) is None
+        unknown = call.sizes(self._dim) is None
         packed = any(isinstance(leaf, PackedSequence) for leaf in leaves)
-        if not sizes or unknown or packed or _has_lists((args, kwargs)):
+        if not sizes or unknown or packed or _has_lists(inputs):
             self.settle(
                 "model", "not checked, its inputs are no tensors with a row for each record"
             )
@@ -221,12 +183,12 @@ class FirstStep:
         verdict = ""
         for batch in (size for size in sizes if size):
             # the batch is the size that the outputs follow
-            calls = _Calls(model, args, kwargs, output, batch, self._dim, before)
+            calls = _Calls(call, batch, self._dim, before)
             # PrivacyError leaves the part open: it comes again
             verdict = calls.problem or self._compared(calls)
             if any(dim is not None for dim in calls.dims):
                 self._dims = calls.dims
-                self._replay = calls.replay(self.reduction == "mean", self._memory)
+                self.replay = calls.replay(self.reduction == "mean", self._memory)
                 break
         if verdict:  # else the batch was empty
             self.settle("model", verdict)
@@ -243,35 +205,36 @@ class FirstStep:
         raise found
 
 
+class _Call(NamedTuple):
+    """A forward of an attached model."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+    def sizes(self, dim: int) -> frozenset[int] | None:
+        """Returns the sizes that its batch may have, see `batch_sizes`."""
+        return batch_sizes((*self.args, *self.kwargs.values()), dim)
+
+
 class _Calls:
     """Calls of a model on synthetic records, for one guess at the size of its batch.
 
     Args:
-        model: attached.
-        args: of its first forward.
-        kwargs: the same.
-        output: of it.
+        call: its first forward.
         batch: the guess.
         dim: where the batch is in the inputs.
         before: what the model kept before that forward.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Any,
-        batch: int,
-        dim: int,
-        before: Memory,
-    ) -> None:
-        self._model = model
+    def __init__(self, call: _Call, batch: int, dim: int, before: Memory) -> None:
+        self._model = call.model
         self._batch = batch
         self._dim = dim
         self._before = before
-        self._inputs, self._structure = tree_flatten((plain(args), plain(kwargs)))
-        self._real = tree_leaves(output)
+        self._inputs, self._structure = tree_flatten(plain((call.args, call.kwargs)))
+        self._real = tree_leaves(call.output)
         self.dims: list[int | None] = [None] * len(self._real)  # where outputs have the batch
         sizes = {
             n for t in (*self._inputs, *self._real) if isinstance(t, Tensor) for n in t.shape
@@ -287,7 +250,7 @@ class _Calls:
             not t.is_floating_point() and t.device.type not in _SAFE for t in made
         )
         self.problem = ""
-        if self._on_cpu and sum(p.numel() for p in model.parameters()) > _MOST_COPIED:
+        if self._on_cpu and sum(p.numel() for p in call.model.parameters()) > _MOST_COPIED:
             self.problem = (
                 "not checked, integers are made up on the CPU, where the model is too large to be"
                 " copied"

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torch_dpsco.compat import (
     ConvNd,
@@ -29,18 +30,19 @@ from torch_dpsco.compat import (
 from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError
 from torch_dpsco.native import inexact_mean
 from torch_dpsco.rows.batch import (
-    WATCH,
     batch_sizes,
     clear_rows,
     forget_wrappers,
     has_rows,
+    refuse_plain,
     require_unwrapped,
 )
 from torch_dpsco.rows.carried import CLOCK, CarriedState, Forward
 from torch_dpsco.rows.first_step import FirstStep
 from torch_dpsco.rows.layers.recorded import require_whole
-from torch_dpsco.rows.means import NO_MEAN, Source, averaged_outputs
-from torch_dpsco.sampling.loader import Sizes, memory_of
+from torch_dpsco.rows.means import NO_MEAN, Source, averaged
+from torch_dpsco.rows.replay import COMPILED
+from torch_dpsco.sampling.loader import Sizes, memory_of, torch_settings
 from torch_dpsco.trial.loss import plain
 from torch_dpsco.trial.sizes import AUTOCAST, is_compiled, secret_state
 
@@ -77,6 +79,9 @@ _OUTSIDE = (
 class PassCounter:
     """Numbers the training forwards of an attached model.
 
+    Args:
+        mean: whether the loss is a mean over the batch, so that per-sample gradients are B times as large.
+
     Attributes:
         number: of the newest pass.
         tag: number of the running pass, None outside of one.
@@ -92,7 +97,8 @@ class PassCounter:
         random_state: of that generator before the running forward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mean: bool = False) -> None:
+        self.mean = mean
         self.number = 0
         self.tag: int | None = None
         self.used = 0
@@ -151,7 +157,6 @@ class Attachment:
         factored: layers that record their own rows.
         hooks: those of Opacus on the other trained layers, None where there are none.
         passes: counter of the forwards, which the layers know.
-        mean: whether the loss is a mean over the batch.
         first: check of the first step.
         batch_dim: where the batch is in the inputs.
     """
@@ -162,22 +167,21 @@ class Attachment:
         factored: Sequence[nn.Module],
         hooks: Any,
         passes: PassCounter,
-        mean: bool,
         first: FirstStep,
         batch_dim: int,
     ) -> None:
-        self.mean = mean
+        self.mean = passes.mean
         self.passes = passes
         self.batch_dim = batch_dim
         self.carried = CarriedState(model)
         self.isolation: Any = None  # of the loader, see `sampling.loader.Isolation`
         self.filled: int | None = None  # rows of the batch, if some of them may be filling
-        self.factored = [p for layer in factored for p in layer.parameters() if p.requires_grad]
-        done = {id(p) for p in self.factored}
+        recorded = [p for layer in factored for p in layer.parameters() if p.requires_grad]
+        done = {id(p) for p in recorded}
         self.dense = [p for p in model.parameters() if p.requires_grad and id(p) not in done]
-        self.params = self.factored + self.dense
+        self.params = recorded + self.dense
         self.layers = list(model.modules())
-        self.children = _children(self.layers)
+        self.children = [child for m in self.layers for child in m._modules.values()]
         # whose products have switches of their own, see `native.inexact_mean`
         self.switched = [m for m in self.layers if isinstance(m, (*ConvNd, nn.RNNBase))]
         self.hooks = hooks
@@ -197,7 +201,9 @@ class Attachment:
     def hook_parameters(self) -> None:
         """Puts the hooks on the parameters; a deepcopy of a model keeps its modules' hooks but not these."""
         self.hooked = True
-        self.stop_watching = WATCH.start(self)
+        handle = register_optimizer_step_pre_hook(refuse_plain)
+        self.stop_watching = weakref.finalize(self, handle.remove)
+        self.stop_watching.atexit = False
         for p in self.params:
             p.dpsco = self  # type: ignore[attr-defined]
             # torch registers on no other tensor; a copy of a model may have frozen parameters
@@ -269,13 +275,30 @@ class Attachment:
                 " without retain_graph"
             )
 
-    def sizes(
-        self, usual: int, most: int, delivered: frozenset[tuple[int, int]], *, known: bool
-    ) -> Sizes | str | None:
-        """Returns in what sizes draws may be delivered, see `FirstStep.sizes`, and is ready for them."""
-        # PRIVACY: a later part may have the memory of the first (test_parts_of_a_draw_come_in_several_sizes)
-        delivered = self.first.delivered or delivered
-        found = self.first.sizes(self.layers[0], usual, most, delivered, known=known)
+    def sizes(self, *, known: bool) -> Sizes | str | None:
+        """Returns in what sizes draws may be delivered, or why in one only, and is ready for them; None if not known.
+
+        Args:
+            known: whether no test is made.
+        """
+        first = self.first
+        isolation: Any = self.isolation
+        slots = isolation.slots
+        asked = slots.usual, slots.most, torch_settings()
+        found: Sizes | str | None = None
+        if first.compiled or any(map(is_compiled, self.layers)):
+            found = COMPILED
+        elif first.autocast:
+            found = "batches of several sizes are not tested under autocast"
+        elif first.sizes is not None and first.sizes[0] == asked:
+            found = first.sizes[1]
+        elif not known and first.replay is None:
+            found = "the first step was not looked at"
+        elif not known and first.replay is not None:
+            # PRIVACY: a later part may have the memory of the first (test_parts_of_a_draw_come_in_several_sizes)
+            delivered = first.delivered or isolation.delivered
+            found = first.replay.sizes(self.layers[0], slots, delivered)
+            first.sizes = asked, found
         self.get_ready(found)
         return found
 
@@ -297,11 +320,8 @@ class Attachment:
         if not isolation.tested.whole_step and not held <= isolation.delivered:
             # PRIVACY: what a loop computes for all records at once (test_inputs_that_are_computed_later_are_refused)
             return _OTHER_INPUTS
-        if (
-            self.first.compiled
-            or any(map(is_compiled, self.layers))
-            or not isolation.tested.hold
-        ):
+        compiled = self.first.compiled or any(map(is_compiled, self.layers))
+        if compiled or not isolation.tested.hold:
             # PRIVACY: other kernels, after the draw (test_a_model_compiled_after_the_test_is_refused,
             # test_threads_that_are_set_after_the_draw_are_refused)
             return _OTHER_KERNELS
@@ -394,10 +414,6 @@ def _everything(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, T
                     yield m, name, t
 
 
-def _children(layers: Iterable[nn.Module]) -> list[nn.Module | None]:
-    return [child for m in layers for child in m._modules.values()]
-
-
 def _states(layers: Iterable[nn.Module]) -> list[tuple[int, int]]:
     """Returns what tells whether a forward has written to a buffer or to a parameter, trained ones included."""
     tensors = [t for m in layers for held in (m._buffers, m._parameters) for t in held.values()]
@@ -453,7 +469,8 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     if attachment.passes.paused or not model.training:
         return None
     layers = attachment.layers
-    if model is not layers[0] or _children(layers) != attachment.children:
+    children = [child for m in layers for child in m._modules.values()]
+    if model is not layers[0] or children != attachment.children:
         _refuse_modules(model)
     leaves_rows = torch.is_grad_enabled()
     attachment.carried.begin((args, kwargs), leaves_rows=leaves_rows)
@@ -570,7 +587,7 @@ def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: 
     if output is None:  # it was called after an error
         return None
     if passes.exact_means and sizes is not None and len(sizes) == 1:
-        return averaged_outputs(output, Source(min(sizes), passes))
+        return averaged(output, Source(min(sizes), passes))
     if not attachment.looks:
         return None
     try:

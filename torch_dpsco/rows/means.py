@@ -9,7 +9,6 @@ need not be multiplied by s again.
 from __future__ import annotations
 
 import inspect
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +59,7 @@ class Averaged(Tensor):
             found = _mean_of(func, args, kwargs, known[0]) if known else None
             if found is not None:
                 return found
-            return tree_map(partial(_marked, source=known[0]), func(*args, **kwargs))
+            return averaged(func(*args, **kwargs), known[0])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with without_subclasses():
@@ -83,11 +82,6 @@ class Source(NamedTuple):
     passes: Any
 
 
-def _marked(result: Any, source: Source) -> Any:
-    differentiable = type(result) is Tensor and result.requires_grad
-    return averaged(result, source) if differentiable else result
-
-
 NO_MEAN = (
     "loss must be the mean over the batch that it was in the first steps, of a criterion of torch or by"
     " mean(), since batches come in several sizes now: keep the loss as it is, or give"
@@ -95,16 +89,17 @@ NO_MEAN = (
 )
 
 
-def averaged_outputs(output: Any, source: Source) -> Any:
-    """Returns the outputs of a model, nested, with those that are differentiable ready for an exact mean."""
-    return tree_map(partial(_marked, source=source), output)
+def averaged(output: Any, source: Source) -> Any:
+    """Returns outputs, nested, with those that are differentiable ready for an exact mean over the batch."""
 
+    def marked(result: Any) -> Any:
+        if type(result) is not Tensor or not result.requires_grad:
+            return result
+        found: Averaged = result.as_subclass(Averaged)
+        found.source = source
+        return found
 
-def averaged(output: Tensor, source: Source) -> Tensor:
-    """Returns an output of a model whose mean over the batch is exact."""
-    found: Averaged = output.as_subclass(Averaged)
-    found.source = source
-    return found
+    return tree_map(marked, output)
 
 
 def _mean_of(func: Any, args: Any, kwargs: dict[str, Any], source: Source) -> Tensor | None:

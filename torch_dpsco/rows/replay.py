@@ -22,6 +22,7 @@ from torch_dpsco.rows.batch import attachments, clear_rows
 from torch_dpsco.rows.blocks import Block, DenseBlock, FactoredBlock
 from torch_dpsco.rows.layers.kinds import ItemBlock
 from torch_dpsco.rows.means import NO_MEAN, Averaged
+from torch_dpsco.sampling import Slots
 from torch_dpsco.sampling.loader import Sizes
 from torch_dpsco.trial import SEED, Leaf, Untouched, random_like, seed_torch
 from torch_dpsco.trial.loss import RepeatedLoss
@@ -51,14 +52,13 @@ class Replay:
     loss: RepeatedLoss | None = None
 
     def sizes(
-        self, model: nn.Module, usual: int, most: int, delivered: frozenset[tuple[int, int]]
+        self, model: nn.Module, slots: Slots, delivered: frozenset[tuple[int, int]]
     ) -> Sizes | str:
         """Returns in what sizes batches may come; see `trial.sizes.Trial`.
 
         Args:
             model: attached, with no rows waiting.
-            usual: rows of a usual draw.
-            most: rows of a draw at most.
+            slots: of the draws.
             delivered: where the memory of the batch of that step was.
         """
         loss = self.loss
@@ -90,8 +90,8 @@ class Replay:
             return Trial(
                 answers,
                 leaves,
-                usual,
-                most,
+                slots.usual,
+                slots.most,
                 self.mean,
                 *of_passes(model),
                 loss.made_before(delivered),
@@ -147,15 +147,11 @@ def rows_of_a_pass(
 
 def waiting_blocks(params: Sequence[nn.Parameter]) -> Iterator[Block]:
     """Yields the rows that a backward has left on the parameters."""
+    tapes = [getattr(p, "grad_factors", None) for p in params]
+    for tape in dict.fromkeys(tape for tape in tapes if tape is not None and tape.uses):
+        yield from tape.blocks(weight=tape.weight is not None, bias=tape.bias is not None)
     for p in params:
-        tape = getattr(p, "grad_factors", None)
-        dense = getattr(p, "grad_sample", None)
-        if tape is not None and tape.uses:
-            first = p is tape.weight or tape.weight is None
-            if first or not tape.weight.requires_grad:
-                trained = [q is not None and q.requires_grad for q in (tape.weight, tape.bias)]
-                yield from tape.blocks(weight=trained[0], bias=trained[1])
-        elif isinstance(dense, Tensor):
+        if isinstance(dense := getattr(p, "grad_sample", None), Tensor):
             yield DenseBlock(dense.detach())
 
 

@@ -287,12 +287,9 @@ class RunOptimizer(CommonOptimizer):
     def _settle_isolation(self, *, known: bool = False) -> None:
         """Tests after a first step whether draws may come in batches of several sizes; `known`: takes what is known."""
         models = attachments(self._params)
-        slots = self._isolation.slots
-        assert slots is not None
         if len(models) == 1:
             models[0].isolation = self._isolation
-            delivered = self._isolation.delivered
-            found = models[0].sizes(slots.usual, slots.most, delivered, known=known)
+            found = models[0].sizes(known=known)
             if found is not None:
                 self._isolation.settle(found)
         elif not known:

@@ -58,8 +58,8 @@ from torch_dpsco.errors import AdjacencyError, ConditionError, PrivacyError, Seq
 from torch_dpsco.noise import Source, add_normal_, normal_
 from torch_dpsco.rows import (
     FLOAT64,
+    FactoredBlock,
     GradBatch,
-    LinearBlock,
     Summation,
     plan_summation,
     row_norm,
@@ -293,7 +293,7 @@ def clip_weights(norms: Tensor, clip: float) -> Tensor:
     return scaled.clamp_(max=1.0).nan_to_num_(nan=0.0)
 
 
-def clipped_slopes(rows: LinearBlock, clip: float) -> tuple[LinearBlock, Tensor]:
+def clipped_slopes(rows: FactoredBlock, clip: float) -> tuple[FactoredBlock, Tensor]:
     """Returns the rows that count, and s_i f_i clipped to [-C, C]: divided by f_i, the weights of (x_i, 1).
 
     A weight w computed from it has |w| |(x, 1)| <= C: a product, the limit, a quotient, 1/B and a product are rounded,
@@ -304,7 +304,7 @@ def clipped_slopes(rows: LinearBlock, clip: float) -> tuple[LinearBlock, Tensor]
         rows: s_i (x_i, 1) with the bounds f_i.
         clip: C, far from overflow and underflow.
     """
-    norms = rows.slopes * rows.factors
+    norms = rows.backprops[:, 0] * rows.bounds
     if not math.isfinite(torch.dot(norms, norms)):
         # PRIVACY: dropped, not multiplied by 0 (test_linear_rows_are_clipped_dropped_and_summed_as_all_others)
         index = torch.isfinite(norms).nonzero().squeeze(1)
@@ -517,7 +517,7 @@ class ClippedMean(MeanOracle):
         precision = self._precision(clip, weights * norms)
         self._add(rows.weighted_sum(weights.div_(self.batch_size), precision))
 
-    def _observe_linear(self, rows: LinearBlock, clip: float) -> None:
+    def _observe_linear(self, rows: FactoredBlock, clip: float) -> None:
         """Does what `observe` does in fewer calls: row i is w_i (x_i, 1), w_i = s_i clipped to C / f_i.
 
         f_i is the bound of |(x_i, 1)|; w_i = max(-C, min(C, s_i f_i)) / f_i, so that |w_i| f_i <= C.
@@ -527,8 +527,8 @@ class ClippedMean(MeanOracle):
         if total is None:
             rows, norms = clipped_slopes(rows, clip)
             precision = self._precision(clip, norms)
-            weights = norms.div_(rows.factors).mul_(1.0 / self.batch_size)
-            total = weighted_rows(rows.features, weights, precision)
+            weights = norms.div_(rows.bounds).mul_(1.0 / self.batch_size)
+            total = weighted_rows(rows.acts, weights, precision)
             total = torch.cat((total, weights.sum(0, True, dtype=torch.float64)))
         if total.shape[0] != self._dim or not self._is_linear:
             raise ValueError(

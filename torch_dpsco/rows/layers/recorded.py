@@ -25,7 +25,7 @@ the last bits of all rows and the choice of the form. So both forms enlarge norm
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -47,6 +47,8 @@ from torch_dpsco.rows.blocks import (
     work_dtype,
 )
 
+_NAMES = ("weight", "bias")
+
 
 class Kept(ABC):
     """Rows of the weight (and bias) of one layer."""
@@ -55,13 +57,10 @@ class Kept(ABC):
     def __len__(self) -> int:
         """Number of rows."""
 
+    @staticmethod
     @abstractmethod
-    def plus(self, others: Sequence[Kept]) -> Kept:
-        """Returns the sums of these rows and others of the same records; all of this class."""
-
-    @abstractmethod
-    def then(self, others: Sequence[Kept]) -> Kept:
-        """Returns these rows followed by those of other records; all of this class."""
+    def joined(parts: Sequence[Any], *, same: bool) -> Kept:
+        """Returns the sums of rows of this class, which are of the `same` records, or all, one after another."""
 
     @abstractmethod
     def formed(self) -> Formed:
@@ -72,30 +71,17 @@ class Kept(ABC):
         """Returns the rows of weight and bias, or of one of them."""
 
 
-def added(uses: Sequence[Kept]) -> Kept:
-    """Returns the rows of a layer that was used several times in one forward."""
-    if len(uses) == 1:
-        return uses[0]
-    if len({len(use) for use in uses}) > 1:
+def joined(parts: Sequence[Kept], *, same: bool) -> Kept:
+    """Returns the rows of several uses, see `Kept.joined`."""
+    if same and len({len(part) for part in parts}) > 1:
         # PRIVACY: a use without a batch dimension would be added to every row
         # (test_uses_of_a_layer_that_see_different_numbers_of_records_are_refused)
         raise SequenceError(
             "a layer that is used several times in a forward must see all records each time"
         )
-    uses = _of_one_form(uses)
-    return uses[0].plus(uses[1:])
-
-
-def joined(passes: Sequence[Kept]) -> Kept:
-    """Returns the rows of several passes one after another."""
-    passes = _of_one_form(passes)
-    return passes[0] if len(passes) == 1 else passes[0].then(passes[1:])
-
-
-def _of_one_form(all_kept: Sequence[Kept]) -> Sequence[Kept]:
-    if len({type(kept) for kept in all_kept}) == 1:
-        return all_kept
-    return [kept.formed() for kept in all_kept]
+    if len({type(part) for part in parts}) > 1:
+        parts = [part.formed() for part in parts]
+    return parts[0] if len(parts) == 1 else parts[0].joined(parts, same=same)
 
 
 class Formed(Kept):
@@ -107,32 +93,24 @@ class Formed(Kept):
     """
 
     def __init__(self, weight: Tensor | None, bias: Tensor | None) -> None:
-        self._parts = [weight, bias]
+        self.parts = [weight, bias]
 
     def __len__(self) -> int:
-        return len(next(part for part in self._parts if part is not None))
+        return len(next(part for part in self.parts if part is not None))
 
-    def plus(self, others: Sequence[Kept]) -> Kept:
-        """Returns the sums."""
-        return Formed(
-            *(
-                None if not parts else torch.stack(parts).sum(0)
-                for parts in self._columns(others)
-            )
-        )
-
-    def then(self, others: Sequence[Kept]) -> Kept:
-        """Returns the rows one after another."""
-        return Formed(*(torch.cat(parts) if parts else None for parts in self._columns(others)))
-
-    def _columns(self, others: Sequence[Kept]) -> list[list[Tensor]]:
-        columns = zip(self._parts, *(other.formed()._parts for other in others), strict=True)
-        found = [[part for part in column if part is not None] for column in columns]
-        if any(len(column) not in (0, len(others) + 1) for column in found):
-            raise SequenceError(
-                "requires_grad of a weight or bias must not change between the backwards of a step"
-            )
-        return found
+    @staticmethod
+    def joined(parts: Sequence[Any], *, same: bool) -> Kept:
+        """Returns the sums, or the rows one after another."""
+        found: list[Tensor | None] = []
+        for column in zip(*(part.parts for part in parts), strict=True):
+            there = [part for part in column if part is not None]
+            if len(there) not in (0, len(parts)):
+                raise SequenceError(
+                    "requires_grad of a weight or bias must not change between the backwards of a step"
+                )
+            join = _sum if same else torch.cat
+            found.append(join(there) if there else None)
+        return Formed(*found)
 
     def formed(self) -> Formed:
         """Returns itself."""
@@ -140,9 +118,13 @@ class Formed(Kept):
 
     def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
         """Returns a dense block, if there are rows of what is chosen."""
-        parts = zip(self._parts, (weight, bias), strict=True)
+        parts = zip(self.parts, (weight, bias), strict=True)
         rows = [part for part, chosen in parts if chosen and part is not None]
         return [DenseBlock(*rows)] if rows else []
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(parts)).sum(0)
 
 
 def leaves_factors(times: int, out: int, width: int) -> bool:
@@ -163,43 +145,31 @@ def pairs(
         bias: whether c is.
         scale: all rows are multiplied by it.
     """
-    if acts.shape[1] == 1 and len(shape) == 2:
-        acts = acts[:, 0]
-        backprops = backprops[:, 0]
-        return Factors(acts, backprops, shape, weight=weight, bias=bias, scale=scale)
+    trained = {"weight": weight, "bias": bias}
+    times, width = acts.shape[1:]
+    out = backprops.shape[2]
     # float64 has no wider precision in which the norms of factors could be certified
     double = torch.float64 in (acts.dtype, backprops.dtype)
-    if (
-        weight
-        and not double
-        and leaves_factors(acts.shape[1], backprops.shape[2], acts.shape[2])
-    ):
-        return Factors(acts, backprops, shape, weight=True, bias=bias, scale=scale)
-    return _formed(acts, backprops, shape, weight=weight, bias=bias, scale=scale)
-
-
-def _refuse_written() -> NoReturn:
-    # PRIVACY: a buffer that has the next batch by now would put its records into this step
-    # (test_an_input_that_is_overwritten_before_the_step_is_refused)
-    raise SequenceError(
-        "the input of a layer was overwritten between backward and step: write to what a"
-        " forward has made after optimizer.step(), or to a copy of it"
-    )
+    if times == 1 and len(shape) == 2:
+        return Factors(acts[:, 0], backprops[:, 0], shape, trained, scale)
+    if weight and not double and leaves_factors(times, out, width):
+        return Factors(acts, backprops, shape, trained, scale)
+    return _formed(acts, backprops, shape, trained, scale)
 
 
 def _formed(
     acts: Tensor,
     backprops: Tensor,
     shape: torch.Size,
-    *,
-    weight: bool,
-    bias: bool,
+    trained: Mapping[str, bool],
     scale: int = 1,
 ) -> Formed:
-    sums = backprops.sum(1, dtype=work_dtype(backprops.dtype)).mul_(scale) if bias else None
-    if not weight:
-        return Formed(None, sums)
-    return Formed(outer_sums(acts, backprops, scale).view(len(acts), *shape), sums)
+    weight = bias = None
+    if trained["weight"]:
+        weight = outer_sums(acts, backprops, scale).view(len(acts), *shape)
+    if trained["bias"]:
+        bias = backprops.sum(1, dtype=work_dtype(backprops.dtype)).mul_(scale)
+    return Formed(weight, bias)
 
 
 class Factors(Kept):
@@ -209,8 +179,7 @@ class Factors(Kept):
         acts: inputs of the layer, (B, in) or sequences (B, T, in).
         backprops: gradients in the outputs, likewise.
         shape: of the weight, of out * in numbers.
-        weight: whether the weight is trained; it is where they are sequences.
-        bias: whether there is a bias that is.
+        trained: whether the weight is, as it is where they are sequences, and whether there is a bias that is.
         scale: vectors are multiplied by it.
     """
 
@@ -219,9 +188,7 @@ class Factors(Kept):
         acts: Tensor,
         backprops: Tensor,
         shape: torch.Size,
-        *,
-        weight: bool,
-        bias: bool,
+        trained: Mapping[str, bool],
         scale: int = 1,
     ) -> None:
         if scale != 1 and (acts.dim() > 2 or backprops.shape[1] == 1):
@@ -230,33 +197,40 @@ class Factors(Kept):
         self._acts = acts
         self._backprops = backprops
         self._shape = shape
-        self._trained = {"weight": weight, "bias": bias}
+        self._trained = trained
         self._scale = scale
         self._versions = acts._version, backprops._version
 
     def __len__(self) -> int:
         return self._acts.shape[0]
 
+    def _pairs(self) -> tuple[Tensor, Tensor]:
+        """Returns inputs and gradients, after checking that they are as they were."""
+        if (self._acts._version, self._backprops._version) != self._versions:
+            # PRIVACY: a buffer that has the next batch by now would put its records into this step
+            # (test_an_input_that_is_overwritten_before_the_step_is_refused)
+            raise SequenceError(
+                "the input of a layer was overwritten between backward and step: write to what a"
+                " forward has made after optimizer.step(), or to a copy of it"
+            )
+        return self._acts, self._backprops
+
     def _sequences(self) -> tuple[Tensor, Tensor]:
         """Returns inputs and gradients, (B, T, in) and (B, T, out)."""
-        if (self._acts._version, self._backprops._version) != self._versions:
-            _refuse_written()
-        if self._acts.dim() > 2:
-            return self._acts, self._backprops
-        return self._acts.unsqueeze(1), (self._backprops * self._scale).unsqueeze(1)
+        acts, backprops = self._pairs()
+        if acts.dim() > 2:
+            return acts, backprops
+        return acts.unsqueeze(1), (backprops * self._scale).unsqueeze(1)
 
-    def _sides(self, others: Sequence[Kept]) -> list[tuple[Tensor, ...]]:
-        uses = [kept._sequences() for kept in (self, *others) if isinstance(kept, Factors)]
-        return list(zip(*uses, strict=True))
-
-    def plus(self, others: Sequence[Kept]) -> Kept:
-        """Returns one longer sequence per record."""
-        acts, backprops = (torch.cat(side, dim=1) for side in self._sides(others))
-        return pairs(acts, backprops, self._shape, scale=1, **self._trained)
-
-    def then(self, others: Sequence[Kept]) -> Kept:
-        """Returns sequences of one length: pairs of zeros add nothing."""
-        sides = self._sides(others)
+    @staticmethod
+    def joined(parts: Sequence[Any], *, same: bool) -> Kept:
+        """Returns one longer sequence per record, or sequences of one length: pairs of zeros add nothing."""
+        sides = list(zip(*(part._sequences() for part in parts), strict=True))
+        shape = parts[0]._shape
+        trained = parts[0]._trained
+        if same:
+            acts, backprops = (torch.cat(side, dim=1) for side in sides)
+            return pairs(acts, backprops, shape, **trained, scale=1)
         times = max(part.shape[1] for part in sides[0])
         acts, backprops = (
             torch.cat([F.pad(part, (0, 0, 0, times - part.shape[1])) for part in side])
@@ -265,26 +239,19 @@ class Factors(Kept):
         if times == 1:
             acts = acts[:, 0]
             backprops = backprops[:, 0]
-        return Factors(acts, backprops, self._shape, **self._trained)
+        return Factors(acts, backprops, shape, trained)
 
     def formed(self) -> Formed:
         """Returns the rows."""
-        acts, backprops = self._sequences()
-        return _formed(acts, backprops, self._shape, **self._trained)
+        return _formed(*self._sequences(), self._shape, self._trained)
 
     def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
         """Returns a factored block; or one of sequences, and the rows of the bias."""
-        if (self._acts._version, self._backprops._version) != self._versions:
-            _refuse_written()
-        if self._acts.dim() == 2:
-            scale = self._scale
-            return [
-                FactoredBlock(self._acts, self._backprops, weight=weight, bias=bias, scale=scale)
-            ]
-        found: list[Block] = []
-        if weight:
-            found.append(SequenceBlock(self._acts, self._backprops, self._shape))
-        sums = _formed(self._acts, self._backprops, self._shape, weight=False, bias=bias)
+        acts, backprops = self._pairs()
+        if acts.dim() == 2:
+            return [FactoredBlock(acts, backprops, weight=weight, bias=bias, scale=self._scale)]
+        found: list[Block] = [SequenceBlock(acts, backprops, self._shape)] if weight else []
+        sums = _formed(acts, backprops, self._shape, {"weight": False, "bias": bias})
         return found + sums.blocks(weight=False, bias=bias)
 
 
@@ -292,14 +259,10 @@ class Tape:
     """What one layer kept of its rows since they were last taken.
 
     Args:
-        scale_by_batch: whether the loss is a mean over the batch, so that per-sample gradients are B times as large.
         trial: what the layer must pass with its first input, None for a layer of the library's own kinds.
     """
 
-    def __init__(
-        self, *, scale_by_batch: bool, trial: Callable[[Any, Tensor], None] | None = None
-    ) -> None:
-        self.scale_by_batch = scale_by_batch
+    def __init__(self, trial: Callable[[Any, Tensor], None] | None = None) -> None:
         self.trial = trial
         self.weight: nn.Parameter | None = (
             None  # the layer's trained parameters, set with each use
@@ -318,7 +281,7 @@ class Tape:
         layer = use.layer
         if tag is None:
             layer.passes.require_called()
-        if self.scale_by_batch:
+        if layer.passes.mean:
             if use.grad.dtype in HALF:
                 require_full_precision(use.grad)
             # a backward through the model's output has been looked at; one from its parts has not
@@ -326,11 +289,14 @@ class Tape:
             if not seen and (problem := inexact_mean((layer,), [use.weight])):
                 # PRIVACY: (test_a_mean_of_a_part_in_reduced_precision_is_refused)
                 raise SequenceError(problem)
-        self.weight, self.bias = _trained(layer)
+        parts = layer._parameters
+        self.weight, self.bias = (
+            parts[name] if has else None for name, has in use.trained.items()
+        )
         self.uses.append((tag, layer.kind.rows(use)))
         for p in (self.weight, self.bias):
             if p is not None:
-                p.grad_factors = self  # type: ignore[attr-defined]
+                p.grad_factors = self
 
     def __getstate__(self) -> dict[str, Any]:
         if self.uses:
@@ -349,17 +315,8 @@ class Tape:
         passes: dict[int | None, list[Kept]] = {}
         for tag, kept in sorted(self.uses, key=lambda use: use[0] or 0):
             passes.setdefault(tag, []).append(kept)
-        return joined([added(uses) for uses in passes.values()]).blocks(weight=weight, bias=bias)
-
-
-def _trained(layer: nn.Module) -> tuple[nn.Parameter | None, nn.Parameter | None]:
-    """Returns weight and bias of a layer, None for each that is not trained."""
-    weight = layer._parameters.get("weight")
-    bias = layer._parameters.get("bias")
-    return (
-        weight if weight is not None and weight.requires_grad else None,
-        bias if bias is not None and bias.requires_grad else None,
-    )
+        found = [joined(uses, same=True) for uses in passes.values()]
+        return joined(found, same=False).blocks(weight=weight, bias=bias)
 
 
 class Use(NamedTuple):
@@ -382,14 +339,14 @@ class Use(NamedTuple):
     @property
     def trained(self) -> dict[str, bool]:
         """Whether weight and bias are trained."""
-        weight, bias = _trained(self.layer)
-        return {"weight": weight is not None, "bias": bias is not None}
+        found = map(self.layer._parameters.get, _NAMES)
+        return {n: p is not None and p.requires_grad for n, p in zip(_NAMES, found, strict=True)}
 
     @property
     def scale(self) -> int:
         """What rows must be multiplied by: the batch size for mean losses."""
-        averaged = self.layer.tape.scale_by_batch and not self.layer.passes.exact_means
-        return self.x.shape[0] if averaged else 1
+        passes = self.layer.passes
+        return self.x.shape[0] if passes.mean and not passes.exact_means else 1
 
 
 class Kind(ABC):
@@ -437,8 +394,7 @@ class LinearKind(Kind):
     def rows(self, use: Use) -> Kept:
         """Returns the factors, or the rows formed from them."""
         if use.x.dim() == 2:
-            shape = use.weight.shape
-            return Factors(use.x, use.grad, shape, scale=use.scale, **use.trained)
+            return Factors(use.x, use.grad, use.weight.shape, use.trained, use.scale)
         x, grad = (t.flatten(1, -2) for t in (use.x, use.grad))
         return pairs(x, grad, use.weight.shape, scale=use.scale, **use.trained)
 
@@ -464,8 +420,7 @@ def records(layer: Any) -> bool:
     """Returns whether a recorded layer keeps rows of what it is called with now."""
     if not layer.training or layer.passes.paused or not torch.is_grad_enabled():
         return False
-    weight, bias = _trained(layer)
-    return weight is not None or bias is not None
+    return any(p is not None and p.requires_grad for p in layer._parameters.values())
 
 
 class RecordedForward:
