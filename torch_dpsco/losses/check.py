@@ -16,6 +16,7 @@ from torch_dpsco.problem import Problem
 
 _TOLERANCE = 1e-6
 _HALVINGS = 40
+_CLIMBS = 60
 _CHECKED = (
     "holder_constant",
     "grad_at_zero",
@@ -46,8 +47,8 @@ def check_holder(
     largest for w - w' along x, so that records of norm B and w = s x/B^2 are the worst case in EVERY dimension; the
     search runs over targets and scores. It starts from random pairs at 8 orders of magnitude, pairs mirrored at 0, at
     +-1 and at the target, far points and the rim of the ball. Then it halves every pair 40 times towards the half over
-    which the derivative moves more, which finds kinks and steep places. Excesses under 1e-6, what only nearer pairs
-    show, and Hoelder ratios that are largest at one distance between 0 and far, may go unseen.
+    which the derivative moves more, which finds kinks and steep places, and moves the ends of every pair as long as
+    that raises its Hoelder ratio. Excesses under 1e-6, and what only pairs nearer than that show, go unseen.
 
     Args:
         loss: any `Loss`, also your own; evaluated in float64.
@@ -89,6 +90,7 @@ def check_holder(
     start = search.starting_pairs(target)
     search.check_points(start)
     search.check_halves(start)
+    search.check_climbs(start)
 
 
 class _Pairs(NamedTuple):
@@ -137,36 +139,56 @@ class _Search:
         """Checks pairs, then again and again the half of each over which the derivative moves more."""
         for _ in range(_HALVINGS):
             target, first, second = pairs
-            slope = self._slope(first, target)
-            end = self._slope(second, target)
-            self._check_pairs(pairs, slope, end)
+            slope, end = self._check_pairs(pairs)
             middle = (first + second) / 2
             between = self._slope(middle, target)
             keep = (_length(between - slope) >= _length(between - end)).unsqueeze(1)
             first = torch.where(keep, first, middle)
             pairs = _Pairs(target, first, torch.where(keep, middle, second))
 
-    def _check_pairs(self, pairs: _Pairs, slope: Tensor, end: Tensor) -> None:
-        """Refutes Hoelder constants on pairs with these slopes, and a derivative that is not a subgradient."""
+    def check_climbs(self, pairs: _Pairs) -> None:
+        """Checks pairs whose ends have moved at random, by steps that shrink, while the Hoelder ratio grew."""
+        target, *ends = pairs
+        width = _length(ends[1] - ends[0]).unsqueeze(1)
+        best = torch.zeros(len(target), dtype=torch.float64)
+        for k in range(_CLIMBS):
+            draws = torch.randn((2, *width.shape), generator=self.generator, dtype=torch.float64)
+            moved = [end + width * 0.9**k * draw for end, draw in zip(ends, draws, strict=True)]
+            slope, end = (self._slope(score, target) for score in moved)
+            exponent = self.problem.holder_exponent or 1.0
+            ratio = self._ratio(_Pairs(target, *moved), slope, end, exponent)
+            better = (ratio > best).unsqueeze(1)
+            ends = [torch.where(better, *pair) for pair in zip(moved, ends, strict=True)]
+            best = torch.maximum(ratio, best)
+        self._check_pairs(_Pairs(target, *ends))
+
+    def _ratio(self, pairs: _Pairs, slope: Tensor, end: Tensor, exponent: float) -> Tensor:
+        """||g(w) - g(w')|| / ||w - w'||^exponent at ||x|| = bound_x, and 0 for pairs too near to tell."""
         target, first, second = pairs
-        change = self.bound_x * _length(end - slope)
         distance = _length(second - first)
         # Nearer pairs measure the rounding of s - s' and of y - s instead of the loss.
         size = torch.maximum(_length(first), _length(second)) + target.abs() + 1
+        ratio = self.bound_x * _length(end - slope) / (distance / self.bound_x) ** exponent
+        return torch.where(distance > 1e-6 * size, ratio, 0)
+
+    def _check_pairs(self, pairs: _Pairs) -> tuple[Tensor, Tensor]:
+        """Refutes Hoelder constants, and a derivative that is not a subgradient; returns those at both ends."""
+        target, first, second = pairs
+        slope = self._slope(first, target)
+        end = self._slope(second, target)
         for name, constant, exponent in (
             ("holder_constant", self.problem.holder_constant, self.problem.holder_exponent),
             ("smoothness", self.problem.smoothness, 1.0),
         ):
             if exponent is not None:
-                ratio = change / (distance / self.bound_x) ** exponent
-                apart = torch.where(distance > 1e-6 * size, ratio, 0)
-                self._refute(name, constant, apart, pairs)
+                self._refute(name, constant, self._ratio(pairs, slope, end, exponent), pairs)
         here = self._value(first, target)
         there = self._value(second, target)
         predicted = (slope * (second - first)).sum(1)
         rounding = 1e-9 * (1 + here.abs() + there.abs() + predicted.abs())
         excess = here + predicted - there
         self._refute("derivative (a subgradient of a convex loss)", rounding, excess, pairs)
+        return slope, end
 
     def starting_pairs(self, target: Tensor) -> _Pairs:
         """Pairs at many scales around the points where the usual losses have kinks, and on the rim of the ball."""
