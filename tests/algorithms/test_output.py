@@ -42,13 +42,8 @@ from torch_dpsco.estimators.output_numbers import (
     erm_sensitivity,
     minimizer_radius,
 )
-from torch_dpsco.estimators.solvers import (
-    amp_tolerance,
-    check_tolerance,
-    gradient_rounding,
-    solver_tolerance,
-    sum_terms,
-)
+from torch_dpsco.estimators.records import gradient_rounding, sum_terms
+from torch_dpsco.estimators.solvers import amp_tolerance, check_tolerance, solver_tolerance
 from torch_dpsco.losses.table import logistic_gradient_diameter
 
 scales = st.floats(-5.0, 5.0).map(lambda x: 10**x)

@@ -159,7 +159,7 @@ FINE = {
     "dp.per_record.loss": "Function Loss Model",
     "tar.TarRows.decode": "Class Function Loss Model",
     **dict.fromkeys(["tar.TarRows.shape", "tar.TarRows.target_shape"], "list"),  # a number
-    "objectives.Tilted.tilt": "zero part negative minus huge numpy",
+    "robust.Tilted.tilt": "zero part negative minus huge numpy",
     "estimators.LogisticRegression.preview.groups": "none",
     "estimators.LogisticRegression.preview.epsilons": "none tuple list set",
     "estimators.TiltedClassifier.tilt": "zero part negative minus huge numpy",

@@ -20,7 +20,8 @@ DIRECTIVE = re.compile(
     re.MULTILINE,
 )
 _OBJECTIVES = {
-    "objectives": ("LinearObjective", "SoftmaxObjective", "Adversarial", "Tilted"),
+    "objectives": ("LinearObjective",),
+    "robust": ("Adversarial", "Tilted"),
     "solvers": ("Certificate", "Solution", "gradient_certificate", "solve"),
 }
 

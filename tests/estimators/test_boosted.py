@@ -68,9 +68,7 @@ def released(
     records = make_records(given, rows[:, :2], rows[:, 2])
     gram = records.gram(records.weights)
     parts = [gram.diagonal() / plan.gram_std, gram[1:, 0] * math.sqrt(2) / plan.gram_std]
-    return torch.cat(
-        parts + [plan.gradient(records, w.view(1, 2)).flatten() / plan.noise_std for w in path]
-    )
+    return torch.cat(parts + [plan.gradient(records, w) / plan.noise_std for w in path])
 
 
 def moved(

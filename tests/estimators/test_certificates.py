@@ -10,8 +10,9 @@ import torch
 
 from tests.estimators import objective_references as reference
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators.objectives import Adversarial, LinearObjective, Tilted
+from torch_dpsco.estimators.objectives import LinearObjective
 from torch_dpsco.estimators.records import Records
+from torch_dpsco.estimators.robust import Adversarial, Tilted
 from torch_dpsco.estimators.solvers import (
     Certificate,
     gradient_certificate,

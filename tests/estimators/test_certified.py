@@ -17,7 +17,8 @@ import torch_dpsco as dp
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.output import OutputPlan, plan_output
 from torch_dpsco.estimators.preparation import Preparation
-from torch_dpsco.estimators.solvers import certified_descent, project, solve
+from torch_dpsco.estimators.records import project
+from torch_dpsco.estimators.solvers import certified_descent, solve
 from torch_dpsco.estimators.task import LinearTask, build_objective, make_records
 from torch_dpsco.step.exact_noise import gaussian_vector, knorm_vector
 

@@ -20,10 +20,9 @@ from torch import Tensor
 from tests.test_native import SOURCE, U, changed, found_by, needed
 from torch_dpsco import native
 from torch_dpsco.accounting.analysis.rounding import gamma
-from torch_dpsco.estimators.objectives import LinearObjective
+from torch_dpsco.estimators.objectives import LinearObjective, row_losses
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.records import PairwiseSum, Records, pairwise
-from torch_dpsco.estimators.row_losses import row_losses
 from torch_dpsco.estimators.solvers import gradient_certificate
 from torch_dpsco.losses import Logistic, ResidualClipped, Squared
 

@@ -11,13 +11,9 @@ import torch
 from tests.estimators import objective_references as reference
 from tests.reference.papers.output_solvers import katyusha, stochastic_subgradient
 from torch_dpsco.errors import ConditionError, NotCertifiedError
-from torch_dpsco.estimators.objectives import (
-    Adversarial,
-    LinearObjective,
-    SoftmaxObjective,
-    Tilted,
-)
+from torch_dpsco.estimators.objectives import LinearObjective
 from torch_dpsco.estimators.records import Records
+from torch_dpsco.estimators.robust import Adversarial, Tilted
 from torch_dpsco.estimators.solvers import (
     accelerated_steps,
     certified_descent,
@@ -33,6 +29,7 @@ from torch_dpsco.losses import (
     ResidualClipped,
     SmoothedHinge,
     SmoothedPinball,
+    SoftmaxCrossEntropy,
     Squared,
 )
 
@@ -252,8 +249,11 @@ def test_tilted_and_softmax_objectives_end_certified(monkeypatch):
     for tilt in (-0.05, 0.5, 5.0):
         objective = Tilted(Logistic(), Records(X, y), tilt=tilt, reg=0.1, bound_x=1.0)
         assert solve(objective, 1e-8).certificate.proves(1e-8)
-    objective = SoftmaxObjective(
-        Records(X, torch.arange(80) % 3, num_classes=3), reg=0.01, normalizer=80
+    objective = LinearObjective(
+        SoftmaxCrossEntropy(3),
+        Records(X, torch.arange(80) % 3, num_classes=3),
+        reg=0.01,
+        normalizer=80,
     )
     for most in (0, 1000):
         monkeypatch.setattr(solving, "_NEWTON_DIM", most)
@@ -264,7 +264,7 @@ def test_a_first_guess_from_every_sixteenth_record_changes_nothing_but_the_way_t
     X, y = rows(12, 17_000, 3)
     X[16] = math.nan
     objective = mean(Logistic(), X, y, 1e-3)
-    thin = objective.thinned(16)
+    thin = objective._every(16)
     assert thin.records.count == 1063
     assert thin.records._features.data_ptr() == X.data_ptr()
     direct = mean(Logistic(), X[::16].clone(), y[::16], 1e-3)

@@ -47,10 +47,9 @@ from torch_dpsco.accounting.analysis.rounding import (
 )
 from torch_dpsco.accounting.events import GDP, REPLACE_ONE
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators.objectives import LinearObjective, SumObjective
+from torch_dpsco.estimators.objectives import LinearObjective
 from torch_dpsco.estimators.preparation import signal_to_noise
-from torch_dpsco.estimators.records import Records
-from torch_dpsco.estimators.solvers import gradient_rounding, project
+from torch_dpsco.estimators.records import Records, gradient_rounding, project
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective, weight_guess
 from torch_dpsco.losses import Logistic
 from torch_dpsco.noise import Source
@@ -236,7 +235,6 @@ class NoisyGDPlan(DescentPlan):
         """Makes the steps from 0: returns the private answer; see `LinearPlan`."""
         solved.keep()
         objective = build_objective(self.task, self.reg, solved)
-        assert isinstance(objective, SumObjective)
         return descend(
             objective.gradient,
             torch.zeros(objective.dim, dtype=torch.float64, device=objective.device),

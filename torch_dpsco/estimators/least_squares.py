@@ -94,14 +94,16 @@ from torch_dpsco.accounting.analysis.rounding import (
 from torch_dpsco.accounting.events import GDP, REPLACE_ONE
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.gradient_descent import DescentPlan, descend
-from torch_dpsco.estimators.near import NEAR_ROWS, ROUNDINGS, NearSums
-from torch_dpsco.estimators.objectives import class_sums
+from torch_dpsco.estimators.objectives import (
+    NEAR_ROWS,
+    ROUNDINGS,
+    NearSums,
+    loss_sums,
+    row_losses,
+)
 from torch_dpsco.estimators.preparation import level_left, signal_to_noise
-from torch_dpsco.estimators.records import Records
-from torch_dpsco.estimators.row_losses import clipped_sum, row_losses
-from torch_dpsco.estimators.solvers import project, sum_terms
+from torch_dpsco.estimators.records import Records, project, sum_terms
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective
-from torch_dpsco.losses.table import SoftmaxCrossEntropy
 from torch_dpsco.noise import Source
 from torch_dpsco.problem import round_up
 from torch_dpsco.step.exact_noise import gaussian_vector, symmetric_noise
@@ -248,7 +250,7 @@ class PreconditionedGDPlan(DescentPlan):
 
         solved.keep()
         return descend(
-            lambda w: total(w.view(size)).flatten(),
+            total,
             torch.zeros(task.parameters, dtype=torch.float64, device=solved.device),
             self.noise_std,
             generator,
@@ -265,14 +267,11 @@ class PreconditionedGDPlan(DescentPlan):
         return partial(self.gradient, records)
 
     def gradient(self, records: Records, w: Tensor) -> Tensor:
-        """Returns the sum of clipped gradients at w, both (K, width): NOT private."""
+        """Returns the sum of clipped gradients at w: NOT private."""
         # PRIVACY: rounded down, so that limit |x| is at most C
         # (test_no_record_moves_a_preconditioned_step_by_more_than_the_clip)
         clip = self.clip * (1 - _GUARD)
-        loss = self.task.loss
-        if isinstance(loss, SoftmaxCrossEntropy):
-            return records.sum(partial(class_sums, loss, w, clip=clip))[1]
-        return records.sum(partial(clipped_sum, loss, clip, w.flatten()))[0].view_as(w)
+        return records.sum(partial(loss_sums, self.task.loss, w, clip=clip))[1]
 
     def step_size(self, eigenvalues: Tensor) -> float:
         """Returns eta, of the eigenvalues of the noisy X'X: post-processing."""
@@ -690,8 +689,7 @@ class BoostedPlan(PreconditionedGDPlan):
         losses = row_losses(self.task.loss, records, self.clip * (1 - _GUARD))
         if losses is None or losses.kind != "bent" or records.count < NEAR_ROWS:
             return super().sums(records, gram)
-        near = NearSums(records, losses, self._reach, gram.clone())
-        return lambda w: near(w.flatten())
+        return NearSums(records, losses, self._reach, gram.clone())
 
 
 _ROBUST_STEPS = 96

@@ -41,8 +41,8 @@ from torch_dpsco.accounting.analysis.rounding import DOUBLE, up
 from torch_dpsco.accounting.curves import objective_curve
 from torch_dpsco.accounting.events import REPLACE_ONE, ApproxDP, Pure, RDPCurve
 from torch_dpsco.errors import ConditionError, InfeasibleError
-from torch_dpsco.estimators.records import Records
-from torch_dpsco.estimators.solvers import amp_tolerance, project, solve, sum_terms
+from torch_dpsco.estimators.records import Records, project, sum_terms
+from torch_dpsco.estimators.solvers import amp_tolerance, solve
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective, weight_guess
 from torch_dpsco.noise import Source
 from torch_dpsco.step.exact_noise import gaussian_vector, knorm_vector, symmetric_noise

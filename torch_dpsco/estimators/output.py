@@ -53,13 +53,8 @@ from torch_dpsco.estimators.output_numbers import (
     tilted_sensitivity,
     tilted_strong_convexity,
 )
-from torch_dpsco.estimators.records import Records
-from torch_dpsco.estimators.solvers import (
-    check_tolerance,
-    project,
-    solve,
-    solver_tolerance,
-)
+from torch_dpsco.estimators.records import Records, project
+from torch_dpsco.estimators.solvers import check_tolerance, solve, solver_tolerance
 from torch_dpsco.estimators.task import KINK, LinearPlan, LinearTask, build_objective
 from torch_dpsco.noise import Source
 from torch_dpsco.step.exact_noise import exact_release, gaussian_vector, knorm_vector

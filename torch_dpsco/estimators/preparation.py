@@ -32,8 +32,7 @@ from torch_dpsco._validate import check_fields
 from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
 from torch_dpsco.accounting.analysis.rounding import DOUBLE
 from torch_dpsco.accounting.events import GDP, Adjacency
-from torch_dpsco.estimators.records import Records
-from torch_dpsco.estimators.solvers import sum_terms
+from torch_dpsco.estimators.records import Records, sum_terms
 from torch_dpsco.losses import enforce_bounds
 from torch_dpsco.noise import Source
 from torch_dpsco.problem import round_up

@@ -58,10 +58,10 @@ import torch
 from torch import Tensor
 
 from torch_dpsco._validate import positive, typed
-from torch_dpsco.accounting.analysis.rounding import DOUBLE, gamma, scaled_up
+from torch_dpsco.accounting.analysis.rounding import gamma
 from torch_dpsco.errors import ConditionError, NotCertifiedError
-from torch_dpsco.estimators.objectives import LinearObjective, norm_up
-from torch_dpsco.estimators.records import Objective, require_double
+from torch_dpsco.estimators.objectives import norm_up
+from torch_dpsco.estimators.records import Objective, project, require_double
 
 _CLEAR = 3.0  # of the norm of the noise, about 2 tau sqrt(p / 2)
 _UP = 1 + 1e-12  # more than the rounding of the few scalar operations after a bound
@@ -102,6 +102,7 @@ def gradient_certificate(objective: Objective, point: Tensor) -> Certificate:
 
     Example:
         >>> from torch_dpsco.losses import Squared
+        >>> from torch_dpsco.estimators.objectives import LinearObjective
         >>> from torch_dpsco.estimators.records import Records
         >>> F = LinearObjective(Squared(), Records(torch.ones(1, 1), torch.ones(1)), reg=1.0, normalizer=1)
         >>> gradient_certificate(F, torch.tensor([0.5], dtype=torch.float64)).proves(1e-12)
@@ -155,14 +156,6 @@ def projected_certificate(
     return moved, Certificate((norm_up(residual) + error) / _strong(objective) * _UP)
 
 
-def project(point: Tensor, radius: float) -> Tensor:
-    """Pi onto B(0, R), within gamma(d + 8) R."""
-    if math.isinf(radius):
-        return point
-    length = float(torch.linalg.vector_norm(point))
-    return point * (radius / length) if length > radius else point
-
-
 def _strong(objective: Objective) -> float:
     if not objective.strong_convexity > 0:
         raise ConditionError(
@@ -171,58 +164,11 @@ def _strong(objective: Objective) -> float:
     return objective.strong_convexity
 
 
-BLOCK_ROWS = 1024
 _SHARE = 1e-3  # of the sensitivity: the noise grows by that much
 # of the Lipschitz constant
 _AMP_LEAST = 1e-6
 _AMP_MOST = 1e-2
 _ROOM = 4  # tolerances must exceed the rounding by this factor
-
-
-def sum_terms(n: int) -> int:
-    """Returns m: the error of a sum of n terms is at most m u times the sum of their sizes, up to O(u^2).
-
-    Example:
-        >>> sum_terms(10**6)
-        1034
-    """
-    return min(n, BLOCK_ROWS) + (-(-n // BLOCK_ROWS) - 1).bit_length()
-
-
-def gradient_rounding(
-    n: int,
-    dim: int,
-    *,
-    lipschitz: float,
-    smoothness: float,
-    reg: float,
-    norm: float,
-    weight: float = 1.0,
-    linear: float = 0.0,
-    score_offset: float = 0.0,
-) -> float:
-    """Returns e_grad, which bounds how far a computed gradient (and its norm) is from the exact one.
-
-    Args:
-        n: records, >= 1; the public n or n_max for a check before the run.
-        dim: d >= 1.
-        lipschitz: L > 0, bound on the gradient of a loss.
-        smoothness: beta >= 0 of a loss.
-        reg: lam >= 0, in the same form as the objective.
-        norm: |w| >= 0, or a bound on it.
-        weight: sum of the weights of the losses: 1 for a mean, n_max / n for a sum over a constant n, n_max for a sum.
-        linear: |b| >= 0 of a linear term.
-        score_offset: >= 0, what the loss adds to a score, over the bound on |x| (`Problem.score_offset`).
-
-    Source: docs/proofs/output.md#rounding-of-a-gradient
-
-    Example:
-        >>> gradient_rounding(10**5, 20, lipschitz=1.0, smoothness=0.25, reg=1e-4, norm=5.0) < 2e-13
-        True
-    """
-    terms = weight * lipschitz + reg * norm + linear
-    scores = (dim + 8) * weight * smoothness * (norm + score_offset)
-    return scaled_up(DOUBLE * ((sum_terms(n) + dim + 16) * terms + scores), 16)
 
 
 def solver_tolerance(sensitivity: float, strong_convexity: float) -> float:
@@ -341,12 +287,7 @@ def needed_eigenvalue(size: int, std: float) -> float:
 
 
 _NEWTON_DIM = 1000  # a Hessian costs about d/4 gradients
-_LIKE = 4  # every 4th record is enough for a Hessian, which is near that of all
-_THIN, _THIN_ROWS, _THIN_STEPS = (
-    16,
-    1024,
-    6,
-)  # of the first guess: every 16th record, of which there are 1024 or more
+_THIN_STEPS = 6  # of the first guess
 
 
 @dataclass(frozen=True)
@@ -434,11 +375,9 @@ def _fast(objective: Objective, start: Tensor, distance: float) -> Tensor:
     """The point of an untrusted unconstrained solver."""
     if objective.dim > _NEWTON_DIM:
         return lbfgs(objective, start, distance)
-    if isinstance(objective, LinearObjective) and objective.records.count >= _THIN * _THIN_ROWS:
-        # the first steps need not see every record: a Hessian of a sixteenth of them costs a sixteenth
-        thin = objective.thinned(objective.records.thinning(_THIN))
-        # a sample of a table that no memory holds takes a reading: one is enough there
-        like = objective.thinned(_LIKE) if objective.records.thinning(_LIKE) == _LIKE else thin
+    fewer = objective.thinned()
+    if fewer is not None:  # the first steps need not see every record
+        thin, like = fewer
         guess = newton(thin, start, distance, _THIN_STEPS)
         if bool(torch.isfinite(guess).all()):
             return newton(objective, guess, distance, like=like)

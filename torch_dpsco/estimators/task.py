@@ -33,17 +33,17 @@ from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import BaseEvent
 from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT, Adjacency, RDPCurve, Sequential
 from torch_dpsco.errors import ConditionError, UnitError
-from torch_dpsco.estimators.objectives import (
-    Adversarial,
-    LinearObjective,
-    SoftmaxObjective,
-    Tilted,
-    margin_loss,
-)
+from torch_dpsco.estimators.objectives import LinearObjective
 from torch_dpsco.estimators.output_numbers import minimizer_radius
 from torch_dpsco.estimators.preparation import Preparation, PrivatePreparation, Units, level_left
-from torch_dpsco.estimators.records import Objective, RawPart, Records, Stored
-from torch_dpsco.estimators.solvers import gradient_rounding
+from torch_dpsco.estimators.records import (
+    Objective,
+    RawPart,
+    Records,
+    Stored,
+    gradient_rounding,
+)
+from torch_dpsco.estimators.robust import Adversarial, Tilted, margin_loss
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.losses.table import ResidualClipped, SoftmaxCrossEntropy
 from torch_dpsco.noise import Source
@@ -343,7 +343,7 @@ class LinearTask:
         most: int,
         linear: float = 0.0,
     ) -> float:
-        """What rounding may do to a gradient of the sum of so many records, see `estimators.solvers`."""
+        """What rounding may do to a gradient of the sum of so many records, see `estimators.records`."""
         return gradient_rounding(
             most,
             dim,
@@ -644,12 +644,6 @@ def build_objective(
             reg=reg,
             attack_norm=task.attack_norm,
             smoothing=KINK,
-        )
-    if task.num_scores > 1:
-        return SoftmaxObjective(
-            records,
-            reg=reg,
-            linear_term=linear_term,
         )
     loss = task.loss if task.clipped is None else task.clipped
     return LinearObjective(loss, records, reg=reg, linear_term=linear_term)
