@@ -20,7 +20,7 @@ from tests.reference.papers.output import (
 )
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_sigma
 from torch_dpsco.algorithms.output_sgd_numbers import noise_norms
-from torch_dpsco.estimators.output_numbers import (
+from torch_dpsco.estimators.output import (
     erm_sensitivity,
     tilted_sensitivity,
 )

@@ -28,13 +28,12 @@ from torch_dpsco import _validate as check
 from torch_dpsco._validate import check_fields
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
-from torch_dpsco.accounting.analysis.rounding import down
+from torch_dpsco.accounting.analysis.rounding import down, safe
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import BaseEvent
 from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT, Adjacency, RDPCurve, Sequential
-from torch_dpsco.errors import ConditionError, UnitError
+from torch_dpsco.errors import ConditionError, MissingConstantError, UnitError
 from torch_dpsco.estimators.objectives import LinearObjective
-from torch_dpsco.estimators.output_numbers import minimizer_radius
 from torch_dpsco.estimators.preparation import Preparation, PrivatePreparation, Units, level_left
 from torch_dpsco.estimators.records import (
     Objective,
@@ -355,6 +354,49 @@ class LinearTask:
             linear=linear,
             score_offset=self.problem.score_offset or 0.0,
         )
+
+
+def minimizer_radius(
+    reg: float,
+    *,
+    lipschitz: float | None = None,
+    loss_at_zero: float | None = None,
+    radius: float = math.inf,
+) -> float:
+    """Returns rho >= |w| for every minimizer w of (1/n) sum_i l(w, x_i) + (lam/2) |w|^2, over R^d or a ball.
+
+    rho = min(R, L / lam, sqrt(2 l0 / lam)): the first by the optimality condition, <s + lam w, -w> >= 0; the second,
+    for nonnegative losses, by F(w) <= F(0). A sum of up to N terms is a mean with lam = reg / N.
+
+    Args:
+        reg: lam > 0.
+        lipschitz: L > 0, on the whole of R^d or of the ball.
+        loss_at_zero: l0 >= 0 with 0 <= l(w, x) everywhere and l(0, x) <= l0.
+        radius: R of the ball of a constrained problem, > 0; inf for none.
+
+    Raises:
+        ValueError: an argument is out of range.
+        MissingConstantError: nothing that is given bounds the minimizer.
+
+    Guarantee: holds for exact minimizers only, so that constants of the ball of this radius must not be used for
+        objective perturbation or noisy gradient descent, whose iterates are unbounded.
+
+    Source: docs/proofs/output.md#where-minimizers-can-be
+
+    Example:
+        >>> round(minimizer_radius(0.5, lipschitz=1.0, loss_at_zero=0.25), 9)
+        1.0
+    """
+    bounds = [radius]
+    if lipschitz is not None:
+        bounds.append(safe(lipschitz / reg))
+    if loss_at_zero is not None:
+        bounds.append(safe(math.sqrt(2 * loss_at_zero / reg)))
+    if min(bounds) == math.inf:
+        raise MissingConstantError(
+            "no bound on the minimizer: give lipschitz, loss_at_zero or radius"
+        )
+    return min(bounds)
 
 
 @dataclass(frozen=True)
