@@ -22,7 +22,7 @@ DIRECTIVE = re.compile(
 _OBJECTIVES = {
     "objectives": ("LinearObjective",),
     "robust": ("Adversarial", "Tilted"),
-    "solvers": ("Certificate", "Solution", "gradient_certificate", "solve"),
+    "solvers": ("Solution", "gradient_certificate", "solve"),
 }
 
 __all__ = ["bare", "public_callables"]

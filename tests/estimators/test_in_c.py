@@ -337,7 +337,8 @@ def test_a_point_that_was_moved_in_place_is_read_again():
     assert torch.equal(
         objective.value_and_gradient(point)[1], fresh.value_and_gradient(point)[1]
     )
-    assert gradient_certificate(objective, point) == gradient_certificate(fresh, point)
+    first, second = (gradient_certificate(one, point) for one in (objective, fresh))
+    assert first.distance == second.distance
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 6, 7, 8, 300])

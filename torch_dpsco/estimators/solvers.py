@@ -68,13 +68,15 @@ _UP = 1 + 1e-12  # more than the rounding of the few scalar operations after a b
 
 
 @dataclass(frozen=True)
-class Certificate:
-    """A proof that ||w - w*|| <= distance. The number depends on the data: it must be neither shown nor released.
+class Solution:
+    """A point w, and a proof that ||w - w*|| <= distance. NOT private before noise is added: neither may be shown.
 
     Attributes:
+        w: float64 point.
         distance: bound on the distance to the exact minimizer, rounding included; inf or NaN proves nothing.
     """
 
+    w: Tensor = field(repr=False)
     distance: float = field(repr=False)
 
     def proves(self, distance: float) -> bool:
@@ -83,7 +85,7 @@ class Certificate:
 
 
 @typed
-def gradient_certificate(objective: Objective, point: Tensor) -> Certificate:
+def gradient_certificate(objective: Objective, point: Tensor) -> Solution:
     """C1: ||w - w*|| <= ||s||/mu for any subgradient s of a mu-strongly convex F at w.
 
     Args:
@@ -91,7 +93,7 @@ def gradient_certificate(objective: Objective, point: Tensor) -> Certificate:
         point: w, float64.
 
     Returns:
-        (computed norm + bound on its rounding)/mu.
+        The point, and (computed norm + bound on its rounding)/mu.
 
     Raises:
         ValueError: if the point is not float64 or autocast is on.
@@ -110,12 +112,11 @@ def gradient_certificate(objective: Objective, point: Tensor) -> Certificate:
     """
     require_double(point, objective.dim)
     size = norm_up(objective.value_and_gradient(point)[1])
-    return Certificate((size + objective.gradient_error(point)) / _strong(objective) * _UP)
+    error = objective.gradient_error(point)
+    return Solution(point, (size + error) / _strong(objective) * _UP)
 
 
-def projected_certificate(
-    objective: Objective, point: Tensor, radius: float
-) -> tuple[Tensor, Certificate]:
+def projected_certificate(objective: Objective, point: Tensor, radius: float) -> Solution:
     """C2: a gradient step from w, projected onto B(0, R), and the certificate of the point reached.
 
     s = beta (w - w+) + grad F(w+) - grad F(w) is a subgradient of F + indicator at w+ = Pi(w - grad F/beta).
@@ -127,7 +128,7 @@ def projected_certificate(
         radius: R > 0, or inf.
 
     Returns:
-        (w+, its certificate on the ball); w itself with C1 if that proves the free minimizer to lie in the ball.
+        w+ with its distance on the ball; w itself with C1 if that proves the free minimizer to lie in the ball.
 
     Raises:
         ValueError, ConditionError: as for C1; ConditionError also if the objective is not smooth.
@@ -137,14 +138,14 @@ def projected_certificate(
     """
     require_double(point, objective.dim)
     if math.isinf(positive(allow_inf=True, radius=radius)):
-        return point, gradient_certificate(objective, point)
+        return gradient_certificate(objective, point)
     if objective.smoothness is None:
         raise ConditionError(
             "a ball needs a smooth objective: its certificate is a projected gradient step"
         )
     free = gradient_certificate(objective, point)
     if norm_up(point) + free.distance <= radius:
-        return point, free  # the free minimizer is proved to lie in the ball
+        return free  # the free minimizer is proved to lie in the ball
     beta = objective.smoothness
     gradient = objective.value_and_gradient(point)[1]
     moved = project(point - gradient / beta, radius)
@@ -153,7 +154,7 @@ def projected_certificate(
     # beta (exact step - made step), and the rounding of the residual itself
     error = gamma(4 * objective.dim + 64) * (beta * size + norm_up(gradient))
     error += objective.gradient_error(point) + objective.gradient_error(moved)
-    return moved, Certificate((norm_up(residual) + error) / _strong(objective) * _UP)
+    return Solution(moved, (norm_up(residual) + error) / _strong(objective) * _UP)
 
 
 def _strong(objective: Objective) -> float:
@@ -290,19 +291,6 @@ _NEWTON_DIM = 1000  # a Hessian costs about d/4 gradients
 _THIN_STEPS = 6  # of the first guess
 
 
-@dataclass(frozen=True)
-class Solution:
-    """A certified point. NOT private: it becomes private by the noise added to it, and must not be shown before.
-
-    Attributes:
-        w: float64 point.
-        certificate: proof of its distance to the exact minimizer.
-    """
-
-    w: Tensor = field(repr=False)
-    certificate: Certificate = field(repr=False)
-
-
 @typed
 def solve(
     objective: Objective,
@@ -361,14 +349,12 @@ def solve(
     with torch.no_grad():
         fast = _fast(objective, point, distance)
         fast = fast if bool(torch.isfinite(fast).all()) else point
-        found, certificate = projected_certificate(objective, fast, radius)
-        if not certificate.proves(distance):
+        found = projected_certificate(objective, fast, radius)
+        if not found.proves(distance):
             # PRIVACY: a solver that fails must not raise, which would show that it failed
             # (test_the_fallback_certifies_when_the_fast_solver_is_broken)
-            found, certificate = certified_descent(
-                objective, torch.zeros_like(point), distance, radius
-            )
-    return Solution(found, certificate)
+            found = certified_descent(objective, torch.zeros_like(point), distance, radius)
+    return found
 
 
 def _fast(objective: Objective, start: Tensor, distance: float) -> Tensor:
@@ -429,7 +415,7 @@ def accelerated_steps(
 
 def certified_descent(
     objective: Objective, start: Tensor, distance: float, radius: float = math.inf
-) -> tuple[Tensor, Certificate]:
+) -> Solution:
     """Accelerated descent until the certificate holds: at the worst-case number of steps at the latest.
 
     The certificate is tried at a geometric sequence of step counts. Rounding can make the last digits slow, so that the
@@ -442,7 +428,7 @@ def certified_descent(
         radius: R, or inf.
 
     Returns:
-        (point, certificate) with certificate.distance <= distance.
+        A point that is certified to be within the distance.
 
     Raises:
         NotCertifiedError: if the constants of the objective are violated, or `distance` lies below the rounding of
@@ -468,9 +454,10 @@ def certified_descent(
         point = accelerated_steps(objective, point if steps > 32 else start, steps, radius)
         if not bool(torch.isfinite(point).all()):
             raise _refusal()
-        point, certificate = projected_certificate(objective, point, radius)
-        if certificate.proves(distance):
-            return point, certificate
+        found = projected_certificate(objective, point, radius)
+        if found.proves(distance):
+            return found
+        point = found.w
         if steps > 4 * worst:
             raise _refusal()
         steps *= 2
