@@ -36,6 +36,7 @@ from torch_dpsco.estimators.reading import (
     as_codes,
     as_column,
     chances,
+    decisions,
     labelled,
     labels_of,
 )
@@ -112,14 +113,14 @@ class Classifier(ClassifierMixin, LinearModel):
         self.classes_ = labels_of(self._classes())
         return weight, bias
 
-    @abstractmethod
     def decision_function(self, X: Any) -> Array:
-        """Returns scores: (n,) for the second of two classes, or (n, K)."""
+        """Returns scores of public rows: (n,), positive ones of the second of two classes, or (n, K)."""
+        return decisions(self._scores(X))
 
     def predict(self, X: Any) -> NDArray[Any]:
         """Returns labels (n,) of public rows; they are prepared, and clipped, as in training."""
-        scores = self.decision_function(X)
-        return labelled(self.classes_, scores)
+        decided = self.decision_function(X)
+        return labelled(self.classes_, decided)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -137,10 +138,6 @@ class BinaryClassifier(Classifier):
 
     def _coded(self, codes: Tensor) -> Tensor:
         return torch.where(codes >= 0, 2 * codes - 1, 0)  # 0: a null record
-
-    def decision_function(self, X: Any) -> Array:
-        """Returns scores (n,) of public rows; positive ones are of the second class."""
-        return np.asarray(self._scores(X)[:, 0])
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -190,21 +187,17 @@ class LogisticRegression(BinaryClassifier):
         return Logistic()
 
     def task_options(self, facts: Facts) -> dict[str, Any]:
-        if isinstance(self.residual_clip, str):
-            check.choice(("auto",), residual_clip=self.residual_clip)
-        if self.intervals is not None:
-            if self.class_weight is not None:
-                raise ConditionError(
-                    "class_weight must be None with intervals: it changes the model they are of"
-                )
-            return {
-                "residual_clip": None if self.residual_clip == "auto" else self.residual_clip
-            }
-        if isinstance(self.residual_clip, str):
+        clip = self.residual_clip
+        if self.intervals is not None and self.class_weight is not None:
+            raise ConditionError(
+                "class_weight must be None with intervals: it changes the model they are of"
+            )
+        if isinstance(clip, str):
+            check.choice(("auto",), residual_clip=clip)
             # of users, mean gradients are clipped
-            clip = residual_clip(facts.signal) if facts.unit == "example" else None
-            return {"residual_clip": clip}
-        return {"residual_clip": self.residual_clip}
+            plain = self.intervals is not None or facts.unit == "user"
+            clip = None if plain else residual_clip(facts.signal)
+        return {"residual_clip": clip}
 
     def predict_proba(self, X: Any) -> Array:
         """Returns probabilities (n, 2) of public rows, by the logistic link."""
@@ -239,11 +232,6 @@ class SoftmaxRegression(Classifier):
 
     def _coded(self, codes: Tensor) -> Tensor:
         return codes
-
-    def decision_function(self, X: Any) -> Array:
-        """Returns scores (n, K) of public rows; (n,) of the second class against the first, for two classes."""
-        scores = self._scores(X)
-        return scores if scores.shape[1] > 2 else scores[:, 1] - scores[:, 0]
 
     def predict_proba(self, X: Any) -> Array:
         """Returns probabilities (n, K) of public rows."""

@@ -416,9 +416,16 @@ def labels_of(classes: Sequence[Any]) -> NDArray[Any]:
     return labels
 
 
-def labelled(labels: NDArray[Any], scores: NDArray[np.float64]) -> NDArray[Any]:
-    """Returns the label of each score (n,) of the second of two classes, or of scores (n, K)."""
-    places = scores.argmax(1) if scores.ndim == 2 else (scores > 0).astype(np.int64)
+def decisions(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns scores (n, K) of three classes or more, or (n,) of the second of two."""
+    if scores.shape[1] == 2:
+        return np.asarray(scores[:, 1] - scores[:, 0])
+    return scores if scores.shape[1] > 2 else np.asarray(scores[:, 0])
+
+
+def labelled(labels: NDArray[Any], decided: NDArray[np.float64]) -> NDArray[Any]:
+    """Returns the label of each of these `decisions`."""
+    places = decided.argmax(1) if decided.ndim == 2 else (decided > 0).astype(np.int64)
     return np.asarray(labels[places])
 
 

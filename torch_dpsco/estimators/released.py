@@ -24,6 +24,7 @@ from torch_dpsco.accounting.statement import Statement
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.reading import (
     chances,
+    decisions,
     dense_rows,
     labelled,
     labels_of,
@@ -197,10 +198,7 @@ class Released:
         _require(
             self.kind != "regressor", "kind must be of a classifier for scores (got 'regressor')"
         )
-        scores = self._scores(X)
-        if self.kind != "softmax":
-            return scores[:, 0]
-        return scores if scores.shape[1] > 2 else scores[:, 1] - scores[:, 0]
+        return decisions(self._scores(X))
 
     def predict_proba(self, X: Any) -> Array:
         """Returns probabilities (n, K) of public rows, for logistic and softmax regression."""

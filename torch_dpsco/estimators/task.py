@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -48,6 +48,16 @@ from torch_dpsco.losses.table import ResidualClipped, SoftmaxCrossEntropy
 from torch_dpsco.noise import Source
 from torch_dpsco.problem import Problem, round_up
 from torch_dpsco.step.plan import Plan
+
+_CHECKS: dict[str, Callable[..., Any]] = {  # of what is not None
+    **dict.fromkeys(("dim", "n", "n_min"), check.positive_count),
+    **dict.fromkeys(("noise_multiplier", "reg", "bound_y"), check.positive),
+    **dict.fromkeys(("attack_radius", "curvature"), check.nonnegative),
+    "n_max": check.count,
+    "radius": partial(check.positive, allow_inf=True),
+    "tilt": check.finite,
+    "attack_norm": partial(check.choice, (2.0, math.inf)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,45 +112,31 @@ class LinearTask:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check.positive_count(dim=self.dim)
-        check.positive_count(n=self.n)
+        given = {name: how for name, how in _CHECKS.items() if getattr(self, name) is not None}
+        check.fields(self, **given)
         if self.budget is not None:
             object.__setattr__(self, "adjacency", self.budget.adjacency)
-        if self.noise_multiplier is not None:
-            check.positive(noise_multiplier=self.noise_multiplier)
-        elif self.budget is None:
+        elif self.noise_multiplier is None:
             raise ValueError(
                 "budget or noise_multiplier must be given: the target, or noise of your own"
             )
-        object.__setattr__(self, "n_max", check.count(n_max=self.n_max) or 2 * self.n)
+        object.__setattr__(self, "n_max", self.n_max or 2 * self.n)
         if self.n_max < self.n:
             raise ValueError(f"n_max must be >= n={self.n} (got {self.n_max})")
-        if self.reg is not None:
-            check.positive(reg=self.reg)
-        check.positive(radius=self.radius, allow_inf=True)
         if (self.bound_y is not None) != (self.loss.target_kind == "real"):
             raise ValueError(
                 f"bound_y must be given for real targets, and for them only (got {self.bound_y})"
             )
-        if self.bound_y is not None:
-            check.positive(bound_y=self.bound_y)
-        if self.n_min is not None:
-            check.positive_count(n_min=self.n_min)
         self._require_shape()
         self._require_one_variant()
         if self.prepare is not None:
             self._require_preparable(self.prepare)
-        if check.nonnegative(curvature=self.curvature):
+        if self.curvature:
             self._require_intervals()
 
     def _require_shape(self) -> None:
         """Raises ValueError for numbers per feature of another length, ConditionError for several scores."""
-        given = (
-            [self.preparation]
-            if self.prepare is None
-            else [self.preparation, self.prepare.given]
-        )
-        for one in given:
+        for one in (self.preparation, self.prepare.given if self.prepare else self.preparation):
             for name, length in (("center", one.center), ("scale", one.scale)):
                 if length is not None and len(length) != self.dim:
                     raise ValueError(
@@ -153,9 +149,6 @@ class LinearTask:
 
     def _require_one_variant(self) -> None:
         """Raises ConditionError for two of tilt, attack and clip, or for one that is not proved for the loss."""
-        check.finite(tilt=self.tilt)
-        check.nonnegative(attack_radius=self.attack_radius)
-        check.choice((2.0, math.inf), attack_norm=self.attack_norm)
         if self.residual_clip is not None:
             # PRIVACY: above 1 nothing is clipped, and the constants would be too (test_a_clip_is_a_share_of_the_bound)
             if not 0 < check.finite(residual_clip=self.residual_clip) <= 1:
@@ -585,12 +578,10 @@ def make_records(
             add_remove, which tells that the promise was broken.
         ValueError: shapes or dtypes.
     """
-    count = len(features)
-    unit = "record"
-    if users is not None:
-        count = int(users.max()) + 1 if len(users) else 0
-        unit = "user"
-    _require_number(task, count, unit)
+    if users is None:
+        _require_number(task, len(features), "record")
+    else:
+        _require_number(task, int(users.max()) + 1 if len(users) else 0, "user")
     return _prepared(task, features, targets, weights, units)
 
 
@@ -644,12 +635,11 @@ def _prepared(
         # PRIVACY: all constants are those of weight 1 (test_weights_above_one_are_clipped); NaN makes a null record
         weights = weights.double().clamp(0.0, 1.0)
     classes = task.num_scores if task.num_scores > 1 else None
-    prepare, measured = (task.preparation, None) if units is None else (units.rows, task.prepare)
-    if units is None and task.prepare is not None:
-        prepare = task.prepare.given
-        measured = task.prepare
+    prepare = task.preparation if task.prepare is None else task.prepare.given
+    if units is not None:
+        prepare = units.rows
     if task.bound_y is not None:
-        bound = task.bound_y if measured is None else measured.bound_y or task.bound_y
+        bound = (task.prepare and task.prepare.bound_y) or task.bound_y
         targets = targets.double().clamp(-bound, bound)  # NaN stays: a null record
         if units is not None:
             targets = ((targets - units.location) / units.spread).clamp(
