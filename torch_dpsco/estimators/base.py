@@ -22,17 +22,17 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import check_fields, require_ours, typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
+from torch_dpsco.accounting.analysis.rounding import FloatArray
 from torch_dpsco.accounting.budgets import Budget, warn_of_delta
 from torch_dpsco.accounting.designs import Full
 from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT, check_adjacency
@@ -98,6 +98,7 @@ class Facts(NamedTuple):
     unit: str
 
 
+@dataclass_transform(eq_default=False, kw_only_default=True)
 @dataclass(eq=False, repr=False, kw_only=True)
 class LinearModel(BaseEstimator):
     """Base: settings, one release, scores.
@@ -162,6 +163,10 @@ class LinearModel(BaseEstimator):
         True  # whether the objective is a sum over records, which may come in parts
     )
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        dataclass(eq=False, repr=False, kw_only=True)(cls)
+
     def __new__(cls, *args: Any, **settings: Any) -> Any:
         """Answers keywords of other libraries with ours."""
         require_ours(cls.__name__, settings, cls.__dataclass_fields__)
@@ -178,9 +183,7 @@ class LinearModel(BaseEstimator):
         """Targets in the form of `fit_linear`, and public weights by class or None; raises for shapes and dtypes."""
 
     @abstractmethod
-    def _shaped(
-        self, weight: NDArray[np.float64], bias: NDArray[np.float64]
-    ) -> tuple[NDArray[np.float64], Any]:
+    def _shaped(self, weight: FloatArray, bias: FloatArray) -> tuple[FloatArray, Any]:
         """Returns coef_ and intercept_ of (K, d) weights for raw rows and (K,) intercepts, K = 1 or of classes."""
 
     def _classes(self) -> list[Any] | None:
@@ -384,9 +387,9 @@ class LinearModel(BaseEstimator):
         if (self.reg, self.radius) != (None, math.inf) or not self.fit_intercept:
             return None  # of public units; so is the origin that a line without an intercept goes through
         mu = gaussian_mu(budget.epsilon, budget.delta)
-        wanted = self._wanted()
+        quantile, spreads = self._wanted()
+        bound = getattr(self, "bound_y", None)
         rows = 0.0 if given.center or given.scale else sum_level(mu, n, dim, budget.adjacency)
-        quantile, spreads, bound = (None, False, None) if wanted is None else wanted
         counts = number_of_counts(rows=rows > 0, targets=quantile is not None, spreads=spreads)
         level = counts_level(mu, n, counts)
         if not level or (not rows and quantile is None):
@@ -395,15 +398,15 @@ class LinearModel(BaseEstimator):
             given=given,
             rows=rows,
             counts=level,
-            within=share_within(_WITHIN if wanted is None else 0.5, level, n, counts),
+            within=share_within(_WITHIN if bound is None else 0.5, level, n, counts),
             bound_y=bound,
             quantile=quantile,
             spreads=spreads,
         )
 
-    def _wanted(self) -> tuple[float | None, bool, float] | None:
-        """Quantile of targets to measure, or None; whether to measure their spread; their bound. None for labels."""
-        return None
+    def _wanted(self) -> tuple[float | None, bool]:
+        """Quantile of targets to measure, or None; whether to measure their spread."""
+        return None, False
 
     def _report_of(self, ledger: Accountant) -> PrivacyReport:
         return ledger.report(self.delta if ledger.budget is None else None)
@@ -427,7 +430,7 @@ class LinearModel(BaseEstimator):
 
     # -- scores ------------------------------------------------------------------------------------------------------
 
-    def _scores(self, X: Any) -> NDArray[np.float64]:
+    def _scores(self, X: Any) -> FloatArray:
         """Scores (n, K) of public rows, prepared as in training."""
         if not hasattr(self, "coef_"):
             raise NotFittedError(

@@ -165,7 +165,7 @@ class NoisyGDPlan(DescentPlan):
         if self.momentum is None:
             check.positive(reg=self.task.reg)
         else:
-            check_momentum(self.momentum)
+            check.below_one(momentum=self.momentum)
 
     @property
     def lr(self) -> float:
@@ -237,7 +237,7 @@ class NoisyGDPlan(DescentPlan):
         objective = build_objective(self.task, self.reg, solved)
         return descend(
             objective.gradient,
-            torch.zeros(objective.dim, dtype=torch.float64, device=objective.device),
+            solved.zeros(self.task.parameters),
             self.noise_std,
             generator,
             steps=self.steps,
@@ -246,12 +246,6 @@ class NoisyGDPlan(DescentPlan):
             momentum=self.momentum or 0.0,
             averaged=1 if self.momentum is None else None,
         )
-
-
-def check_momentum(momentum: float) -> None:
-    """Raises ValueError unless it is in [0, 1)."""
-    if not 0 <= check.finite(momentum=momentum) < 1:
-        raise ValueError(f"momentum must be in [0, 1) (got {momentum})")
 
 
 def way_guess(task: LinearTask) -> float:
@@ -374,7 +368,7 @@ class UserGDPlan(DescentPlan):
     def __post_init__(self) -> None:
         super().__post_init__()
         check.positive(clip=self.clip)
-        check_momentum(self.momentum)
+        check.below_one(momentum=self.momentum)
         if self.last_std is not None:
             check.positive(last_std=self.last_std)
             if not self.task.loss.log_odds:
@@ -473,7 +467,7 @@ class UserGDPlan(DescentPlan):
         objective = LinearObjective(loss, records, reg=0.0)
         w = descend(
             lambda w: self._sum(objective, users, w, self.clip),
-            torch.zeros(objective.dim, dtype=torch.float64, device=objective.device),
+            records.zeros(self.task.parameters),
             self.noise_std,
             generator,
             steps=self.steps,
@@ -495,7 +489,7 @@ class UserGDPlan(DescentPlan):
         pace = smooth_pace(_WAY / std * math.sqrt(_LAST_STEPS / 2), _LAST_STEPS, self.task.n / 2)
         scale, shift = descend(
             lambda v: self._sum(objective, users, v, _LAST_CLIP),
-            torch.tensor([unit, 0.0], dtype=torch.float64, device=w.device),
+            w.new_tensor([unit, 0.0]),
             std,
             generator,
             steps=_LAST_STEPS,
@@ -517,7 +511,7 @@ class UserGDPlan(DescentPlan):
 
     def _pairs(self, slopes: Tensor, records: Records) -> LinearObjective:
         """Returns the loss of scale and intercept: its rows are score and constant, both in [-1, 1]: NOT private."""
-        rows = torch.zeros(records.count, 2, dtype=torch.float64, device=slopes.device)
+        rows = records.zeros(records.count, 2)
         for part, block in records.blocks():
             rows[part, 0] = (block @ slopes).clamp(-1.0, 1.0)
             if self.task.preparation.intercept:
@@ -528,7 +522,7 @@ class UserGDPlan(DescentPlan):
     def _sum(self, objective: LinearObjective, users: Tensor, w: Tensor, clip: float) -> Tensor:
         """Returns the sum over users of their clipped means: NOT private."""
         count = int(users.max()) + 1 if len(users) else 0
-        means = torch.zeros(count, len(w), dtype=torch.float64, device=w.device)
+        means = w.new_zeros(count, len(w))
         for rows, block in objective.records.blocks():
             means.index_add_(
                 0, users[rows], objective.slopes(block @ w, rows).unsqueeze(1) * block

@@ -251,7 +251,7 @@ class PreconditionedGDPlan(DescentPlan):
         solved.keep()
         return descend(
             total,
-            torch.zeros(task.parameters, dtype=torch.float64, device=solved.device),
+            solved.zeros(task.parameters),
             self.noise_std,
             generator,
             steps=self.steps,
@@ -555,7 +555,7 @@ class AdaSSPPlan(LinearPlan):
     def statistics(self, records: Records) -> tuple[float, Tensor, Tensor]:
         """Returns the least eigenvalue of X'X, X'X and X'y, flattened: NOT private."""
         (gram,) = records.sum(lambda part: (part.gram(part.weights),))
-        zero = torch.zeros(self.task.parameters, dtype=torch.float64, device=records.device)
+        zero = records.zeros(self.task.parameters)
         # the gradient at 0 is -X'y, of y or of the indicators less 1/K
         moment = -build_objective(self.task, 0.0, records).value_and_gradient(zero)[1]
         return float(torch.linalg.eigvalsh(gram)[0]), gram, moment

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.rounding import FloatArray
 from torch_dpsco.accounting.events import ADD_REMOVE
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.base import Facts, LinearModel
@@ -52,10 +52,7 @@ from torch_dpsco.losses import (
 )
 from torch_dpsco.losses.base import TableLoss
 
-Array = NDArray[np.float64]
 
-
-@dataclass(eq=False, repr=False, kw_only=True)
 class Classifier(ClassifierMixin, LinearModel):
     """Base: public classes; records with other labels become null records.
 
@@ -109,11 +106,11 @@ class Classifier(ClassifierMixin, LinearModel):
     def _coded(self, codes: Tensor) -> Tensor:
         """Targets of the loss, of places among the classes; -1 is none."""
 
-    def _shaped(self, weight: Array, bias: Array) -> tuple[Array, Any]:
+    def _shaped(self, weight: FloatArray, bias: FloatArray) -> tuple[FloatArray, Any]:
         self.classes_ = labels_of(self._classes())
         return weight, bias
 
-    def decision_function(self, X: Any) -> Array:
+    def decision_function(self, X: Any) -> FloatArray:
         """Returns scores of public rows: (n,), positive ones of the second of two classes, or (n, K)."""
         return decisions(self._scores(X))
 
@@ -123,7 +120,6 @@ class Classifier(ClassifierMixin, LinearModel):
         return labelled(self.classes_, decided)
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class BinaryClassifier(Classifier):
     """Base: two classes, one score."""
 
@@ -145,7 +141,6 @@ class BinaryClassifier(Classifier):
         return tags
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class LogisticRegression(BinaryClassifier):
     """Private logistic regression for two classes.
 
@@ -199,12 +194,11 @@ class LogisticRegression(BinaryClassifier):
             clip = None if plain else residual_clip(facts.signal)
         return {"residual_clip": clip}
 
-    def predict_proba(self, X: Any) -> Array:
+    def predict_proba(self, X: Any) -> FloatArray:
         """Returns probabilities (n, 2) of public rows, by the logistic link."""
         return chances(self._scores(X))
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class SoftmaxRegression(Classifier):
     """Private softmax (multinomial logistic) regression for any number of classes, as on the features of a network.
 
@@ -233,12 +227,11 @@ class SoftmaxRegression(Classifier):
     def _coded(self, codes: Tensor) -> Tensor:
         return codes
 
-    def predict_proba(self, X: Any) -> Array:
+    def predict_proba(self, X: Any) -> FloatArray:
         """Returns probabilities (n, K) of public rows."""
         return chances(self._scores(X))
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class LinearSVC(BinaryClassifier):
     """Private linear support vector machine for two classes.
 
@@ -269,7 +262,6 @@ class LinearSVC(BinaryClassifier):
         return Hinge() if chosen == "hinge" else SmoothedHinge(width=self.width)
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class _Robust(BinaryClassifier):
     """Base: the logistic loss, tilted or under attack, in public units."""
 
@@ -282,7 +274,6 @@ class _Robust(BinaryClassifier):
         return Logistic()
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class TiltedClassifier(_Robust):
     """Private tilted logistic regression, (1/tau) log mean exp(tau l_i) + (reg / 2n) |w|^2, by output perturbation.
 
@@ -316,7 +307,6 @@ class TiltedClassifier(_Robust):
         return {"tilt": check.finite(tilt=self.tilt), "n_min": self.n_min}
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class AdversarialClassifier(_Robust):
     """Private logistic regression for rows that an adversary may perturb, by output perturbation.
 
@@ -357,7 +347,6 @@ _HOW_TO_BOUND_TARGETS = (
 )
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class Regressor(RegressorMixin, LinearModel):
     """Base: bounded real targets, one score.
 
@@ -376,9 +365,6 @@ class Regressor(RegressorMixin, LinearModel):
     def _bound(self) -> float:
         return check.positive(bound_y=self.bound_y)
 
-    def _wanted(self) -> tuple[float | None, bool, float] | None:
-        return None, False, self._bound()
-
     def _kink(self, facts: Facts) -> float:
         """Threshold of Huber's loss in spreads of the targets, where none is given."""
         if facts.unit == "user":
@@ -389,15 +375,14 @@ class Regressor(RegressorMixin, LinearModel):
     def _read(self, y: Any, count: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
         return as_column(y, "y", count, device), None
 
-    def _shaped(self, weight: Array, bias: Array) -> tuple[Array, Any]:
+    def _shaped(self, weight: FloatArray, bias: FloatArray) -> tuple[FloatArray, Any]:
         return weight[0], float(bias[0])
 
-    def predict(self, X: Any) -> Array:
+    def predict(self, X: Any) -> FloatArray:
         """Returns predictions (n,) for public rows; they are prepared, and clipped, as in training."""
         return np.asarray(self._scores(X)[:, 0])
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class HuberRegressor(Regressor):
     """Private robust regression: squared errors up to a threshold, absolute errors beyond it.
 
@@ -422,15 +407,14 @@ class HuberRegressor(Regressor):
 
     threshold: float | str = "auto"
 
-    def _wanted(self) -> tuple[float | None, bool, float]:
-        return 0.5, self.threshold == "auto", self._bound()
+    def _wanted(self) -> tuple[float | None, bool]:
+        return 0.5, self.threshold == "auto"
 
     def make_loss(self, facts: Facts) -> TableLoss:
         spreads = self._kink(facts)
         return Huber(_width("threshold", self.threshold, spreads, self._bound() / 20, facts))
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class QuantileRegressor(Regressor):
     """Private quantile regression, whose loss is smoothed at its kink, as smooth mechanisms need it.
 
@@ -457,8 +441,8 @@ class QuantileRegressor(Regressor):
     quantile: float = 0.5
     width: float | str = "auto"
 
-    def _wanted(self) -> tuple[float | None, bool, float]:
-        return self.quantile, self.width == "auto", self._bound()
+    def _wanted(self) -> tuple[float | None, bool]:
+        return self.quantile, self.width == "auto"
 
     def make_loss(self, facts: Facts) -> TableLoss:
         least = 2 * min(
@@ -470,7 +454,6 @@ class QuantileRegressor(Regressor):
         return SmoothedPinball(self.quantile, width) if width else Pinball(self.quantile)
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class Ridge(Regressor):
     """Private least squares: boosted AdaSSP, rounds on clipped residuals; output perturbation at delta = 0.
 
@@ -500,14 +483,10 @@ class Ridge(Regressor):
 
     intervals: float | None = None
 
-    def _wanted(self) -> tuple[float | None, bool, float]:
-        if self.mechanism not in ("auto", "boosted_adassp"):
-            return (
-                None,
-                False,
-                self._bound(),
-            )  # the noise of the others is for the bound on targets, in any units
-        return 0.5, True, self._bound()
+    def _wanted(self) -> tuple[float | None, bool]:
+        # the noise of the others is for the bound on targets, in any units
+        ours = self.mechanism in ("auto", "boosted_adassp")
+        return 0.5 if ours else None, ours
 
     def make_loss(self, facts: Facts) -> TableLoss:
         return Squared()

@@ -130,8 +130,7 @@ class LinearObjective(Objective):
             if self.linear_term is not None:
                 value = value + self.linear_term @ point
             self._last = point.clone(), float(value), gradient
-        _, value, gradient = self._last
-        return value, gradient.clone()
+        return self._last[1], self._last[2].clone()
 
     def gradient(self, point: Tensor) -> Tensor:
         """The gradient alone, of a point that will not be asked for again."""
@@ -152,7 +151,7 @@ class LinearObjective(Objective):
         dim = self.records.dim
         of_part = _bent if classes == 1 else _bent_classes
         grams = iter(self.records.sum(partial(of_part, self.loss, point)))
-        total = torch.zeros(classes, dim, classes, dim, dtype=torch.float64, device=self.device)
+        total = self.records.zeros(classes, dim, classes, dim)
         for k in range(classes):
             for other in range(k + 1):
                 total[k, :, other] = total[other, :, k] = next(grams) / self.normalizer

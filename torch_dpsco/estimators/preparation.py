@@ -129,9 +129,9 @@ class Preparation:
         if self.before < math.inf:
             rows = self._clip(rows, self.before)
         if self.center is not None:
-            rows = rows - torch.tensor(self.center, dtype=torch.float64, device=rows.device)
+            rows = rows - rows.new_tensor(self.center)
         if self.scale is not None:
-            rows = rows / torch.tensor(self.scale, dtype=torch.float64, device=rows.device)
+            rows = rows / rows.new_tensor(self.scale)
         return rows
 
     def _shares(self, rows: Tensor) -> Tensor:
@@ -222,6 +222,8 @@ class PrivatePreparation:
                 "given must have no intercept, and rows that are measured neither center nor scale"
                 f" (got {self.given})"
             )
+        if self.bound_y is not None:
+            check.positive(bound_y=self.bound_y)
         if self.quantile is not None:
             check.open_interval(0.0, 1.0, quantile=self.quantile)
             if self.bound_y is None:

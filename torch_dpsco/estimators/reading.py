@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_dpsco._validate import shown
+from torch_dpsco.accounting.analysis.rounding import FloatArray
 
 __all__ = [
     "BaseEstimator",
@@ -416,20 +417,20 @@ def labels_of(classes: Sequence[Any]) -> NDArray[Any]:
     return labels
 
 
-def decisions(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+def decisions(scores: FloatArray) -> FloatArray:
     """Returns scores (n, K) of three classes or more, or (n,) of the second of two."""
     if scores.shape[1] == 2:
         return np.asarray(scores[:, 1] - scores[:, 0])
     return scores if scores.shape[1] > 2 else np.asarray(scores[:, 0])
 
 
-def labelled(labels: NDArray[Any], decided: NDArray[np.float64]) -> NDArray[Any]:
+def labelled(labels: NDArray[Any], decided: FloatArray) -> NDArray[Any]:
     """Returns the label of each of these `decisions`."""
     places = decided.argmax(1) if decided.ndim == 2 else (decided > 0).astype(np.int64)
     return np.asarray(labels[places])
 
 
-def chances(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+def chances(scores: FloatArray) -> FloatArray:
     """Returns probabilities (n, K) of scores (n, K), or for two classes of scores (n, 1) of the second one."""
     if scores.shape[1] == 1:
         scores = np.concatenate([np.zeros_like(scores), scores], axis=1)

@@ -306,7 +306,7 @@ class Records:
 
     def scores(self, weight: Tensor) -> Tensor:
         """X w, shape (n,), for w of shape (d,); each within gamma(d) ||x|| ||w||."""
-        scores = torch.empty(self.count, dtype=torch.float64, device=self.device)
+        scores = self.zeros(self.count)
         for rows, block in self.blocks():
             scores[rows] = block @ weight
         return scores
@@ -318,8 +318,8 @@ class Records:
             # (test_a_null_record_adds_nothing_to_a_combination)
             slopes = torch.where(self._used, slopes, 0.0)
             fixed = RowLosses(slopes.view(1, -1), "fixed", 1.0)
-            return self.scored(self._zeros(self.dim), fixed)[1]
-        total = PairwiseSum(self._zeros(self.dim))
+            return self.scored(self.zeros(self.dim), fixed)[1]
+        total = PairwiseSum(self.zeros(self.dim))
         for rows, block in self.blocks():
             total.add(slopes[rows] @ block)
         return total.result()
@@ -336,8 +336,8 @@ class Records:
         Returns:
             (sum of losses, sum of slope x); a scalar and a tensor of the shape of `weight`.
         """
-        value = PairwiseSum(self._zeros())
-        gradient = PairwiseSum(self._zeros(*weight.shape))
+        value = PairwiseSum(self.zeros())
+        gradient = PairwiseSum(self.zeros(*weight.shape))
         for rows, block in self.blocks():
             losses, slopes = terms(
                 block @ weight.T if weight.dim() == 2 else block @ weight, rows
@@ -348,7 +348,7 @@ class Records:
 
     def gram(self, curvatures: Tensor) -> Tensor:
         """X^T diag(c) X, shape (d, d), for c of shape (n,)."""
-        total = PairwiseSum(self._zeros(self.dim, self.dim))
+        total = PairwiseSum(self.zeros(self.dim, self.dim))
         if self._table is not None and self.dim < _WIDE:
             step = self._rows if self._rows < BLOCK_ROWS else _TILED_ROWS
             for start in range(0, self.count, step):
@@ -378,7 +378,8 @@ class Records:
             torch.cat([sums, terms[whole:].sum(0, keepdim=True)]) if whole < self.count else sums
         )
 
-    def _zeros(self, *shape: int) -> Tensor:
+    def zeros(self, *shape: int) -> Tensor:
+        """Float64 on the device of the records."""
         return torch.zeros(shape, dtype=torch.float64, device=self.device)
 
     def _column(self, name: str, column: Tensor) -> Tensor:
@@ -411,8 +412,8 @@ class Records:
         if self._table is not None:
             return self._table.norms
         few = self._prepare is not None and self.count * self.dim <= _KEPT_ENTRIES
-        kept = self._zeros(self.count, self.dim) if few else None
-        norms = torch.empty(self.count, dtype=torch.float64, device=self.device)
+        kept = self.zeros(self.count, self.dim) if few else None
+        norms = self.zeros(self.count)
         for start in range(0, self.count, self._rows):
             rows = slice(start, start + self._rows)
             raw = self._features[rows]

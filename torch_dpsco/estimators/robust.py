@@ -340,16 +340,13 @@ class Adversarial(Objective):
         if self.attack_norm == 2:
             size = self._norm(point)
             if not float(size) > 0:
-                return torch.zeros(self.dim, self.dim, dtype=torch.float64, device=self.device)
-            return (
-                torch.eye(self.dim, dtype=torch.float64, device=self.device)
-                - torch.outer(slope, slope)
-            ) / size
+                return point.new_zeros(self.dim, self.dim)
+            return (torch.eye(self.dim).to(point) - torch.outer(slope, slope)) / size
         sizes = torch.hypot(point, self._nu(point))
         return torch.diag(torch.where(sizes > 0, (1 - slope * slope) / sizes, 0.0))
 
     def _nu(self, point: Tensor) -> Tensor:
-        return torch.tensor(self.smoothing, dtype=torch.float64, device=point.device)
+        return point.new_tensor(self.smoothing)
 
     def _offset(self) -> float:
         return self.smoothing * self._copies
