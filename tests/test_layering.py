@@ -43,7 +43,6 @@ ORDER = (
     "oracles",
     "diagnosis audits",
     "show train private_loop statistics",
-    "estimators.base estimators.models",
     "statistics.held_out",
     "statistics.prepare",
     "statistics.study statistics.conformal statistics.search statistics.scores",

@@ -18,7 +18,7 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators import Ridge
-from torch_dpsco.estimators.choose import plan_linear
+from torch_dpsco.estimators.base import plan_linear
 from torch_dpsco.estimators.least_squares import BoostedPlan, boosted_clip, plan_boosted
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.task import LinearTask, make_records

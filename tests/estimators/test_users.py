@@ -23,12 +23,12 @@ from torch_dpsco.estimators import (
     QuantileRegressor,
     Ridge,
     SoftmaxRegression,
-    choose,
+    base,
     gradient_descent,
     preparation,
 )
 from torch_dpsco.estimators import gradient_descent as users
-from torch_dpsco.estimators.choose import fit_linear, plan_linear
+from torch_dpsco.estimators.base import fit_linear, plan_linear
 from torch_dpsco.estimators.gradient_descent import UserGDPlan, plan_users, users_of
 from torch_dpsco.estimators.objectives import LinearObjective
 from torch_dpsco.estimators.preparation import Preparation
@@ -206,7 +206,7 @@ def test_a_fit_weighs_the_rows_of_a_user_as_one_record(monkeypatch: pytest.Monke
         given.append(weights)
         return make_records(task, rows, targets, weights, *rest, **more)
 
-    monkeypatch.setattr(choose, "make_records", watched)
+    monkeypatch.setattr(base, "make_records", watched)
     features, labels, ids = rows()
     for weights in (None, torch.full((len(ids),), 7.0)):
         fit_linear(plan_users(task()), features, labels, weights, users=ids)

@@ -344,17 +344,16 @@ def as_codes(labels: Any, classes: Sequence[Any], count: int, device: torch.devi
         [0, 1, -1, -1]
     """
     column = _flat(labels, "y", count, device)
-    codes = torch.full((count,), -1, dtype=torch.int64, device=device)
-    if isinstance(column, Tensor):
+    if isinstance(column, Tensor) or column.dtype.kind != "O":
+        known = (
+            _NUMBER if isinstance(column, Tensor) else _OF_KIND.get(column.dtype.kind, object)
+        )
+        codes = torch.full((count,), -1, dtype=torch.int64, device=device)
         for place, name in enumerate(classes):
-            if isinstance(name, _NUMBER):
-                codes[column == name] = place
+            if isinstance(name, known):
+                codes[torch.as_tensor(column == name, device=device)] = place
         return codes
     table = {_plain(name): place for place, name in enumerate(classes)}
-    if column.dtype.kind != "O":
-        values, inverse = np.unique(column, return_inverse=True)
-        places = np.array([_place(table, value) for value in values.tolist()] or [-1])
-        return torch.from_numpy(places[inverse]).to(device)
     return torch.tensor(
         [_place(table, value) for value in column], dtype=torch.int64, device=device
     )
