@@ -102,20 +102,26 @@ class Tilted(Objective):
 
     def weights(self, point: Tensor) -> Tensor:
         """The weights v = softmax(tau l), shape (n,)."""
-        return self._weights(self._losses(self.records.scores(point)))
+        return self._read(point)[2]
+
+    def _read(self, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores, losses and weights of the records."""
+        scores = self.records.scores(point)
+        losses = self.loss.value(scores, self.records.targets)
+        exponents = self.tilt * losses
+        terms = torch.exp(exponents - exponents.max())
+        return scores, losses, terms / self.records.total(terms)
 
     def value_and_gradient(self, point: Tensor) -> tuple[float, Tensor]:
         """F(w) and its gradient sum_i v_i grad l_i + reg w, in two passes over the data."""
-        scores = self.records.scores(point)
-        losses = self._losses(scores)
+        scores, losses, weights = self._read(point)
         value = self._tilted_mean(losses) + self.reg / 2 * float(point @ point)
-        slopes = self._weights(losses) * self.loss.derivative(scores, self.records.targets)
+        slopes = weights * self.loss.derivative(scores, self.records.targets)
         return value, self.records.combine(slopes) + self.reg * point
 
     def hessian(self, point: Tensor) -> Tensor:
         """sum_i v_i (phi''_i + tau phi'_i^2) x_i x_i^T - tau g g^T + reg I with g the weighted gradient."""
-        scores = self.records.scores(point)
-        weights = self._weights(self._losses(scores))
+        scores, _, weights = self._read(point)
         slopes = self.loss.derivative(scores, self.records.targets)
         bends = self.loss.second_derivative(scores, self.records.targets)
         mean = self.records.combine(weights * slopes)
@@ -131,16 +137,15 @@ class Tilted(Objective):
         """
         size = norm_up(point)
         lipschitz = self._slope * self._largest
-        exponents = abs(self.tilt) * (self._loss_error(size) + gamma(8) * self._loss_bound(size))
+        widest = float(self.records.targets.abs().max())
+        scores = gamma(self.dim + 4) * (self._largest * size + widest)
+        bound = self._at_zero + lipschitz * size
+        error = self._slope * scores + gamma(EVALUATION) * bound  # of one loss
+        exponents = abs(self.tilt) * (error + gamma(8) * bound)
         relative = math.expm1(min(2 * exponents, 700.0)) + gamma(
             2 * self.records.depth + 2 * EVALUATION
         )
-        slopes = (
-            self._bend
-            * self._largest
-            * gamma(self.dim + 4)
-            * (self._largest * size + self._widest())
-        )
+        slopes = self._bend * self._largest * scores
         return (
             relative * lipschitz
             + slopes * (1 + relative)
@@ -165,14 +170,6 @@ class Tilted(Objective):
             )
         return left
 
-    def _losses(self, scores: Tensor) -> Tensor:
-        return self.loss.value(scores, self.records.targets)
-
-    def _weights(self, losses: Tensor) -> Tensor:
-        exponents = self.tilt * losses
-        terms = torch.exp(exponents - exponents.max())
-        return terms / self.records.total(terms)
-
     def _tilted_mean(self, losses: Tensor) -> float:
         count = self.records.count
         mean = self.records.total(losses) / count
@@ -187,17 +184,6 @@ class Tilted(Objective):
         peak = (self.tilt * losses).max()
         terms = self.records.total(torch.exp(self.tilt * losses - peak))
         return float((peak + torch.log(terms / count)) / self.tilt)
-
-    def _loss_bound(self, size: float) -> float:
-        return self._at_zero + self._slope * self._largest * size
-
-    def _widest(self) -> float:
-        return float(self.records.targets.abs().max())
-
-    def _loss_error(self, size: float) -> float:
-        """Bound on the error of one loss: of its score, its residual, and of the evaluation."""
-        scores = gamma(self.dim + 4) * (self._largest * size + self._widest())
-        return self._slope * scores + gamma(EVALUATION) * self._loss_bound(size)
 
 
 def margin_loss(loss: TableLoss) -> MarginLoss:
@@ -284,7 +270,7 @@ class Adversarial(Objective):
     def value_and_gradient(self, point: Tensor) -> tuple[float, Tensor]:
         """F(w) and the gradient; where the norm has a kink its subgradient is taken as 0."""
         targets = self.records.targets
-        margins = targets * self.records.scores(point) - self.attack_radius * self._norm(point)
+        margins = self._margins(point)
         slopes = self.records.weights * self.loss.slope(margins)
         losses = self.records.total(self.records.weights * self.loss.curve(margins))
         value = losses / self.normalizer + self.reg / 2 * (point @ point)
@@ -297,9 +283,8 @@ class Adversarial(Objective):
     def hessian(self, point: Tensor) -> Tensor:
         """sum_i c_i phi''_i u_i u_i^T/N + pull * (second derivative of the norm) + reg I, u_i = y_i x_i - rho s(w)."""
         slope = self._slope_of_norm(point)
-        scores = self.records.scores(point)
         targets = self.records.targets
-        margins = targets * scores - self.attack_radius * self._norm(point)
+        margins = self._margins(point)
         bends = self.records.weights * self.loss.bend(margins) / self.normalizer
         pull = -self.attack_radius * self.records.total(
             self.records.weights * self.loss.slope(margins)
@@ -314,9 +299,8 @@ class Adversarial(Objective):
     def gradient_error(self, point: Tensor) -> float:
         """Bound on ||computed - exact gradient||."""
         size = norm_up(point)
-        margin = gamma(self.dim + 8) * (
-            self._widest * size + self.attack_radius * self._offset()
-        )
+        offset = self.attack_radius * self.smoothing * self._copies
+        margin = gamma(self.dim + 8) * (self._widest * size + offset)
         mass = self._reach_mass
         slopes = self._reach_bend * margin
         summed = gamma(self.records.depth + EVALUATION + self.dim) * mass
@@ -324,6 +308,10 @@ class Adversarial(Objective):
             (slopes + summed) / self.normalizer
             + gamma(16) * (mass / self.normalizer + self.reg * size)
         ) * (1 + 1e-9)
+
+    def _margins(self, point: Tensor) -> Tensor:
+        scores = self.records.scores(point)
+        return self.records.targets * scores - self.attack_radius * self._norm(point)
 
     def _norm(self, point: Tensor) -> Tensor:
         if self.attack_norm == 2:
@@ -347,6 +335,3 @@ class Adversarial(Objective):
 
     def _nu(self, point: Tensor) -> Tensor:
         return point.new_tensor(self.smoothing)
-
-    def _offset(self) -> float:
-        return self.smoothing * self._copies
