@@ -484,8 +484,7 @@ class UserGDPlan(DescentPlan):
         self, w: Tensor, std: float, records: Records, users: Tensor, generator: Source
     ) -> Tensor:
         """Returns the private answer with a private scale, in [0.1, 1], and a private intercept."""
-        slopes, unit = self._slopes_and_unit(w)
-        objective = self._pairs(slopes / unit, records)
+        slopes, unit, objective = self._pairs(w, records)
         pace = smooth_pace(_WAY / std * math.sqrt(_LAST_STEPS / 2), _LAST_STEPS, self.task.n / 2)
         scale, shift = descend(
             lambda v: self._sum(objective, users, v, _LAST_CLIP),
@@ -502,22 +501,23 @@ class UserGDPlan(DescentPlan):
             answer[-1] = shift / self.task.preparation.intercept
         return project(answer, far_radius(self.task))
 
-    def _slopes_and_unit(self, w: Tensor) -> tuple[Tensor, float]:
-        """Returns the answer without its intercept, and the scores at which rows of pairs are clipped."""
-        slopes = w.clone()
-        if self.task.preparation.intercept:
-            slopes[-1] = 0.0
-        return slopes, max(_WIDE * self.task.preparation.bound_x * float(slopes.norm()), 1e-100)
+    def _pairs(self, w: Tensor, records: Records) -> tuple[Tensor, float, LinearObjective]:
+        """Returns the answer without its intercept, the scores at which rows are clipped, and the loss on such rows.
 
-    def _pairs(self, slopes: Tensor, records: Records) -> LinearObjective:
-        """Returns the loss of scale and intercept: its rows are score and constant, both in [-1, 1]: NOT private."""
+        They are score and constant, both in [-1, 1]: NOT private.
+        """
+        constant = self.task.preparation.intercept
+        slopes = w.clone()
+        if constant:
+            slopes[-1] = 0.0
+        unit = max(_WIDE * self.task.preparation.bound_x * float(slopes.norm()), 1e-100)
         rows = records.zeros(records.count, 2)
         for part, block in records.blocks():
-            rows[part, 0] = (block @ slopes).clamp(-1.0, 1.0)
-            if self.task.preparation.intercept:
-                rows[part, 1] = block[:, -1] / self.task.preparation.intercept
+            rows[part, 0] = (block @ (slopes / unit)).clamp(-1.0, 1.0)
+            if constant:
+                rows[part, 1] = block[:, -1] / constant
         pairs = Records(rows, records.targets, records.weights)
-        return LinearObjective(Logistic(), pairs, reg=0.0)
+        return slopes, unit, LinearObjective(Logistic(), pairs, reg=0.0)
 
     def _sum(self, objective: LinearObjective, users: Tensor, w: Tensor, clip: float) -> Tensor:
         """Returns the sum over users of their clipped means: NOT private."""

@@ -208,18 +208,15 @@ class PreconditionedGDPlan(DescentPlan):
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
         yield from super().lines()
+        pushed = f", with momentum {self.momentum:.3g}" if self.momentum else ""
         yield (
             "steps",
             (
                 f"{self.steps} on all records, gradients clipped at {self.clip:.3g}, preconditioned"
                 f" by X'X with noise of std {self.gram_std:.3g} and a ridge of {self.ridge:.3g};"
-                f" answer: the mean of the last {self._averaged}{self._pushed}"
+                f" answer: the mean of the last {self._averaged}{pushed}"
             ),
         )
-
-    @property
-    def _pushed(self) -> str:
-        return f", with momentum {self.momentum:.3g}" if self.momentum else ""
 
     @property
     def _averaged(self) -> int:
@@ -339,7 +336,11 @@ def _curvature(task: LinearTask) -> float:
     """Returns the second derivative of the loss in a score, at 0: its mean over classes of a softmax."""
     if task.num_scores > 1:
         return 1 / task.num_scores
-    return (task.problem.smoothness or 0.0) / task.preparation.bound**2
+    return (
+        1.0
+        if task.loss.squared
+        else (task.problem.smoothness or 0.0) / task.preparation.bound**2
+    )
 
 
 _SCORE_NOISE = 0.7  # std of the noise on a score that decides how long to go on
@@ -673,16 +674,16 @@ class BoostedPlan(PreconditionedGDPlan):
     @property
     def radius(self) -> float:
         """Radius of the ball that iterates are projected on."""
-        return min(self.task.radius, _FAR_CLIP * self.clip / self.task.preparation.bound**2)
+        return min(self.task.radius, _FAR_CLIP * self._reach)
 
     def step_size(self, eigenvalues: Tensor) -> float:
-        """1: each round takes the last answer in whole."""
-        return 1.0
+        """The whole step, where all records are in the curved part: each round takes the last answer in whole."""
+        return 1.0 / _curvature(self.task)
 
     @property
     def _reach(self) -> float:
         """How far a point moves a gradient by the clip, at most."""
-        return self.clip / (_curvature(self.task) * self.task.preparation.bound**2)
+        return self.clip / self.task.preparation.bound**2 / _curvature(self.task)
 
     def sums(self, records: Records, gram: Tensor) -> Callable[[Tensor], Tensor]:
         """As for other plans, from sums at points nearby where that is faster."""
@@ -717,16 +718,6 @@ class RobustPlan(BoostedPlan):
         """More for a quantile other than the median, whose loss has a narrower curved part."""
         quantile = getattr(self.task.loss, "quantile", 0.5)
         return 1.0 - _FRICTION * math.sqrt(2 * min(quantile, 1 - quantile))
-
-    @property
-    def radius(self) -> float:
-        """Radius of the ball that iterates are projected on."""
-        corner = self.clip / self.task.preparation.bound / _curvature(self.task)
-        return min(self.task.radius, _FAR_CLIP * corner / self.task.preparation.bound)
-
-    def step_size(self, eigenvalues: Tensor) -> float:
-        """The whole step, where all records are in the curved part."""
-        return 1.0 / _curvature(self.task)
 
 
 def plan_boosted(task: LinearTask, rounds: int = _ROUNDS) -> BoostedPlan:
