@@ -427,10 +427,7 @@ class LinearPlan(Plan):
     mechanism: ClassVar[str]
 
     def __post_init__(self) -> None:
-        if not (self.search is None or isinstance(self.search, Search)):
-            raise ValueError(
-                f"search must be a Search, or None for a fit by itself (got {self.search!r})"
-            )
+        check_fields(self)
         # PRIVACY: a trial by itself has a smaller epsilon (test_a_winner_shows_what_its_search_promised_and_charged)
         object.__setattr__(
             self, "budget", self.task.budget if self.search is None else self.search.budget
