@@ -129,6 +129,7 @@ FINE = {
         ["dp.OutputPerturbation.plan.tilt", "dp.OutputPerturbation.plan[noise].tilt"],
         "zero part negative huge minus numpy",
     ),
+    **dict.fromkeys(["dp.ObjectivePerturbation.plan.tilt", "dp.NoisyGD.plan.tilt"], "zero"),
     "dp.BoltOnPSGD.plan.dim": "Model",
     "dp.HolderOutputSGD.plan.dim": "Model",
     "dp.Problem.grad_bound.radius": "zero part huge inf",

@@ -231,8 +231,12 @@ class LinearTask:
 
     def smooth_constants(self, mechanism: str) -> tuple[float, float]:
         """Returns bounds on gradient and curvature of a record's loss; raises ConditionError where one is missing."""
-        plain = not self.tilt and not self.attack_radius
-        if plain and self.lipschitz is not None and self.smoothness is not None:
+        if self.tilt or self.attack_radius:
+            raise ConditionError(
+                f"tilt and attack_radius must be 0 for {mechanism}, which needs a plain sum of smooth"
+                f" losses (got {self.tilt}, {self.attack_radius}): use output perturbation"
+            )
+        if self.lipschitz is not None and self.smoothness is not None:
             return self.lipschitz, self.smoothness
         raise ConditionError(
             f"{mechanism} needs a plain sum of smooth losses with bounded gradients (got"
