@@ -19,7 +19,7 @@ from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Poisson
 from torch_dpsco.accounting.events import NonPrivate
 from torch_dpsco.compat import BatchNorm, of_opacus
-from torch_dpsco.diagnosis.probe import Check, Evidence, NotScalarError, tolerance
+from torch_dpsco.diagnosis.probe import Check, Evidence, NotScalarError
 from torch_dpsco.diagnosis.script import (
     Finding,
     Script,
@@ -91,7 +91,9 @@ def rows_are_not_records(script: Script, evidence: Evidence) -> Iterator[Finding
     if script.row_free is not None:
         return
     wrong = {
-        name: len(rows) for name, rows in evidence.rows.items() if len(rows) != evidence.size
+        name: len(rows.numbers)
+        for name, rows in evidence.rows.items()
+        if len(rows.numbers) != evidence.size
     }
     if wrong:
         known = {getattr(m, "batch_first", None) for m in script.module.modules()}
@@ -212,15 +214,17 @@ def excess(evidence: Evidence) -> list[str]:
     sizes = {}
     for name, rows in base.rows.items():
         total = base.totals[name]
-        scale = 1 / len(rows) if evidence.mean_rows and len(rows) else 1.0
-        expected = torch.zeros(())
+        records = len(rows.numbers)
+        scale = 1 / records if evidence.mean_rows and records else 1.0
+        gap = torch.zeros(1) if total is None else total.double().flatten().cpu()
         if name not in base.factored:
-            expected = rows.left.sum(0, dtype=torch.float64) * scale
-        gaps[name] = float((expected if total is None else total.double() - expected).norm())
+            gap = gap - rows.numbers.sum(0) * scale
+        gaps[name] = float(gap.norm())
         sizes[name] = float(rows.norms().sum()) * scale
     joint = math.hypot(*sizes.values())
     # three digits above rounding, but for half precision
-    slack = {1e-9: 1e-6, 1e-5: 1e-3, 3e-2: 3e-2}[tolerance(base.rows)]
+    coarsest = max(rows.tolerance for rows in base.rows.values())
+    slack = {1e-8: 1e-6, 1e-4: 1e-3, 3e-2: 3e-2}[coarsest]
     # against the joint size too: rows that are zero up to rounding (keys' bias in attention) are no scale
     return [name for name, gap in gaps.items() if gap > slack * max(sizes[name], 1e-2 * joint)]
 
