@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.estimators.objectives import Tilted
-from torch_dpsco.estimators.output_numbers import tilted_max_weight
+from torch_dpsco.estimators.output import tilted_max_weight
 from torch_dpsco.estimators.records import Records
+from torch_dpsco.estimators.robust import Tilted
 from torch_dpsco.estimators.solvers import solve
 
 EPSILON, DELTA = 3.0, 1e-6

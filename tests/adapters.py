@@ -423,7 +423,7 @@ def tilted_logistic(
         torch.tensor(values, dtype=torch.float64) for values in (X, y, w)
     )
     # strong convexity is not asked for here: the vectors hold reg = 0 and tilts of both signs
-    objective = resolve("torch_dpsco.estimators.objectives", "Tilted")(
+    objective = resolve("torch_dpsco.estimators.robust", "Tilted")(
         loss, _records(features, targets), tilt=abs(tilt), reg=reg
     )
     objective.tilt = tilt
@@ -447,7 +447,7 @@ def adversarial_logistic(
     features, targets, point = (
         torch.tensor(values, dtype=torch.float64) for values in (X, y, w)
     )
-    adversarial = resolve("torch_dpsco.estimators.objectives", "Adversarial")
+    adversarial = resolve("torch_dpsco.estimators.robust", "Adversarial")
     records = _records(features, targets)
     objective = adversarial(
         loss, records, attack_radius=attack_radius, reg=reg, normalizer=len(features)

@@ -34,7 +34,7 @@ ORDER = (
     "accounting.analysis",
     "algorithms.correlated_numbers"
     " algorithms.heavy_tailed_numbers algorithms.holder_numbers algorithms.localized_numbers"
-    " algorithms.output_sgd_numbers algorithms.user_numbers estimators.output_numbers",
+    " algorithms.output_sgd_numbers algorithms.user_numbers",
     "problem",
     "accounting",
     "noise trial rows sampling rules prox losses algorithms.mechanisms step.exact_noise",
@@ -43,7 +43,6 @@ ORDER = (
     "oracles",
     "diagnosis audits",
     "show train private_loop statistics",
-    "estimators.base estimators.models",
     "statistics.held_out",
     "statistics.prepare",
     "statistics.study statistics.conformal statistics.search statistics.scores",

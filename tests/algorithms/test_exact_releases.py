@@ -17,7 +17,7 @@ from torch_dpsco.accounting.designs import is_exact
 from torch_dpsco.algorithms import row_free
 from torch_dpsco.errors import BudgetExceeded, ConditionError
 from torch_dpsco.estimators import output as output_module
-from torch_dpsco.estimators.choose import plan_linear
+from torch_dpsco.estimators.base import plan_linear
 from torch_dpsco.estimators.output import plan_output
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.task import LinearTask

@@ -35,20 +35,15 @@ from tests.reference.papers.output import (
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.algorithms.output_sgd_numbers import noise_norms
 from torch_dpsco.errors import ConditionError, MissingConstantError
-from torch_dpsco.estimators.output_numbers import (
+from torch_dpsco.estimators.output import (
     adversarial_gradient_diameter,
     adversarial_lipschitz,
     certified_sensitivity,
     erm_sensitivity,
-    minimizer_radius,
 )
-from torch_dpsco.estimators.solvers import (
-    amp_tolerance,
-    check_tolerance,
-    gradient_rounding,
-    solver_tolerance,
-    sum_terms,
-)
+from torch_dpsco.estimators.records import gradient_rounding, sum_terms
+from torch_dpsco.estimators.solvers import amp_tolerance, check_tolerance, solver_tolerance
+from torch_dpsco.estimators.task import minimizer_radius
 from torch_dpsco.losses.table import logistic_gradient_diameter
 
 scales = st.floats(-5.0, 5.0).map(lambda x: 10**x)

@@ -20,12 +20,12 @@ from tests.reference.papers.output import (
 )
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_sigma
 from torch_dpsco.algorithms.output_sgd_numbers import noise_norms
-from torch_dpsco.estimators.objectives import Adversarial, Tilted
-from torch_dpsco.estimators.output_numbers import (
+from torch_dpsco.estimators.output import (
     erm_sensitivity,
     tilted_sensitivity,
 )
 from torch_dpsco.estimators.records import Records
+from torch_dpsco.estimators.robust import Adversarial, Tilted
 from torch_dpsco.losses import Logistic
 
 

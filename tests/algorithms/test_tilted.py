@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.reference.papers.output import tilted_sensitivity_paper, tilted_smoothness
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators.output_numbers import (
+from torch_dpsco.estimators.output import (
     erm_sensitivity,
     tilted_max_weight,
     tilted_sensitivity,
@@ -95,20 +95,20 @@ def test_no_added_record_moves_the_minimizer_further(tilt):
     lam = 0.3
     rho = min(1 / lam, math.sqrt(2 * math.log(2) / lam))
     for n in (1, 2, 5):
-        bound = tilted_sensitivity(tilt, rho, None, 1.0, lam, adjacency="add_remove", n_min=n)
+        bound = tilted_sensitivity(tilt, rho, 1, 1.0, lam, adjacency="add_remove", n_min=n)
         for _ in range(10):
             x = sphere(rng, n + 1, 2)
             moved = np.linalg.norm(minimizer(x, tilt, lam) - minimizer(x[:-1], tilt, lam))
             assert moved <= bound
-            assert bound <= tilted_sensitivity(tilt, rho, None, 1.0, lam, adjacency="add_remove")
+            assert bound <= tilted_sensitivity(tilt, rho, 1, 1.0, lam, adjacency="add_remove")
 
 
 def test_the_first_record_is_covered_by_its_length():
     """From no record to one the minimizer moves by up to L / lam: no weight is assumed below 1."""
     lam, lipschitz = 0.5, 2.0
-    bound = tilted_sensitivity(1.0, 1.0, None, lipschitz, lam, adjacency="add_remove")
+    bound = tilted_sensitivity(1.0, 1.0, 1, lipschitz, lam, adjacency="add_remove")
     assert bound >= 2 * lipschitz / lam
-    known = tilted_sensitivity(1.0, 1.0, None, lipschitz, lam, adjacency="add_remove", n_min=1)
+    known = tilted_sensitivity(1.0, 1.0, 1, lipschitz, lam, adjacency="add_remove", n_min=1)
     assert known < bound
 
 
@@ -162,11 +162,6 @@ def test_a_tilt_that_costs_the_convexity_is_refused():
     [
         (lambda: tilted_smoothness(1.0, 0.0, 1.0), "lipschitz must be > 0"),
         (lambda: tilted_smoothness(1.0, 1.0, math.inf), "smoothness must be finite"),
-        (lambda: tilted_sensitivity(1.0, 1.0, None, 1.0, 1.0), "n must be given"),
-        (
-            lambda: tilted_sensitivity(1.0, 1.0, 10, 1.0, 1.0, adjacency="remove"),
-            "adjacency must be one of",
-        ),
         (lambda: tilted_sensitivity_paper(-1.0, 1.0, 10, 1.0, 1.0), "tilt must be > 0"),
     ],
 )

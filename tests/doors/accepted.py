@@ -129,6 +129,7 @@ FINE = {
         ["dp.OutputPerturbation.plan.tilt", "dp.OutputPerturbation.plan[noise].tilt"],
         "zero part negative huge minus numpy",
     ),
+    **dict.fromkeys(["dp.ObjectivePerturbation.plan.tilt", "dp.NoisyGD.plan.tilt"], "zero"),
     "dp.BoltOnPSGD.plan.dim": "Model",
     "dp.HolderOutputSGD.plan.dim": "Model",
     "dp.Problem.grad_bound.radius": "zero part huge inf",
@@ -159,7 +160,7 @@ FINE = {
     "dp.per_record.loss": "Function Loss Model",
     "tar.TarRows.decode": "Class Function Loss Model",
     **dict.fromkeys(["tar.TarRows.shape", "tar.TarRows.target_shape"], "list"),  # a number
-    "objectives.Tilted.tilt": "zero part negative minus huge numpy",
+    "robust.Tilted.tilt": "zero part negative minus huge numpy",
     "estimators.LogisticRegression.preview.groups": "none",
     "estimators.LogisticRegression.preview.epsilons": "none tuple list set",
     "estimators.TiltedClassifier.tilt": "zero part negative minus huge numpy",

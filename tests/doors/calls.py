@@ -24,7 +24,7 @@ from torch_dpsco.audits import (
     mu_of_guesses,
 )
 from torch_dpsco.diagnosis import Diagnosis, Finding
-from torch_dpsco.estimators import Category, Number, objectives, solvers
+from torch_dpsco.estimators import Category, Number, objectives, robust, solvers
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.integrations import opacus
 from torch_dpsco.integrations.parquet import ParquetRows
@@ -392,19 +392,9 @@ CALLS["objectives.LinearObjective"] = lambda: (
     objectives.LinearObjective,
     {"loss": LOSS, "normalizer": 1.0} | rows(),
 )
-CALLS["objectives.SoftmaxObjective"] = lambda: (
-    objectives.SoftmaxObjective,
-    {
-        "records": Records(
-            torch.ones(20, DIM), torch.ones(20, dtype=torch.int64), num_classes=3
-        ),
-        "reg": 1.0,
-        "normalizer": 1.0,
-    },
-)
-CALLS["objectives.Tilted"] = lambda: (objectives.Tilted, {"loss": LOSS, "tilt": 0.1} | rows())
-CALLS["objectives.Adversarial"] = lambda: (
-    objectives.Adversarial,
+CALLS["robust.Tilted"] = lambda: (robust.Tilted, {"loss": LOSS, "tilt": 0.1} | rows())
+CALLS["robust.Adversarial"] = lambda: (
+    robust.Adversarial,
     {"loss": LOSS, "attack_radius": 0.1, "normalizer": 1.0} | rows(),
 )
 CALLS["solvers.solve"] = lambda: (solvers.solve, {"objective": objective(), "tolerance": 1e-3})

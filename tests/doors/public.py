@@ -20,8 +20,9 @@ DIRECTIVE = re.compile(
     re.MULTILINE,
 )
 _OBJECTIVES = {
-    "objectives": ("LinearObjective", "SoftmaxObjective", "Adversarial", "Tilted"),
-    "solvers": ("Certificate", "Solution", "gradient_certificate", "solve"),
+    "objectives": ("LinearObjective",),
+    "robust": ("Adversarial", "Tilted"),
+    "solvers": ("Solution", "gradient_certificate", "solve"),
 }
 
 __all__ = ["bare", "public_callables"]

@@ -127,7 +127,7 @@ EXEMPT = {
     # hooks of estimators, which plan and fit call
     *("estimators.*.make_loss", "estimators.*.task_options"),
     # of solvers and objectives
-    *("estimators.solvers.Certificate", "estimators.solvers.Solution"),
+    "estimators.solvers.Solution",
     # what needs an engine, a study that pays for intervals, or 200 canaries: test_engines, test_studies, test_canaries
     *(
         "integrations.engines.ray_partitions",

@@ -16,7 +16,7 @@ _PLAN = functools.cache(plan_output)
 @pytest.fixture(autouse=True)
 def cached_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are functions of public numbers; making one takes longer than a fit of a hundred rows."""
-    monkeypatch.setattr("torch_dpsco.estimators.choose.plan_output", _PLAN)
+    monkeypatch.setattr("torch_dpsco.estimators.base.plan_output", _PLAN)
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def same_noise(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def choose(seed: int) -> None:
         monkeypatch.setattr(
-            "torch_dpsco.estimators.choose.noise_generator",
+            "torch_dpsco.estimators.base.noise_generator",
             lambda device, given: torch.Generator(device).manual_seed(seed),
         )
 

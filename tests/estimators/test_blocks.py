@@ -60,7 +60,7 @@ def table(name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 @pytest.fixture(autouse=True)
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes parts of 32 rows, or 8 of 4: as a large table has them."""
-    monkeypatch.setattr(base, "_BLOCK_ROWS", 4)
+    monkeypatch.setattr(base, "BLOCK_ROWS", 4)
     monkeypatch.setattr(parts, "_PART_ENTRIES", 4 * 4 * 8)
 
 
@@ -83,7 +83,7 @@ def test_blocks_of_any_sizes_release_what_the_same_records_in_memory_do(name, si
 @pytest.mark.parametrize("name", ["LogisticRegression", "HuberRegressor", "Ridge"])
 def test_units_are_measured_in_blocks_as_in_memory(name, same_noise, monkeypatch):
     monkeypatch.setattr(parts, "_PART_ENTRIES", 4 * 4 * 256)
-    monkeypatch.setattr(base, "_BLOCK_ROWS", 128)
+    monkeypatch.setattr(base, "BLOCK_ROWS", 128)
     n = 4000
     X = np.random.default_rng(1).normal(size=(n, 3))
     y = targets(name, X)

@@ -18,7 +18,7 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators import Ridge
-from torch_dpsco.estimators.choose import plan_linear
+from torch_dpsco.estimators.base import plan_linear
 from torch_dpsco.estimators.least_squares import BoostedPlan, boosted_clip, plan_boosted
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.task import LinearTask, make_records
@@ -68,9 +68,7 @@ def released(
     records = make_records(given, rows[:, :2], rows[:, 2])
     gram = records.gram(records.weights)
     parts = [gram.diagonal() / plan.gram_std, gram[1:, 0] * math.sqrt(2) / plan.gram_std]
-    return torch.cat(
-        parts + [plan.gradient(records, w.view(1, 2)).flatten() / plan.noise_std for w in path]
-    )
+    return torch.cat(parts + [plan.gradient(records, w) / plan.noise_std for w in path])
 
 
 def moved(

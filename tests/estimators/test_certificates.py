@@ -10,10 +10,11 @@ import torch
 
 from tests.estimators import objective_references as reference
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators.objectives import Adversarial, LinearObjective, Tilted
+from torch_dpsco.estimators.objectives import LinearObjective
 from torch_dpsco.estimators.records import Records
+from torch_dpsco.estimators.robust import Adversarial, Tilted
 from torch_dpsco.estimators.solvers import (
-    Certificate,
+    Solution,
     gradient_certificate,
     newton,
     projected_certificate,
@@ -113,12 +114,12 @@ def test_projected_certificates_hold_on_balls_that_cut_the_minimizer_off_and_on_
                 near = near + 10.0**-k * torch.randn(
                     objective.dim, generator=generator, dtype=torch.float64
                 )
-                moved, certificate = projected_certificate(objective, near, radius)
+                moved = projected_certificate(objective, near, radius)
                 assert (
-                    reference.distance(moved, exact)
-                    <= certificate.distance + 1e-17 / objective.strong_convexity
+                    reference.distance(moved.w, exact)
+                    <= moved.distance + 1e-17 / objective.strong_convexity
                 )
-                assert float(moved.norm()) <= radius * (1 + 1e-14)
+                assert float(moved.w.norm()) <= radius * (1 + 1e-14)
                 checked += 1
     assert checked > 1000
 
@@ -165,13 +166,13 @@ def test_the_counterexample_of_the_paper_is_refused_and_repaired():
         )  # accurate in expectation
         assert not gradient_certificate(objective, adversarial).proves(tolerance)
         repaired = solve(objective, tolerance, start=adversarial)
-        assert repaired.certificate.proves(tolerance)
+        assert repaired.proves(tolerance)
         assert float((repaired.w - exact).abs()) <= tolerance
 
 
 def test_nan_and_infinite_distances_prove_nothing():
-    assert not Certificate(math.nan).proves(1e300)
-    assert not Certificate(math.inf).proves(1e300)
+    assert not Solution(torch.zeros(1), math.nan).proves(1e300)
+    assert not Solution(torch.zeros(1), math.inf).proves(1e300)
     objective, _, _ = problem(3, "logistic")
     assert not gradient_certificate(
         objective, torch.full((objective.dim,), math.nan).double()
@@ -217,4 +218,3 @@ def test_certificates_do_not_show_their_number():
     objective, _, _ = problem(3, "logistic")
     solution = solve(objective, 1e-6)
     assert repr(solution) == "Solution()"
-    assert repr(solution.certificate) == "Certificate()"

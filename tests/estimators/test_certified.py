@@ -17,7 +17,8 @@ import torch_dpsco as dp
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.output import OutputPlan, plan_output
 from torch_dpsco.estimators.preparation import Preparation
-from torch_dpsco.estimators.solvers import certified_descent, project, solve
+from torch_dpsco.estimators.records import project
+from torch_dpsco.estimators.solvers import certified_descent, solve
 from torch_dpsco.estimators.task import LinearTask, build_objective, make_records
 from torch_dpsco.step.exact_noise import gaussian_vector, knorm_vector
 
@@ -45,7 +46,7 @@ def data(sign: float) -> tuple[Tensor, Tensor]:
 
 def lying(error: float) -> Callable[..., Tensor]:
     def solver(objective, start: Tensor, distance: float) -> Tensor:
-        exact, _ = certified_descent(objective, torch.zeros_like(start), distance / 100)
+        exact = certified_descent(objective, torch.zeros_like(start), distance / 100).w
         # the sign of the last record's gradient, at an error of size `error`
         row = objective.records.select(torch.tensor([3]))
         slope = objective.slopes(row @ exact, slice(3, 4)) @ row

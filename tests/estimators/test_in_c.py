@@ -20,10 +20,9 @@ from torch import Tensor
 from tests.test_native import SOURCE, U, changed, found_by, needed
 from torch_dpsco import native
 from torch_dpsco.accounting.analysis.rounding import gamma
-from torch_dpsco.estimators.objectives import LinearObjective
+from torch_dpsco.estimators.objectives import LinearObjective, row_losses
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.records import PairwiseSum, Records, pairwise
-from torch_dpsco.estimators.row_losses import row_losses
 from torch_dpsco.estimators.solvers import gradient_certificate
 from torch_dpsco.losses import Logistic, ResidualClipped, Squared
 
@@ -338,7 +337,8 @@ def test_a_point_that_was_moved_in_place_is_read_again():
     assert torch.equal(
         objective.value_and_gradient(point)[1], fresh.value_and_gradient(point)[1]
     )
-    assert gradient_certificate(objective, point) == gradient_certificate(fresh, point)
+    first, second = (gradient_certificate(one, point) for one in (objective, fresh))
+    assert first.distance == second.distance
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 6, 7, 8, 300])

@@ -12,17 +12,16 @@ from torch import Tensor
 
 import torch_dpsco as dp
 from tests.test_native import needed
-from torch_dpsco.estimators import least_squares, near
+from torch_dpsco.estimators import least_squares, objectives
 from torch_dpsco.estimators.least_squares import (
     BoostedPlan,
     RobustPlan,
     plan_boosted,
     plan_preconditioned_gd,
 )
-from torch_dpsco.estimators.near import NearSums
+from torch_dpsco.estimators.objectives import NearSums, row_losses
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.records import Records
-from torch_dpsco.estimators.row_losses import row_losses
 from torch_dpsco.estimators.task import LinearTask
 from torch_dpsco.losses import Huber, SmoothedPinball, Squared
 from torch_dpsco.losses.base import TableLoss
@@ -113,9 +112,9 @@ def walk(dim: int, reach: float, seed: int) -> list[Tensor]:
 def test_the_rounding_of_sums_near_a_point_is_declared(
     name: str, n: int, dim: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(near, "_CALM", math.inf)  # every chance is used
+    monkeypatch.setattr(objectives, "_CALM", math.inf)  # every chance is used
     plan = PLANS[name](n=200, dim=dim)
-    assert plan.roundings == near.ROUNDINGS
+    assert plan.roundings == objectives.ROUNDINGS
     _, moved = plan._moves
     allowed = moved - plan.clip  # for both data sets
     for seed in range(3):
@@ -144,12 +143,14 @@ def test_sums_near_a_point_are_those_over_all_records(
     records = records_of(6000, 5, 0)
     total = plan.sums(records, records.gram(records.weights))
     used = []
-    original = near._Place.sum_at
+    original = objectives._Place.sum_at
     monkeypatch.setattr(
-        near._Place, "sum_at", lambda place, *move: used.append(1) or original(place, *move)
+        objectives._Place,
+        "sum_at",
+        lambda place, *move: used.append(1) or original(place, *move),
     )
     for point in walk(6, 0.2 * plan._reach, 1):
-        found, wanted = total(point.view(1, -1)), plan.gradient(records, point.view(1, -1))
+        found, wanted = total(point), plan.gradient(records, point)
         torch.testing.assert_close(found.flatten(), wanted.flatten(), rtol=0, atol=1e-9)
     assert used
 
@@ -186,9 +187,9 @@ def test_records_at_a_bound_end_the_search_for_a_reach():
 def test_records_that_c_does_not_read_are_all_read(monkeypatch: pytest.MonkeyPatch):
     plan = PLANS["huber"](n=5000)
     records = records_of(5000, 3, 2)
-    found = plan.sums(records, torch.zeros(4, 4, dtype=DOUBLE))(torch.ones(1, 4, dtype=DOUBLE))
+    found = plan.sums(records, torch.zeros(4, 4, dtype=DOUBLE))(torch.ones(4, dtype=DOUBLE))
     monkeypatch.setattr(Records, "in_c", False)
-    other = plan.sums(records, torch.zeros(4, 4, dtype=DOUBLE))(torch.ones(1, 4, dtype=DOUBLE))
+    other = plan.sums(records, torch.zeros(4, 4, dtype=DOUBLE))(torch.ones(4, dtype=DOUBLE))
     torch.testing.assert_close(found.view_as(other), other, rtol=1e-12, atol=1e-12)
 
 
@@ -221,5 +222,5 @@ def test_noiseless_rounds_end_at_the_minimizer(monkeypatch: pytest.MonkeyPatch):
     records = Records(rows, targets, prepare=given.preparation)
     plan = plan_preconditioned_gd(given)
     w = plan.draw(records, torch.Generator())
-    gradient = plan.gradient(records, w.view(1, -1))
+    gradient = plan.gradient(records, w)
     assert float(gradient.norm()) < 1e-3 * 5000 * plan.clip

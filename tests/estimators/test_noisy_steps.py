@@ -14,7 +14,7 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, noisy_gd_mu
 from torch_dpsco.estimators.gradient_descent import NoisyGDPlan, plan_noisy_gd
 from torch_dpsco.estimators.preparation import Preparation
-from torch_dpsco.estimators.solvers import gradient_rounding, project
+from torch_dpsco.estimators.records import gradient_rounding, project
 from torch_dpsco.estimators.task import LinearTask, build_objective, make_records
 from torch_dpsco.step.exact_noise import gaussian_vector
 

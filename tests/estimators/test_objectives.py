@@ -11,13 +11,9 @@ import torch
 from tests.estimators import objective_references as reference
 from torch_dpsco.accounting.analysis.rounding import gamma
 from torch_dpsco.errors import ConditionError, NotCertifiedError
-from torch_dpsco.estimators.objectives import (
-    Adversarial,
-    LinearObjective,
-    SoftmaxObjective,
-    Tilted,
-)
+from torch_dpsco.estimators.objectives import LinearObjective
 from torch_dpsco.estimators.records import PairwiseSum, Records
+from torch_dpsco.estimators.robust import Adversarial, Tilted
 from torch_dpsco.losses import (
     Hinge,
     Huber,
@@ -92,7 +88,9 @@ def plain(name, X, y):
         size = lambda w: torch.sqrt(w * w + 0.04).sum()  # noqa: E731
         return objective, lambda w: soft(-(y * (X @ w) - 0.4 * size(w))).sum() / 9 + 0.15 * w @ w
     labels = (torch.arange(len(X)) % 3).long()
-    objective = SoftmaxObjective(Records(X, labels, num_classes=3), reg=0.3, normalizer=len(X))
+    objective = LinearObjective(
+        SoftmaxCrossEntropy(3), Records(X, labels, num_classes=3), reg=0.3, normalizer=len(X)
+    )
     cross = torch.nn.functional.cross_entropy
     return objective, lambda w: cross(X @ w.view(3, -1).T, labels) + 0.15 * w @ w
 
@@ -273,8 +271,11 @@ BUILDERS = {
     "squared": lambda X, y, c: LinearObjective(
         Squared(), Records(X, y, c), reg=0.1, normalizer=5
     ),
-    "softmax": lambda X, y, c: SoftmaxObjective(
-        Records(X, (y > 0).long(), c, num_classes=2), reg=0.1, normalizer=5
+    "softmax": lambda X, y, c: LinearObjective(
+        SoftmaxCrossEntropy(2),
+        Records(X, (y > 0).long(), c, num_classes=2),
+        reg=0.1,
+        normalizer=5,
     ),
     "adversarial": lambda X, y, c: Adversarial(
         Logistic(), Records(X, y, c), attack_radius=0.2, reg=0.1, normalizer=5
@@ -338,9 +339,14 @@ def test_a_nan_label_and_an_unknown_class_make_null_records():
     classes = torch.arange(40) % 3
     classes[5] = 7
     weights[0], weights[5] = 1.0, 0.0
-    unknown = SoftmaxObjective(Records(X, classes, num_classes=3), reg=0.1, normalizer=5)
-    zeroed = SoftmaxObjective(
-        Records(X, classes.clamp(max=2), weights, num_classes=3), reg=0.1, normalizer=5
+    unknown = LinearObjective(
+        SoftmaxCrossEntropy(3), Records(X, classes, num_classes=3), reg=0.1, normalizer=5
+    )
+    zeroed = LinearObjective(
+        SoftmaxCrossEntropy(3),
+        Records(X, classes.clamp(max=2), weights, num_classes=3),
+        reg=0.1,
+        normalizer=5,
     )
     point = w.repeat(3)
     assert torch.equal(unknown.value_and_gradient(point)[1], zeroed.value_and_gradient(point)[1])
@@ -455,8 +461,6 @@ def test_losses_and_tilts_that_void_a_constant_are_refused():
         Tilted(Logistic(), Records(X, y), tilt=-1e-3, reg=0.5, bound_x=0.1)
     with pytest.raises(ConditionError, match="SmoothedHinge"):
         Adversarial(Hinge(), Records(X, y), attack_radius=0.1, reg=0.1, normalizer=1)
-    with pytest.raises(ConditionError, match="single score"):
-        LinearObjective(SoftmaxCrossEntropy(3), Records(X, y), reg=0.1, normalizer=1)
     assert (
         LinearObjective(Hinge(), Records(X, y), reg=0.1, normalizer=1).gradient_error(
             torch.zeros(3)

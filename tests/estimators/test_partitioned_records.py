@@ -17,8 +17,7 @@ import torch_dpsco as dp
 from tests.estimators.test_parts import DIM, task
 from torch_dpsco.accounting.analysis.rounding import gamma
 from torch_dpsco.estimators.gradient_descent import plan_noisy_gd
-from torch_dpsco.estimators.records import PairwiseSum, Records
-from torch_dpsco.estimators.solvers import sum_terms
+from torch_dpsco.estimators.records import PairwiseSum, Records, sum_terms
 from torch_dpsco.estimators.task import build_objective, make_records, make_stored_records
 from torch_dpsco.streams import partitions as module
 from torch_dpsco.streams.blocks import RawPart

@@ -54,7 +54,7 @@ def task(**changes: object) -> LinearTask:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "_BLOCK_ROWS", 2)
+    monkeypatch.setattr(base, "BLOCK_ROWS", 2)
     monkeypatch.setattr(parts, "_PART_ENTRIES", 2 * (DIM + 1) * 4)
 
 
@@ -75,7 +75,7 @@ def test_a_sum_over_parts_is_that_of_the_records_in_memory_to_the_last_bit(
 ):
     features = torch.randn(count, DIM, generator=torch.Generator().manual_seed(seed)) * 1e3
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "_BLOCK_ROWS", 2)
+        patch.setattr(base, "BLOCK_ROWS", 2)
         patch.setattr(base, "_TILED_ROWS", 2)
         patch.setattr(parts, "_PART_ENTRIES", 2 * (DIM + 1) * blocks)
         memory = make_records(task(), features, torch.ones(count))
@@ -138,7 +138,7 @@ def test_no_record_in_blocks_moves_a_clipped_sum_by_more_than_the_clip(target):
     plan = plan_preconditioned_gd(given)
     features = torch.randn(30, DIM, generator=torch.Generator().manual_seed(3))
     extra = torch.cat([torch.full((1, DIM), 1e5), features])
-    w = torch.full((1, DIM + 1), -target * 1e4, dtype=torch.float64)
+    w = torch.full((DIM + 1,), -target * 1e4, dtype=torch.float64)
     sums = [
         plan.gradient(
             make_stored_records(given, blocks_of(rows, torch.full((len(rows),), target), 4)), w

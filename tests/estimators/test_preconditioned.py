@@ -17,7 +17,7 @@ import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators import least_squares as preconditioned_gd
-from torch_dpsco.estimators.choose import plan_linear
+from torch_dpsco.estimators.base import plan_linear
 from torch_dpsco.estimators.least_squares import (
     PreconditionedGDPlan,
     horizon,
@@ -122,7 +122,7 @@ def moved(given: LinearTask, plan: PreconditionedGDPlan) -> tuple[float, float]:
 
     draws, most = torch.Generator().manual_seed(1), 0.0
     for size in (0.0, 0.1, 3.0, plan.radius):
-        w = torch.randn(given.num_scores, given.width, generator=draws, dtype=torch.float64)
+        w = torch.randn(given.parameters, generator=draws, dtype=torch.float64)
         w = size * w / w.norm()
         most = max(most, apart([plan.gradient(records, w) for records in data]))
     return apart([records.gram(records.weights) for records in data]), most
@@ -171,7 +171,7 @@ def test_a_step_that_does_not_clip_is_caught(monkeypatch: pytest.MonkeyPatch) ->
 def test_null_records_change_no_bit_of_a_gradient(kind: dict[str, object]) -> None:
     given = task(**kind, n=8)
     plan, rows = plan_preconditioned_gd(given), [(0.3, 0.4, 1.0, 1.0), (0.9, -0.1, 1.0, 0.7)]
-    w = torch.full((given.num_scores, 2), plan.radius / 9, dtype=torch.float64)
+    w = torch.full((given.parameters,), plan.radius / 9, dtype=torch.float64)
     for null in (
         NULL,
         (1.0, INF, 1.0, 1.0),
@@ -222,7 +222,10 @@ def test_rounding_is_in_the_sensitivity_of_a_preconditioned_step(
             [math.fsum((slope * column).tolist()) for column in prepared.T] for slope in slopes.T
         ]
         error = float(
-            (plan.gradient(records, point) - torch.tensor(exact, dtype=torch.float64)).norm()
+            (
+                plan.gradient(records, point.flatten())
+                - torch.tensor(exact, dtype=torch.float64).flatten()
+            ).norm()
         )
         assert 0 < 2 * error <= gradient - plan.clip
     exact = [[math.fsum((one * other).tolist()) for one in prepared.T] for other in prepared.T]

@@ -29,7 +29,7 @@ from torch_dpsco.estimators import (
     TiltedClassifier,
     preparation,
 )
-from torch_dpsco.estimators.choose import fit_linear, plan_linear
+from torch_dpsco.estimators.base import fit_linear, plan_linear
 from torch_dpsco.estimators.preparation import (
     Preparation,
     PrivatePreparation,

@@ -23,11 +23,11 @@ from torch_dpsco.accounting.analysis.objective import (
 )
 from torch_dpsco.errors import ConditionError, InfeasibleError, PrivacyError, UtilityWarning
 from torch_dpsco.estimators import output
-from torch_dpsco.estimators.choose import fit_linear, plan_linear
+from torch_dpsco.estimators.base import fit_linear, plan_linear
 from torch_dpsco.estimators.objective import plan_objective
 from torch_dpsco.estimators.output import plan_output
 from torch_dpsco.estimators.preparation import Preparation
-from torch_dpsco.estimators.solvers import Certificate, Solution, solve
+from torch_dpsco.estimators.solvers import Solution, solve
 from torch_dpsco.estimators.task import LinearTask, build_objective, make_records
 from torch_dpsco.step.exact_noise import gaussian_vector, knorm_vector
 
@@ -202,7 +202,7 @@ def test_the_linear_term_and_the_last_noise_have_their_planned_scales(
 
     def secret_solver(objective, distance: float, **options: object) -> Solution:
         seen.append((objective.linear_term, distance, objective.strong_convexity))
-        return Solution(torch.zeros(WIDE, dtype=torch.float64), Certificate(0.0))
+        return Solution(torch.zeros(WIDE, dtype=torch.float64), 0.0)
 
     monkeypatch.setattr("torch_dpsco.estimators.objective.solve", secret_solver)
     records = make_records(wide, torch.zeros(4, WIDE), torch.ones(4))

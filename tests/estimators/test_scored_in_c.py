@@ -16,14 +16,9 @@ from tests.estimators.test_in_c import maps, rows_of
 from tests.test_native import changed, found_by, needed
 from torch_dpsco import native
 from torch_dpsco.accounting.analysis.rounding import DOUBLE as U
-from torch_dpsco.estimators.objectives import (
-    LinearObjective,
-    SoftmaxObjective,
-    class_sums,
-)
+from torch_dpsco.estimators.objectives import LinearObjective, loss_sums, row_losses
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.records import Records
-from torch_dpsco.estimators.row_losses import clipped_sum, row_losses
 from torch_dpsco.losses import (
     Huber,
     Logistic,
@@ -130,7 +125,7 @@ def check_clips() -> None:
             rows = scale * rows_of(12, 5)[8:]
             for row, target in zip(rows, (1.0, -1.0, 1.0, -1.0), strict=True):
                 part = Records(row[None], torch.tensor([target]).double())
-                (found,) = clipped_sum(loss, 0.25, torch.full((5,), 3.0).double(), part)
+                found = loss_sums(loss, torch.full((5,), 3.0).double(), part, 0.25)[1]
                 assert float(found.norm()) <= 0.25 * (1 + 1e-9)
 
 
@@ -166,10 +161,9 @@ def check_classes() -> None:
                         prepare=Preparation(1.5, intercept=0.5),
                     )
                     point = size * torch.linspace(-1, 1, count * records.dim, dtype=DOUBLE)
-                    objective = SoftmaxObjective(records, reg=0.0)
-                    losses, found = class_sums(
-                        SoftmaxCrossEntropy(count), point.view(count, -1), records, clip
-                    )
+                    objective = LinearObjective(SoftmaxCrossEntropy(count), records, reg=0.0)
+                    losses, found = loss_sums(SoftmaxCrossEntropy(count), point, records, clip)
+                    found = found.view(count, -1)
                     exact = exact_classes(records, point.view(count, -1), clip)
                     room = objective.gradient_error(point) + 1e-300
                     assert float((found - exact).norm()) <= 2 * room

@@ -23,12 +23,12 @@ from torch_dpsco.estimators import (
     QuantileRegressor,
     Ridge,
     SoftmaxRegression,
-    choose,
+    base,
     gradient_descent,
     preparation,
 )
 from torch_dpsco.estimators import gradient_descent as users
-from torch_dpsco.estimators.choose import fit_linear, plan_linear
+from torch_dpsco.estimators.base import fit_linear, plan_linear
 from torch_dpsco.estimators.gradient_descent import UserGDPlan, plan_users, users_of
 from torch_dpsco.estimators.objectives import LinearObjective
 from torch_dpsco.estimators.preparation import Preparation
@@ -74,10 +74,8 @@ def last_total(
     given = plan.task
     if given.adjacency != "add_remove":
         given = dataclasses.replace(given, n=count, n_max=count)
-    slopes, unit = plan._slopes_and_unit(w)
-    pairs = plan._pairs(
-        slopes / unit, make_records(given, features, labels, shares, users=codes)
-    )
+    records = make_records(given, features, labels, shares, users=codes)
+    pairs = plan._pairs(w, records)[2]
     return plan._sum(pairs, codes, v, math.sqrt(2))
 
 
@@ -206,7 +204,7 @@ def test_a_fit_weighs_the_rows_of_a_user_as_one_record(monkeypatch: pytest.Monke
         given.append(weights)
         return make_records(task, rows, targets, weights, *rest, **more)
 
-    monkeypatch.setattr(choose, "make_records", watched)
+    monkeypatch.setattr(base, "make_records", watched)
     features, labels, ids = rows()
     for weights in (None, torch.full((len(ids),), 7.0)):
         fit_linear(plan_users(task()), features, labels, weights, users=ids)
@@ -330,7 +328,9 @@ def test_rounding_is_in_the_sensitivity_of_the_sums_for_scale_and_intercept() ->
     w, v = torch.tensor([300.0, -500.0, 3.0]).double(), torch.tensor([700.0, -300.0]).double()
     computed = last_total(plan, features, labels, ids, w, v)
     prepared = torch.stack([given.preparation(row[None])[0] for row in features])
-    slopes, unit = plan._slopes_and_unit(w)
+    slopes, unit, _ = plan._pairs(
+        w, make_records(given, features, labels, users=users_of(ids)[0])
+    )
     scores = [math.fsum((row * slopes).tolist()) / unit for row in prepared]
     pairs = [(min(max(score, -1.0), 1.0), 1.0) for score in scores]
     margins = [

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from torch_dpsco import estimators
-from torch_dpsco.estimators.choose import choose_mechanism
+from torch_dpsco.estimators.base import choose_mechanism
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 def same_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """The noise of a seed: scores that pass once pass again."""
     monkeypatch.setattr(
-        "torch_dpsco.estimators.choose.noise_generator",
+        "torch_dpsco.estimators.base.noise_generator",
         lambda device, given: torch.Generator(device).manual_seed(0),
     )
 

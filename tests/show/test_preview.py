@@ -17,7 +17,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 import torch_dpsco as dp
 from torch_dpsco import estimators as models
-from torch_dpsco.estimators.choose import fit_linear
+from torch_dpsco.estimators.base import fit_linear
 from torch_dpsco.show import preview as module
 
 ROOT = Path(__file__).parents[2]
@@ -264,7 +264,7 @@ def test_a_standard_error_of_users_is_that_of_their_means():
 @pytest.mark.parametrize("prepare", ["auto", None])
 def test_answers_of_a_preview_are_those_of_the_model(kind, prepare, monkeypatch):
     monkeypatch.setattr(
-        "torch_dpsco.estimators.choose.noise_generator",
+        "torch_dpsco.estimators.base.noise_generator",
         lambda device, given: torch.Generator().manual_seed(0),
     )
     X, y = table(kind, 300)

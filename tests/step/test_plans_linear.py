@@ -29,7 +29,7 @@ from torch_dpsco.accounting.curves import objective_curve
 from torch_dpsco.accounting.events import Gaussian, KNorm, Pure, RDPCurve, in_words
 from torch_dpsco.errors import AdjacencyError, CalibrationError, DpscoError, InfeasibleError
 from torch_dpsco.estimators import gradient_descent, preparation
-from torch_dpsco.estimators.choose import plan_linear
+from torch_dpsco.estimators.base import plan_linear
 from torch_dpsco.estimators.gradient_descent import NoisyGDPlan, UserGDPlan
 from torch_dpsco.estimators.least_squares import AdaSSPPlan, BoostedPlan, PreconditionedGDPlan
 from torch_dpsco.estimators.objective import ObjectivePlan

@@ -17,7 +17,7 @@
 One of your own is a `Regressor` or a `BinaryClassifier` that says its loss in `make_loss` (docs/your_own.md).
 
 Imported on first use, with scikit-learn, which the optimizers of `solved` do without. Of any release, `task`
-has the public numbers, and `choose` takes a mechanism and carries it out: `output`, `objective`, `gradient_descent` or
+has the public numbers, and `base` takes a mechanism and carries it out: `output`, `objective`, `gradient_descent` or
 `least_squares`; `objectives` and `solvers` are what is solved, and how.
 """
 

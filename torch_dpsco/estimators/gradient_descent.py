@@ -47,10 +47,9 @@ from torch_dpsco.accounting.analysis.rounding import (
 )
 from torch_dpsco.accounting.events import GDP, REPLACE_ONE
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators.objectives import LinearObjective, SumObjective
+from torch_dpsco.estimators.objectives import LinearObjective
 from torch_dpsco.estimators.preparation import signal_to_noise
-from torch_dpsco.estimators.records import Records
-from torch_dpsco.estimators.solvers import gradient_rounding, project
+from torch_dpsco.estimators.records import Records, gradient_rounding, project
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective, weight_guess
 from torch_dpsco.losses import Logistic
 from torch_dpsco.noise import Source
@@ -166,7 +165,7 @@ class NoisyGDPlan(DescentPlan):
         if self.momentum is None:
             check.positive(reg=self.task.reg)
         else:
-            check_momentum(self.momentum)
+            check.below_one(momentum=self.momentum)
 
     @property
     def lr(self) -> float:
@@ -236,10 +235,9 @@ class NoisyGDPlan(DescentPlan):
         """Makes the steps from 0: returns the private answer; see `LinearPlan`."""
         solved.keep()
         objective = build_objective(self.task, self.reg, solved)
-        assert isinstance(objective, SumObjective)
         return descend(
             objective.gradient,
-            torch.zeros(objective.dim, dtype=torch.float64, device=objective.device),
+            solved.zeros(self.task.parameters),
             self.noise_std,
             generator,
             steps=self.steps,
@@ -248,12 +246,6 @@ class NoisyGDPlan(DescentPlan):
             momentum=self.momentum or 0.0,
             averaged=1 if self.momentum is None else None,
         )
-
-
-def check_momentum(momentum: float) -> None:
-    """Raises ValueError unless it is in [0, 1)."""
-    if not 0 <= check.finite(momentum=momentum) < 1:
-        raise ValueError(f"momentum must be in [0, 1) (got {momentum})")
 
 
 def way_guess(task: LinearTask) -> float:
@@ -376,7 +368,7 @@ class UserGDPlan(DescentPlan):
     def __post_init__(self) -> None:
         super().__post_init__()
         check.positive(clip=self.clip)
-        check_momentum(self.momentum)
+        check.below_one(momentum=self.momentum)
         if self.last_std is not None:
             check.positive(last_std=self.last_std)
             if not self.task.loss.log_odds:
@@ -475,7 +467,7 @@ class UserGDPlan(DescentPlan):
         objective = LinearObjective(loss, records, reg=0.0)
         w = descend(
             lambda w: self._sum(objective, users, w, self.clip),
-            torch.zeros(objective.dim, dtype=torch.float64, device=objective.device),
+            records.zeros(self.task.parameters),
             self.noise_std,
             generator,
             steps=self.steps,
@@ -492,12 +484,11 @@ class UserGDPlan(DescentPlan):
         self, w: Tensor, std: float, records: Records, users: Tensor, generator: Source
     ) -> Tensor:
         """Returns the private answer with a private scale, in [0.1, 1], and a private intercept."""
-        slopes, unit = self._slopes_and_unit(w)
-        objective = self._pairs(slopes / unit, records)
+        slopes, unit, objective = self._pairs(w, records)
         pace = smooth_pace(_WAY / std * math.sqrt(_LAST_STEPS / 2), _LAST_STEPS, self.task.n / 2)
         scale, shift = descend(
             lambda v: self._sum(objective, users, v, _LAST_CLIP),
-            torch.tensor([unit, 0.0], dtype=torch.float64, device=w.device),
+            w.new_tensor([unit, 0.0]),
             std,
             generator,
             steps=_LAST_STEPS,
@@ -510,27 +501,28 @@ class UserGDPlan(DescentPlan):
             answer[-1] = shift / self.task.preparation.intercept
         return project(answer, far_radius(self.task))
 
-    def _slopes_and_unit(self, w: Tensor) -> tuple[Tensor, float]:
-        """Returns the answer without its intercept, and the scores at which rows of pairs are clipped."""
-        slopes = w.clone()
-        if self.task.preparation.intercept:
-            slopes[-1] = 0.0
-        return slopes, max(_WIDE * self.task.preparation.bound_x * float(slopes.norm()), 1e-100)
+    def _pairs(self, w: Tensor, records: Records) -> tuple[Tensor, float, LinearObjective]:
+        """Returns the answer without its intercept, the scores at which rows are clipped, and the loss on such rows.
 
-    def _pairs(self, slopes: Tensor, records: Records) -> LinearObjective:
-        """Returns the loss of scale and intercept: its rows are score and constant, both in [-1, 1]: NOT private."""
-        rows = torch.zeros(records.count, 2, dtype=torch.float64, device=slopes.device)
+        They are score and constant, both in [-1, 1]: NOT private.
+        """
+        constant = self.task.preparation.intercept
+        slopes = w.clone()
+        if constant:
+            slopes[-1] = 0.0
+        unit = max(_WIDE * self.task.preparation.bound_x * float(slopes.norm()), 1e-100)
+        rows = records.zeros(records.count, 2)
         for part, block in records.blocks():
-            rows[part, 0] = (block @ slopes).clamp(-1.0, 1.0)
-            if self.task.preparation.intercept:
-                rows[part, 1] = block[:, -1] / self.task.preparation.intercept
+            rows[part, 0] = (block @ (slopes / unit)).clamp(-1.0, 1.0)
+            if constant:
+                rows[part, 1] = block[:, -1] / constant
         pairs = Records(rows, records.targets, records.weights)
-        return LinearObjective(Logistic(), pairs, reg=0.0)
+        return slopes, unit, LinearObjective(Logistic(), pairs, reg=0.0)
 
     def _sum(self, objective: LinearObjective, users: Tensor, w: Tensor, clip: float) -> Tensor:
         """Returns the sum over users of their clipped means: NOT private."""
         count = int(users.max()) + 1 if len(users) else 0
-        means = torch.zeros(count, len(w), dtype=torch.float64, device=w.device)
+        means = w.new_zeros(count, len(w))
         for rows, block in objective.records.blocks():
             means.index_add_(
                 0, users[rows], objective.slopes(block @ w, rows).unsqueeze(1) * block

@@ -94,14 +94,16 @@ from torch_dpsco.accounting.analysis.rounding import (
 from torch_dpsco.accounting.events import GDP, REPLACE_ONE
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.gradient_descent import DescentPlan, descend
-from torch_dpsco.estimators.near import NEAR_ROWS, ROUNDINGS, NearSums
-from torch_dpsco.estimators.objectives import class_sums
+from torch_dpsco.estimators.objectives import (
+    NEAR_ROWS,
+    ROUNDINGS,
+    NearSums,
+    loss_sums,
+    row_losses,
+)
 from torch_dpsco.estimators.preparation import level_left, signal_to_noise
-from torch_dpsco.estimators.records import Records
-from torch_dpsco.estimators.row_losses import clipped_sum, row_losses
-from torch_dpsco.estimators.solvers import project, sum_terms
+from torch_dpsco.estimators.records import Records, project, sum_terms
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective
-from torch_dpsco.losses.table import SoftmaxCrossEntropy
 from torch_dpsco.noise import Source
 from torch_dpsco.problem import round_up
 from torch_dpsco.step.exact_noise import gaussian_vector, symmetric_noise
@@ -206,18 +208,15 @@ class PreconditionedGDPlan(DescentPlan):
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
         yield from super().lines()
+        pushed = f", with momentum {self.momentum:.3g}" if self.momentum else ""
         yield (
             "steps",
             (
                 f"{self.steps} on all records, gradients clipped at {self.clip:.3g}, preconditioned"
                 f" by X'X with noise of std {self.gram_std:.3g} and a ridge of {self.ridge:.3g};"
-                f" answer: the mean of the last {self._averaged}{self._pushed}"
+                f" answer: the mean of the last {self._averaged}{pushed}"
             ),
         )
-
-    @property
-    def _pushed(self) -> str:
-        return f", with momentum {self.momentum:.3g}" if self.momentum else ""
 
     @property
     def _averaged(self) -> int:
@@ -248,8 +247,8 @@ class PreconditionedGDPlan(DescentPlan):
 
         solved.keep()
         return descend(
-            lambda w: total(w.view(size)).flatten(),
-            torch.zeros(task.parameters, dtype=torch.float64, device=solved.device),
+            total,
+            solved.zeros(task.parameters),
             self.noise_std,
             generator,
             steps=self.steps,
@@ -265,14 +264,11 @@ class PreconditionedGDPlan(DescentPlan):
         return partial(self.gradient, records)
 
     def gradient(self, records: Records, w: Tensor) -> Tensor:
-        """Returns the sum of clipped gradients at w, both (K, width): NOT private."""
+        """Returns the sum of clipped gradients at w: NOT private."""
         # PRIVACY: rounded down, so that limit |x| is at most C
         # (test_no_record_moves_a_preconditioned_step_by_more_than_the_clip)
         clip = self.clip * (1 - _GUARD)
-        loss = self.task.loss
-        if isinstance(loss, SoftmaxCrossEntropy):
-            return records.sum(partial(class_sums, loss, w, clip=clip))[1]
-        return records.sum(partial(clipped_sum, loss, clip, w.flatten()))[0].view_as(w)
+        return records.sum(partial(loss_sums, self.task.loss, w, clip=clip))[1]
 
     def step_size(self, eigenvalues: Tensor) -> float:
         """Returns eta, of the eigenvalues of the noisy X'X: post-processing."""
@@ -340,7 +336,11 @@ def _curvature(task: LinearTask) -> float:
     """Returns the second derivative of the loss in a score, at 0: its mean over classes of a softmax."""
     if task.num_scores > 1:
         return 1 / task.num_scores
-    return (task.problem.smoothness or 0.0) / task.preparation.bound**2
+    return (
+        1.0
+        if task.loss.squared
+        else (task.problem.smoothness or 0.0) / task.preparation.bound**2
+    )
 
 
 _SCORE_NOISE = 0.7  # std of the noise on a score that decides how long to go on
@@ -556,7 +556,7 @@ class AdaSSPPlan(LinearPlan):
     def statistics(self, records: Records) -> tuple[float, Tensor, Tensor]:
         """Returns the least eigenvalue of X'X, X'X and X'y, flattened: NOT private."""
         (gram,) = records.sum(lambda part: (part.gram(part.weights),))
-        zero = torch.zeros(self.task.parameters, dtype=torch.float64, device=records.device)
+        zero = records.zeros(self.task.parameters)
         # the gradient at 0 is -X'y, of y or of the indicators less 1/K
         moment = -build_objective(self.task, 0.0, records).value_and_gradient(zero)[1]
         return float(torch.linalg.eigvalsh(gram)[0]), gram, moment
@@ -674,24 +674,23 @@ class BoostedPlan(PreconditionedGDPlan):
     @property
     def radius(self) -> float:
         """Radius of the ball that iterates are projected on."""
-        return min(self.task.radius, _FAR_CLIP * self.clip / self.task.preparation.bound**2)
+        return min(self.task.radius, _FAR_CLIP * self._reach)
 
     def step_size(self, eigenvalues: Tensor) -> float:
-        """1: each round takes the last answer in whole."""
-        return 1.0
+        """The whole step, where all records are in the curved part: each round takes the last answer in whole."""
+        return 1.0 / _curvature(self.task)
 
     @property
     def _reach(self) -> float:
         """How far a point moves a gradient by the clip, at most."""
-        return self.clip / (_curvature(self.task) * self.task.preparation.bound**2)
+        return self.clip / self.task.preparation.bound**2 / _curvature(self.task)
 
     def sums(self, records: Records, gram: Tensor) -> Callable[[Tensor], Tensor]:
         """As for other plans, from sums at points nearby where that is faster."""
         losses = row_losses(self.task.loss, records, self.clip * (1 - _GUARD))
         if losses is None or losses.kind != "bent" or records.count < NEAR_ROWS:
             return super().sums(records, gram)
-        near = NearSums(records, losses, self._reach, gram.clone())
-        return lambda w: near(w.flatten())
+        return NearSums(records, losses, self._reach, gram.clone())
 
 
 _ROBUST_STEPS = 96
@@ -719,16 +718,6 @@ class RobustPlan(BoostedPlan):
         """More for a quantile other than the median, whose loss has a narrower curved part."""
         quantile = getattr(self.task.loss, "quantile", 0.5)
         return 1.0 - _FRICTION * math.sqrt(2 * min(quantile, 1 - quantile))
-
-    @property
-    def radius(self) -> float:
-        """Radius of the ball that iterates are projected on."""
-        corner = self.clip / self.task.preparation.bound / _curvature(self.task)
-        return min(self.task.radius, _FAR_CLIP * corner / self.task.preparation.bound)
-
-    def step_size(self, eigenvalues: Tensor) -> float:
-        """The whole step, where all records are in the curved part."""
-        return 1.0 / _curvature(self.task)
 
 
 def plan_boosted(task: LinearTask, rounds: int = _ROUNDS) -> BoostedPlan:

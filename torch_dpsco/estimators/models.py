@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.rounding import FloatArray
 from torch_dpsco.accounting.events import ADD_REMOVE
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.base import Facts, LinearModel
@@ -36,6 +36,7 @@ from torch_dpsco.estimators.reading import (
     as_codes,
     as_column,
     chances,
+    decisions,
     labelled,
     labels_of,
 )
@@ -51,10 +52,7 @@ from torch_dpsco.losses import (
 )
 from torch_dpsco.losses.base import TableLoss
 
-Array = NDArray[np.float64]
 
-
-@dataclass(eq=False, repr=False, kw_only=True)
 class Classifier(ClassifierMixin, LinearModel):
     """Base: public classes; records with other labels become null records.
 
@@ -108,21 +106,20 @@ class Classifier(ClassifierMixin, LinearModel):
     def _coded(self, codes: Tensor) -> Tensor:
         """Targets of the loss, of places among the classes; -1 is none."""
 
-    def _shaped(self, weight: Array, bias: Array) -> tuple[Array, Any]:
+    def _shaped(self, weight: FloatArray, bias: FloatArray) -> tuple[FloatArray, Any]:
         self.classes_ = labels_of(self._classes())
         return weight, bias
 
-    @abstractmethod
-    def decision_function(self, X: Any) -> Array:
-        """Returns scores: (n,) for the second of two classes, or (n, K)."""
+    def decision_function(self, X: Any) -> FloatArray:
+        """Returns scores of public rows: (n,), positive ones of the second of two classes, or (n, K)."""
+        return decisions(self._scores(X))
 
     def predict(self, X: Any) -> NDArray[Any]:
         """Returns labels (n,) of public rows; they are prepared, and clipped, as in training."""
-        scores = self.decision_function(X)
-        return labelled(self.classes_, scores)
+        decided = self.decision_function(X)
+        return labelled(self.classes_, decided)
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class BinaryClassifier(Classifier):
     """Base: two classes, one score."""
 
@@ -138,17 +135,12 @@ class BinaryClassifier(Classifier):
     def _coded(self, codes: Tensor) -> Tensor:
         return torch.where(codes >= 0, 2 * codes - 1, 0)  # 0: a null record
 
-    def decision_function(self, X: Any) -> Array:
-        """Returns scores (n,) of public rows; positive ones are of the second class."""
-        return np.asarray(self._scores(X)[:, 0])
-
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.classifier_tags.multi_class = False
         return tags
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class LogisticRegression(BinaryClassifier):
     """Private logistic regression for two classes.
 
@@ -190,28 +182,23 @@ class LogisticRegression(BinaryClassifier):
         return Logistic()
 
     def task_options(self, facts: Facts) -> dict[str, Any]:
-        if isinstance(self.residual_clip, str):
-            check.choice(("auto",), residual_clip=self.residual_clip)
-        if self.intervals is not None:
-            if self.class_weight is not None:
-                raise ConditionError(
-                    "class_weight must be None with intervals: it changes the model they are of"
-                )
-            return {
-                "residual_clip": None if self.residual_clip == "auto" else self.residual_clip
-            }
-        if isinstance(self.residual_clip, str):
+        clip = self.residual_clip
+        if self.intervals is not None and self.class_weight is not None:
+            raise ConditionError(
+                "class_weight must be None with intervals: it changes the model they are of"
+            )
+        if isinstance(clip, str):
+            check.choice(("auto",), residual_clip=clip)
             # of users, mean gradients are clipped
-            clip = residual_clip(facts.signal) if facts.unit == "example" else None
-            return {"residual_clip": clip}
-        return {"residual_clip": self.residual_clip}
+            plain = self.intervals is not None or facts.unit == "user"
+            clip = None if plain else residual_clip(facts.signal)
+        return {"residual_clip": clip}
 
-    def predict_proba(self, X: Any) -> Array:
+    def predict_proba(self, X: Any) -> FloatArray:
         """Returns probabilities (n, 2) of public rows, by the logistic link."""
         return chances(self._scores(X))
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class SoftmaxRegression(Classifier):
     """Private softmax (multinomial logistic) regression for any number of classes, as on the features of a network.
 
@@ -240,17 +227,11 @@ class SoftmaxRegression(Classifier):
     def _coded(self, codes: Tensor) -> Tensor:
         return codes
 
-    def decision_function(self, X: Any) -> Array:
-        """Returns scores (n, K) of public rows; (n,) of the second class against the first, for two classes."""
-        scores = self._scores(X)
-        return scores if scores.shape[1] > 2 else scores[:, 1] - scores[:, 0]
-
-    def predict_proba(self, X: Any) -> Array:
+    def predict_proba(self, X: Any) -> FloatArray:
         """Returns probabilities (n, K) of public rows."""
         return chances(self._scores(X))
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class LinearSVC(BinaryClassifier):
     """Private linear support vector machine for two classes.
 
@@ -281,7 +262,6 @@ class LinearSVC(BinaryClassifier):
         return Hinge() if chosen == "hinge" else SmoothedHinge(width=self.width)
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class _Robust(BinaryClassifier):
     """Base: the logistic loss, tilted or under attack, in public units."""
 
@@ -294,7 +274,6 @@ class _Robust(BinaryClassifier):
         return Logistic()
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class TiltedClassifier(_Robust):
     """Private tilted logistic regression, (1/tau) log mean exp(tau l_i) + (reg / 2n) |w|^2, by output perturbation.
 
@@ -328,7 +307,6 @@ class TiltedClassifier(_Robust):
         return {"tilt": check.finite(tilt=self.tilt), "n_min": self.n_min}
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class AdversarialClassifier(_Robust):
     """Private logistic regression for rows that an adversary may perturb, by output perturbation.
 
@@ -369,7 +347,6 @@ _HOW_TO_BOUND_TARGETS = (
 )
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class Regressor(RegressorMixin, LinearModel):
     """Base: bounded real targets, one score.
 
@@ -388,9 +365,6 @@ class Regressor(RegressorMixin, LinearModel):
     def _bound(self) -> float:
         return check.positive(bound_y=self.bound_y)
 
-    def _wanted(self) -> tuple[float | None, bool, float] | None:
-        return None, False, self._bound()
-
     def _kink(self, facts: Facts) -> float:
         """Threshold of Huber's loss in spreads of the targets, where none is given."""
         if facts.unit == "user":
@@ -401,15 +375,14 @@ class Regressor(RegressorMixin, LinearModel):
     def _read(self, y: Any, count: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
         return as_column(y, "y", count, device), None
 
-    def _shaped(self, weight: Array, bias: Array) -> tuple[Array, Any]:
+    def _shaped(self, weight: FloatArray, bias: FloatArray) -> tuple[FloatArray, Any]:
         return weight[0], float(bias[0])
 
-    def predict(self, X: Any) -> Array:
+    def predict(self, X: Any) -> FloatArray:
         """Returns predictions (n,) for public rows; they are prepared, and clipped, as in training."""
         return np.asarray(self._scores(X)[:, 0])
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class HuberRegressor(Regressor):
     """Private robust regression: squared errors up to a threshold, absolute errors beyond it.
 
@@ -434,15 +407,14 @@ class HuberRegressor(Regressor):
 
     threshold: float | str = "auto"
 
-    def _wanted(self) -> tuple[float | None, bool, float]:
-        return 0.5, self.threshold == "auto", self._bound()
+    def _wanted(self) -> tuple[float | None, bool]:
+        return 0.5, self.threshold == "auto"
 
     def make_loss(self, facts: Facts) -> TableLoss:
         spreads = self._kink(facts)
         return Huber(_width("threshold", self.threshold, spreads, self._bound() / 20, facts))
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class QuantileRegressor(Regressor):
     """Private quantile regression, whose loss is smoothed at its kink, as smooth mechanisms need it.
 
@@ -469,8 +441,8 @@ class QuantileRegressor(Regressor):
     quantile: float = 0.5
     width: float | str = "auto"
 
-    def _wanted(self) -> tuple[float | None, bool, float]:
-        return self.quantile, self.width == "auto", self._bound()
+    def _wanted(self) -> tuple[float | None, bool]:
+        return self.quantile, self.width == "auto"
 
     def make_loss(self, facts: Facts) -> TableLoss:
         least = 2 * min(
@@ -482,7 +454,6 @@ class QuantileRegressor(Regressor):
         return SmoothedPinball(self.quantile, width) if width else Pinball(self.quantile)
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class Ridge(Regressor):
     """Private least squares: boosted AdaSSP, rounds on clipped residuals; output perturbation at delta = 0.
 
@@ -512,14 +483,10 @@ class Ridge(Regressor):
 
     intervals: float | None = None
 
-    def _wanted(self) -> tuple[float | None, bool, float]:
-        if self.mechanism not in ("auto", "boosted_adassp"):
-            return (
-                None,
-                False,
-                self._bound(),
-            )  # the noise of the others is for the bound on targets, in any units
-        return 0.5, True, self._bound()
+    def _wanted(self) -> tuple[float | None, bool]:
+        # the noise of the others is for the bound on targets, in any units
+        ours = self.mechanism in ("auto", "boosted_adassp")
+        return 0.5 if ours else None, ours
 
     def make_loss(self, facts: Facts) -> TableLoss:
         return Squared()

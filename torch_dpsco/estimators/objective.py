@@ -41,8 +41,8 @@ from torch_dpsco.accounting.analysis.rounding import DOUBLE, up
 from torch_dpsco.accounting.curves import objective_curve
 from torch_dpsco.accounting.events import REPLACE_ONE, ApproxDP, Pure, RDPCurve
 from torch_dpsco.errors import ConditionError, InfeasibleError
-from torch_dpsco.estimators.records import Records
-from torch_dpsco.estimators.solvers import amp_tolerance, project, solve, sum_terms
+from torch_dpsco.estimators.records import Records, project, sum_terms
+from torch_dpsco.estimators.solvers import amp_tolerance, solve
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective, weight_guess
 from torch_dpsco.noise import Source
 from torch_dpsco.step.exact_noise import gaussian_vector, knorm_vector, symmetric_noise
@@ -106,20 +106,22 @@ class ObjectivePlan(LinearPlan):
         """Returns what was asked for, or what the noise costs where that is more."""
         task = self.task
         if task.pure:
-            determinant = log_det(self.reg, _constants(task)[1])
-            moved = (1 + (task.adjacency == REPLACE_ONE)) * _constants(task)[0]
+            lipschitz, smoothness = _constants(task)
+            determinant = log_det(self.reg, smoothness)
+            moved = (1 + (task.adjacency == REPLACE_ONE)) * lipschitz
             parts = moved / self.noise_scale, 2 * self.distance / self.output_scale
             # margin: quotients and sum are rounded up, by the next number (docs/proofs/rounding.md#model-of-arithmetic)
             spent = math.fsum([determinant, *(math.nextafter(part, math.inf) for part in parts)])
             spent = math.nextafter(spent, math.inf)
             # PRIVACY: the epsilon of both noises (test_an_edited_plan_is_refused_or_charges_what_it_draws)
             return Pure(max(task.target.epsilon, spent), (task.adjacency,))
+        change = _change(task, self.reg)
         if self.curve:
-            change = _change(task, self.reg)
             return _curve(self.noise_scale, change, _mu_out(task), task.adjacency)
+        epsilon = task.target.epsilon
         # PRIVACY: the delta of the noise that is drawn (test_an_edited_plan_is_refused_or_charges_what_it_draws)
-        delta = max(_spent(task.target.delta), _delta(task, self.reg, self.noise_scale))
-        return ApproxDP(task.target.epsilon, delta, (task.adjacency,))
+        spent = _amp_delta(epsilon, self.noise_scale, change, _mu_out(task))
+        return ApproxDP(epsilon, max(_spent(task.target.delta), spent), (task.adjacency,))
 
     @property
     def noise_and_signal(self) -> tuple[float, float, str]:
@@ -203,23 +205,17 @@ def plan_objective(task: LinearTask, charge: str = "approx") -> ObjectivePlan:
     Guarantee:
         The event of the plan, for the task's adjacency, for the released point.
     """
-    lipschitz, smoothness = _constants(task)
+    _, smoothness = _constants(task)
     ranks = max(
         1, task.num_scores - 1
     )  # of a record's second derivative, each of which the determinant pays for
     reg = objpert_reg(task.target.epsilon, ranks * smoothness) if task.reg is None else task.reg
-    size = _pure_scale if task.pure else _noise_std
     if (
         task.reg is None and ranks == 1 and not task.pure and not task.curvature
     ):  # its bias is subtracted there
-        reg = max(
-            reg,
-            noise_reg(
-                size(task, reg, lipschitz, smoothness), task.parameters, weight_guess(task)
-            ),
-        )
+        reg = max(reg, noise_reg(_scale(task, reg), task.parameters, weight_guess(task)))
     try:
-        scale = size(task, reg, lipschitz, smoothness)
+        scale = _scale(task, reg)
     except InfeasibleError as error:
         if not task.curvature:
             raise
@@ -235,9 +231,7 @@ def plan_objective(task: LinearTask, charge: str = "approx") -> ObjectivePlan:
                 " mechanism='noisy_gd'"
             )
     return ObjectivePlan(
-        task=replace(task, reg=reg),
-        noise_scale=size(task, reg, lipschitz, smoothness),
-        charge=charge,
+        task=replace(task, reg=reg), noise_scale=_scale(task, reg), charge=charge
     )
 
 
@@ -300,7 +294,13 @@ def _constants(task: LinearTask) -> tuple[float, float]:
     return task.smooth_constants("objective perturbation")
 
 
-def _noise_std(task: LinearTask, reg: float, lipschitz: float, smoothness: float) -> float:
+def _scale(task: LinearTask, reg: float) -> float:
+    """Returns the std of b, or 1/g for the part of epsilon that it has."""
+    lipschitz, smoothness = _constants(task)
+    if task.pure:
+        epsilon = (1 - AMP_PURE_SHARE) * task.target.epsilon * (1 - 1e-15)
+        rate = objpert_pure_rate(epsilon, reg, lipschitz, smoothness, task.adjacency)
+        return 1 / rate * (1 + 1e-15)
     if task.noise_multiplier is not None:
         return task.noise_multiplier * lipschitz
     if task.num_scores == 1:
@@ -314,11 +314,6 @@ def _mu_out(task: LinearTask) -> float:
     # PRIVACY: units and Hessians are released too (test_what_is_measured_is_charged_with_the_release,
     # test_the_hessian_is_charged_with_the_answer); margin of the root (docs/proofs/rounding.md#model-of-arithmetic)
     return up(math.hypot(AMP_MU_OUT, task.measured), 2.0**-50) if task.measured else AMP_MU_OUT
-
-
-def _delta(task: LinearTask, reg: float, noise: float) -> float:
-    """Returns what noise of this std spends at the budget's epsilon: of `_noise_std` at most `_spent`."""
-    return _amp_delta(task.target.epsilon, noise, _change(task, reg), _mu_out(task))
 
 
 def _change(task: LinearTask, reg: float) -> Change:
@@ -341,11 +336,3 @@ _cached = functools.lru_cache(
 _amp_sigma = _cached(amp_sigma)
 _amp_delta = _cached(amp_delta)
 _curve = _cached(objective_curve)
-
-
-def _pure_scale(task: LinearTask, reg: float, lipschitz: float, smoothness: float) -> float:
-    """Returns 1/g, the scale of b for the part of epsilon that it has."""
-    epsilon = (1 - AMP_PURE_SHARE) * task.target.epsilon * (1 - 1e-15)
-    return (
-        1 / objpert_pure_rate(epsilon, reg, lipschitz, smoothness, task.adjacency) * (1 + 1e-15)
-    )

@@ -32,8 +32,7 @@ from torch_dpsco._validate import check_fields
 from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
 from torch_dpsco.accounting.analysis.rounding import DOUBLE
 from torch_dpsco.accounting.events import GDP, Adjacency
-from torch_dpsco.estimators.records import Records
-from torch_dpsco.estimators.solvers import sum_terms
+from torch_dpsco.estimators.records import Records, sum_terms
 from torch_dpsco.losses import enforce_bounds
 from torch_dpsco.noise import Source
 from torch_dpsco.problem import round_up
@@ -130,9 +129,9 @@ class Preparation:
         if self.before < math.inf:
             rows = self._clip(rows, self.before)
         if self.center is not None:
-            rows = rows - torch.tensor(self.center, dtype=torch.float64, device=rows.device)
+            rows = rows - rows.new_tensor(self.center)
         if self.scale is not None:
-            rows = rows / torch.tensor(self.scale, dtype=torch.float64, device=rows.device)
+            rows = rows / rows.new_tensor(self.scale)
         return rows
 
     def _shares(self, rows: Tensor) -> Tensor:
@@ -223,6 +222,8 @@ class PrivatePreparation:
                 "given must have no intercept, and rows that are measured neither center nor scale"
                 f" (got {self.given})"
             )
+        if self.bound_y is not None:
+            check.positive(bound_y=self.bound_y)
         if self.quantile is not None:
             check.open_interval(0.0, 1.0, quantile=self.quantile)
             if self.bound_y is None:

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_dpsco._validate import shown
+from torch_dpsco.accounting.analysis.rounding import FloatArray
 
 __all__ = [
     "BaseEstimator",
@@ -343,17 +344,16 @@ def as_codes(labels: Any, classes: Sequence[Any], count: int, device: torch.devi
         [0, 1, -1, -1]
     """
     column = _flat(labels, "y", count, device)
-    codes = torch.full((count,), -1, dtype=torch.int64, device=device)
-    if isinstance(column, Tensor):
+    if isinstance(column, Tensor) or column.dtype.kind != "O":
+        known = (
+            _NUMBER if isinstance(column, Tensor) else _OF_KIND.get(column.dtype.kind, object)
+        )
+        codes = torch.full((count,), -1, dtype=torch.int64, device=device)
         for place, name in enumerate(classes):
-            if isinstance(name, _NUMBER):
-                codes[column == name] = place
+            if isinstance(name, known):
+                codes[torch.as_tensor(column == name, device=device)] = place
         return codes
     table = {_plain(name): place for place, name in enumerate(classes)}
-    if column.dtype.kind != "O":
-        values, inverse = np.unique(column, return_inverse=True)
-        places = np.array([_place(table, value) for value in values.tolist()] or [-1])
-        return torch.from_numpy(places[inverse]).to(device)
     return torch.tensor(
         [_place(table, value) for value in column], dtype=torch.int64, device=device
     )
@@ -416,13 +416,20 @@ def labels_of(classes: Sequence[Any]) -> NDArray[Any]:
     return labels
 
 
-def labelled(labels: NDArray[Any], scores: NDArray[np.float64]) -> NDArray[Any]:
-    """Returns the label of each score (n,) of the second of two classes, or of scores (n, K)."""
-    places = scores.argmax(1) if scores.ndim == 2 else (scores > 0).astype(np.int64)
+def decisions(scores: FloatArray) -> FloatArray:
+    """Returns scores (n, K) of three classes or more, or (n,) of the second of two."""
+    if scores.shape[1] == 2:
+        return np.asarray(scores[:, 1] - scores[:, 0])
+    return scores if scores.shape[1] > 2 else np.asarray(scores[:, 0])
+
+
+def labelled(labels: NDArray[Any], decided: FloatArray) -> NDArray[Any]:
+    """Returns the label of each of these `decisions`."""
+    places = decided.argmax(1) if decided.ndim == 2 else (decided > 0).astype(np.int64)
     return np.asarray(labels[places])
 
 
-def chances(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+def chances(scores: FloatArray) -> FloatArray:
     """Returns probabilities (n, K) of scores (n, K), or for two classes of scores (n, 1) of the second one."""
     if scores.shape[1] == 1:
         scores = np.concatenate([np.zeros_like(scores), scores], axis=1)

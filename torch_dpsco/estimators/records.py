@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import native
+from torch_dpsco.accounting.analysis.rounding import DOUBLE, scaled_up
 
 _T = TypeVar("_T")
 
@@ -62,13 +63,21 @@ class Objective(ABC):
         """F(w)."""
         return self.value_and_gradient(point)[0]
 
+    def gradient(self, point: Tensor) -> Tensor:
+        """The gradient alone."""
+        return self.value_and_gradient(point)[1]
+
+    def thinned(self) -> tuple[Objective, Objective] | None:
+        """What is near enough for a first guess, and for a first Hessian, and costs less; None where nothing is."""
+        return None
+
     @abstractmethod
     def hessian(self, point: Tensor) -> Tensor:
         """Second derivative, shape (dim, dim), one-sided at kinks of the gradient."""
 
 
 RawPart = tuple[Tensor, Tensor, Tensor]  # features, targets, weights
-_BLOCK_ROWS = 1024
+BLOCK_ROWS = 1024
 _TILED_ROWS = 16 * 1024  # each passes 32 additions in a tile, and those of 512 tiles
 _SHORT = 32  # columns up to which reading what was computed is faster than computing it
 _WIDE = 128  # from which a product in BLAS is faster
@@ -180,7 +189,7 @@ class Records:
         self.device = features.device
         if num_classes is not None:
             _require_integers(targets)
-        self._rows = max(1, min(block_rows or _BLOCK_ROWS, _BLOCK_ENTRIES // max(self.dim, 1)))
+        self._rows = max(1, min(block_rows or BLOCK_ROWS, _BLOCK_ENTRIES // max(self.dim, 1)))
         targets = self._column("targets", targets)
         if shrunk:
             targets = targets * self._shares()
@@ -297,7 +306,7 @@ class Records:
 
     def scores(self, weight: Tensor) -> Tensor:
         """X w, shape (n,), for w of shape (d,); each within gamma(d) ||x|| ||w||."""
-        scores = torch.empty(self.count, dtype=torch.float64, device=self.device)
+        scores = self.zeros(self.count)
         for rows, block in self.blocks():
             scores[rows] = block @ weight
         return scores
@@ -309,8 +318,8 @@ class Records:
             # (test_a_null_record_adds_nothing_to_a_combination)
             slopes = torch.where(self._used, slopes, 0.0)
             fixed = RowLosses(slopes.view(1, -1), "fixed", 1.0)
-            return self.scored(self._zeros(self.dim), fixed)[1]
-        total = PairwiseSum(self._zeros(self.dim))
+            return self.scored(self.zeros(self.dim), fixed)[1]
+        total = PairwiseSum(self.zeros(self.dim))
         for rows, block in self.blocks():
             total.add(slopes[rows] @ block)
         return total.result()
@@ -327,8 +336,8 @@ class Records:
         Returns:
             (sum of losses, sum of slope x); a scalar and a tensor of the shape of `weight`.
         """
-        value = PairwiseSum(self._zeros())
-        gradient = PairwiseSum(self._zeros(*weight.shape))
+        value = PairwiseSum(self.zeros())
+        gradient = PairwiseSum(self.zeros(*weight.shape))
         for rows, block in self.blocks():
             losses, slopes = terms(
                 block @ weight.T if weight.dim() == 2 else block @ weight, rows
@@ -339,9 +348,9 @@ class Records:
 
     def gram(self, curvatures: Tensor) -> Tensor:
         """X^T diag(c) X, shape (d, d), for c of shape (n,)."""
-        total = PairwiseSum(self._zeros(self.dim, self.dim))
+        total = PairwiseSum(self.zeros(self.dim, self.dim))
         if self._table is not None and self.dim < _WIDE:
-            step = self._rows if self._rows < _BLOCK_ROWS else _TILED_ROWS
+            step = self._rows if self._rows < BLOCK_ROWS else _TILED_ROWS
             for start in range(0, self.count, step):
                 total.add(self._table.gram(curvatures, start, start + step))
             return total.result()
@@ -369,7 +378,8 @@ class Records:
             torch.cat([sums, terms[whole:].sum(0, keepdim=True)]) if whole < self.count else sums
         )
 
-    def _zeros(self, *shape: int) -> Tensor:
+    def zeros(self, *shape: int) -> Tensor:
+        """Float64 on the device of the records."""
         return torch.zeros(shape, dtype=torch.float64, device=self.device)
 
     def _column(self, name: str, column: Tensor) -> Tensor:
@@ -385,7 +395,7 @@ class Records:
         if self._table is not None:
             return self._table.shares
         shares: Callable[[Tensor], Tensor] = self._prepare.shares  # type: ignore[union-attr]
-        parts = torch.split(self._features, _BLOCK_ROWS)
+        parts = torch.split(self._features, BLOCK_ROWS)
         return torch.cat([shares(part) for part in parts])
 
     def distances(self, center: Tensor) -> Tensor:
@@ -402,8 +412,8 @@ class Records:
         if self._table is not None:
             return self._table.norms
         few = self._prepare is not None and self.count * self.dim <= _KEPT_ENTRIES
-        kept = self._zeros(self.count, self.dim) if few else None
-        norms = torch.empty(self.count, dtype=torch.float64, device=self.device)
+        kept = self.zeros(self.count, self.dim) if few else None
+        norms = self.zeros(self.count)
         for start in range(0, self.count, self._rows):
             rows = slice(start, start + self._rows)
             raw = self._features[rows]
@@ -466,6 +476,60 @@ def _require_integers(targets: Tensor) -> None:
     kind = targets.dtype
     if kind.is_floating_point or kind.is_complex or kind == torch.bool:
         raise ValueError(f"targets must be class numbers of an integer dtype (got {kind})")
+
+
+def sum_terms(n: int) -> int:
+    """Returns m: the error of a sum of n terms is at most m u times the sum of their sizes, up to O(u^2).
+
+    Example:
+        >>> sum_terms(10**6)
+        1034
+    """
+    return min(n, BLOCK_ROWS) + (-(-n // BLOCK_ROWS) - 1).bit_length()
+
+
+def gradient_rounding(
+    n: int,
+    dim: int,
+    *,
+    lipschitz: float,
+    smoothness: float,
+    reg: float,
+    norm: float,
+    weight: float = 1.0,
+    linear: float = 0.0,
+    score_offset: float = 0.0,
+) -> float:
+    """Returns e_grad, which bounds how far a computed gradient (and its norm) is from the exact one.
+
+    Args:
+        n: records, >= 1; the public n or n_max for a check before the run.
+        dim: d >= 1.
+        lipschitz: L > 0, bound on the gradient of a loss.
+        smoothness: beta >= 0 of a loss.
+        reg: lam >= 0, in the same form as the objective.
+        norm: |w| >= 0, or a bound on it.
+        weight: sum of the weights of the losses: 1 for a mean, n_max / n for a sum over a constant n, n_max for a sum.
+        linear: |b| >= 0 of a linear term.
+        score_offset: >= 0, what the loss adds to a score, over the bound on |x| (`Problem.score_offset`).
+
+    Source: docs/proofs/output.md#rounding-of-a-gradient
+
+    Example:
+        >>> gradient_rounding(10**5, 20, lipschitz=1.0, smoothness=0.25, reg=1e-4, norm=5.0) < 2e-13
+        True
+    """
+    terms = weight * lipschitz + reg * norm + linear
+    scores = (dim + 8) * weight * smoothness * (norm + score_offset)
+    return scaled_up(DOUBLE * ((sum_terms(n) + dim + 16) * terms + scores), 16)
+
+
+def project(point: Tensor, radius: float) -> Tensor:
+    """Pi onto B(0, R), within gamma(d + 8) R."""
+    if math.isinf(radius):
+        return point
+    length = float(torch.linalg.vector_norm(point))
+    return point * (radius / length) if length > radius else point
 
 
 class Stored(ABC):

@@ -20,18 +20,18 @@ from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import check_fields, typed
+from torch_dpsco.accounting.analysis.rounding import FloatArray
 from torch_dpsco.accounting.statement import Statement
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.reading import (
     chances,
+    decisions,
     dense_rows,
     labelled,
     labels_of,
     require_finite,
 )
 from torch_dpsco.estimators.schema import Schema
-
-Array = NDArray[np.float64]
 
 _BLOCK_ROWS = 65_536  # of a prediction: rows are float64 there
 
@@ -192,17 +192,14 @@ class Released:
             return self._scores(X)[:, 0]
         return labelled(labels_of(self.classes), self.decision_function(X))
 
-    def decision_function(self, X: Any) -> Array:
+    def decision_function(self, X: Any) -> FloatArray:
         """Returns scores of a classifier: (n,) for the second of two classes, or (n, K)."""
         _require(
             self.kind != "regressor", "kind must be of a classifier for scores (got 'regressor')"
         )
-        scores = self._scores(X)
-        if self.kind != "softmax":
-            return scores[:, 0]
-        return scores if scores.shape[1] > 2 else scores[:, 1] - scores[:, 0]
+        return decisions(self._scores(X))
 
-    def predict_proba(self, X: Any) -> Array:
+    def predict_proba(self, X: Any) -> FloatArray:
         """Returns probabilities (n, K) of public rows, for logistic and softmax regression."""
         _require(
             self.kind in ("probabilities", "softmax"),
@@ -210,7 +207,7 @@ class Released:
         )
         return chances(self._scores(X))
 
-    def _scores(self, X: Any) -> Array:
+    def _scores(self, X: Any) -> FloatArray:
         if self.schema is not None and not (
             isinstance(X, (np.ndarray, list)) and np.ndim(X) == 2
         ):
@@ -226,7 +223,9 @@ class Released:
         return scores_of(given, np.array(self.coef), np.array(self.intercept), X)
 
 
-def scores_of(given: Preparation, weight: Array, intercept: Array, X: Any) -> Array:
+def scores_of(
+    given: Preparation, weight: FloatArray, intercept: FloatArray, X: Any
+) -> FloatArray:
     """Returns scores (n, K) of public rows, prepared by public numbers, of weights (K, d) for raw rows."""
     center, scale = (values.numpy() for values in given.shift_and_scale)
     # the score of the center, which lies at the origin of prepared rows

@@ -27,6 +27,7 @@ from torch.utils.data import TensorDataset
 
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import check_fields, typed
+from torch_dpsco.accounting.analysis.rounding import FloatArray
 from torch_dpsco.accounting.report import names_of
 from torch_dpsco.acts import act
 from torch_dpsco.errors import UnitError
@@ -56,7 +57,7 @@ def key(value: Any) -> float | str | None:
     return found if not math.isnan(found) else value if isinstance(value, str) else None
 
 
-def numbers(values: Column) -> NDArray[np.float64]:
+def numbers(values: Column) -> FloatArray:
     """Returns values as `number` reads them."""
     if isinstance(values, np.ndarray):
         found = values.astype(np.float64)
@@ -64,7 +65,7 @@ def numbers(values: Column) -> NDArray[np.float64]:
     return np.array([number(value) for value in values], dtype=np.float64)
 
 
-def places_of(levels: Sequence[Any], values: Column) -> NDArray[np.float64]:
+def places_of(levels: Sequence[Any], values: Column) -> FloatArray:
     """Returns the place of each value among levels; NaN for one that is none."""
     places = index_of("levels", levels)
     known: dict[Any, float] = {}
@@ -130,7 +131,7 @@ class Number:
         """Returns the names of the features."""
         return [column, f"{column} missing"] if self.missing else [column]
 
-    def code(self, values: Column) -> NDArray[np.float64]:
+    def code(self, values: Column) -> FloatArray:
         """Returns the features (n, 1 or 2), each row of its own value alone."""
         found = numbers(values)
         lost = np.isnan(found)
@@ -163,7 +164,7 @@ class Category:
         """Returns the names of the features."""
         return [f"{column}={level}" for level in self.levels[self.baseline :]]
 
-    def code(self, values: Column) -> NDArray[np.float64]:
+    def code(self, values: Column) -> FloatArray:
         """Returns the features (n, number of levels), each row of its own value alone."""
         wanted = np.arange(self.baseline, len(self.levels))
         hits = places_of(self.levels, values)[:, None] == wanted
@@ -191,7 +192,7 @@ class Ordered:
         """Returns the names of the features."""
         return [column, f"{column} missing"] if self.missing else [column]
 
-    def code(self, values: Column) -> NDArray[np.float64]:
+    def code(self, values: Column) -> FloatArray:
         """Returns the features (n, 1 or 2), each row of its own value alone."""
         places = places_of(self.levels, values)
         return Number(0, len(self.levels) - 1, self.missing).code(places)
@@ -372,7 +373,7 @@ class Schema:
             self, features[kept], targets[kept], None if self.rows_per_unit == 1 else groups
         )
 
-    def features(self, frame: Any) -> NDArray[np.float64]:
+    def features(self, frame: Any) -> FloatArray:
         """Returns the features (n, d) of all rows, NaN where one has none: for predictions, targets and ids not needed.
 
         Args:
@@ -450,7 +451,7 @@ class Schema:
                 ) from error
         return cls.from_dict(state)
 
-    def _features(self, columns: Mapping[str, Column]) -> NDArray[np.float64]:
+    def _features(self, columns: Mapping[str, Column]) -> FloatArray:
         return np.concatenate(
             [kind.code(columns[name]) for name, kind in self.columns.items()], axis=1
         )
@@ -483,7 +484,7 @@ class Table:
     """A table that was read: X (n, d) float64, y (n,), and groups (n,), the ids for `fit`, or None."""
 
     schema: Schema = field(repr=False)
-    X: NDArray[np.float64]
+    X: FloatArray
     y: NDArray[Any]
     groups: NDArray[Any] | None
 

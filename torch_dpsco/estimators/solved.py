@@ -17,8 +17,8 @@ Linear models as torch optimizers, of one release each; `output`, `objective` an
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any, ClassVar, NoReturn, TypeVar
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +43,6 @@ from torch_dpsco.step.answer import AnswerOptimizer
 from torch_dpsco.step.chooser import agreed
 from torch_dpsco.step.run import in_turn
 
-_Planned = TypeVar("_Planned", bound=LinearPlan)
-
 
 def linear_shape(params: Any) -> tuple[int, int, bool]:
     """Returns (scores, features, bias) of one `torch.nn.Linear`, or of its parameters.
@@ -64,70 +62,6 @@ def linear_shape(params: Any) -> tuple[int, int, bool]:
     return shapes[0][0], shapes[0][1], len(shapes) == 2
 
 
-def linear_task(
-    model: Any,
-    loss: TableLoss,
-    n: int,
-    bound_x: float,
-    budget: Budget | None,
-    noise_multiplier: float | None,
-    adjacency: Adjacency | None,
-    bound_y: float | None,
-    reg: float | None,
-    radius: float,
-    n_max: int | None,
-    residual_clip: float | None = None,
-) -> LinearTask:
-    """Returns the task of a layer; numbers as in `LinearTask`.
-
-    Args:
-        model: the `torch.nn.Linear`, or its parameters.
-        loss: of the records.
-        n: public number of records.
-        bound_x: that rows are clipped to, without the one of a bias.
-        budget: target, or None.
-        noise_multiplier: in place of a budget's noise.
-        adjacency: default the budget's, or "zero_out".
-        bound_y: that targets are clipped to.
-        reg: in sum form.
-        radius: of the ball of answers.
-        n_max: default 2 n.
-        residual_clip: share of the bound that gradients are clipped at.
-    """
-    scores, dim, bias = linear_shape(model)
-    budget, adjacency = agreed(budget, adjacency)
-    task = LinearTask(
-        loss=loss,
-        preparation=Preparation(bound_x, intercept=float(bias)),
-        dim=dim,
-        n=n,
-        budget=budget,
-        noise_multiplier=noise_multiplier,
-        adjacency=adjacency,
-        bound_y=bound_y,
-        reg=reg,
-        radius=radius,
-        residual_clip=residual_clip,
-        n_max=0 if n_max is None else check.positive_count(n_max=n_max),
-    )
-    if scores != task.num_scores:
-        raise ValueError(
-            f"params must have {task.num_scores} scores, those of {task.loss} (got {scores})"
-        )
-    warn_of_delta(budget, n)
-    return task
-
-
-def warned_of_noise(plan: _Planned) -> _Planned:
-    """Returns the plan; warns where the noise of a budget is longer than anything that it is added to."""
-    if plan.budget is not None:
-        noise, signal, of = plan.noise_and_signal
-        size = plan.task.parameters
-        epsilon = plan.budget.epsilon
-        checks.warn_if_buried(noise, signal, n=plan.task.n, dim=size, epsilon=epsilon, of=of)
-    return plan
-
-
 class SolvedOptimizer(AnswerOptimizer):
     """Base: a linear layer, a plan, one release.
 
@@ -143,6 +77,8 @@ class SolvedOptimizer(AnswerOptimizer):
     """
 
     plans: ClassVar[type[LinearPlan]]
+    _planner: ClassVar[Callable[..., LinearPlan]]
+    _own: ClassVar[str]  # keyword of `plan` for this class alone
     _loops: ClassVar[bool] = False  # whether the point of a loop can be certified
 
     def __init__(
@@ -166,6 +102,104 @@ class SolvedOptimizer(AnswerOptimizer):
         super().__init__(given, {}, plan, Full(task.n), 0, ledger, generator)
         self._solved: Any = None
         ledger.declare(self.event, 1)
+
+    @classmethod
+    def plan(
+        cls,
+        *,
+        model: Any,
+        loss: TableLoss,
+        n: int,
+        bound_x: float,
+        budget: Budget | None = None,
+        noise_multiplier: float | None = None,
+        adjacency: Adjacency | None = None,
+        bound_y: float | None = None,
+        reg: float | None = None,
+        radius: float = math.inf,
+        residual_clip: float | None = None,
+        tilt: float = 0.0,
+        attack_radius: float = 0.0,
+        attack_norm: float = 2.0,
+        n_max: int | None = None,
+        n_min: int | None = None,
+        steps: int | None = None,
+        charge: str | None = None,
+        secure: str | None = None,
+    ) -> Any:
+        """Returns regularizer, noise and epsilon of a release, before anything is spent.
+
+        Args:
+            model: the `torch.nn.Linear`, or its parameters: their shapes are read.
+            loss: of `torch_dpsco.losses`: smooth, with bounded gradients (or a residual_clip), or the softmax
+                cross-entropy; of `OutputPerturbation` any of them, hinge and pinball included.
+            n: public number of records; a reference under add_remove.
+            bound_x: B > 0, public: rows are clipped to it (the one of a bias is added).
+            budget: target; delta = 0 for a pure epsilon, not of `NoisyGD`, nor of a softmax by `ObjectivePerturbation`.
+            noise_multiplier: > 0 (a budget then only limits the run): std of the noise over the bound on a record's
+                gradient, of a step or of the random term, which is charged as a curve; both need reg. Of
+                `OutputPerturbation` over how far one record moves the answer.
+            adjacency: default the budget's, or "zero_out".
+            bound_y: Y > 0, public, that real targets are clipped to.
+            reg: in sum form, > 0; None for the smallest sensible one, at which a quarter of epsilon pays for it; of
+                `OutputPerturbation` for the least bound on the risk of a model of norm 5/B.
+            radius: of a ball that the answer is in; `OutputPerturbation` needs it for the squared loss under
+                add_remove, or n_max.
+            residual_clip: kappa in (0, 1]: gradients are clipped at kappa times the bound of rows, which makes them
+                those of another convex loss. 0.5 is a good choice for the logistic loss.
+            tilt: tau of tilted risk, either sign, of `OutputPerturbation`.
+            attack_radius: rho of adversarial rows, likewise.
+            attack_norm: 2 or inf.
+            n_max: public cap on the number of records; default 2 n.
+            n_min: public lower bound on it, for tilts under add_remove.
+            steps: of `NoisyGD`; None for those after which it has converged, at most 500.
+            charge: of `ObjectivePerturbation`: "approx", or "curve" for a ledger that holds much else, see
+                `estimators.objective.plan_objective`. A curve alone costs more than epsilon, so that such a plan has no
+                budget: give an accountant with room.
+            secure: of `OutputPerturbation`: "exact" for noise drawn in integers on a public grid (delta > 0), 0.03 %
+                more of it.
+
+        Raises:
+            ConditionError: nothing is proved for these settings.
+            InfeasibleError: reg is too small for epsilon; the message names the smallest one.
+            MissingConstantError: the loss needs a radius.
+        """
+        scores, dim, bias = linear_shape(model)
+        budget, adjacency = agreed(budget, adjacency)
+        own = {"steps": steps, "charge": charge, "secure": secure}
+        own = {name: value for name, value in own.items() if value is not None}
+        for name in own.keys() - {cls._own}:
+            raise ValueError(f"{name} must be left out for {cls.__name__} (got {own[name]!r})")
+        task = LinearTask(
+            loss=loss,
+            preparation=Preparation(bound_x, intercept=float(bias)),
+            dim=dim,
+            n=n,
+            budget=budget,
+            noise_multiplier=noise_multiplier,
+            adjacency=adjacency,
+            bound_y=bound_y,
+            reg=reg,
+            radius=radius,
+            residual_clip=residual_clip,
+            tilt=tilt,
+            attack_radius=attack_radius,
+            attack_norm=attack_norm,
+            n_max=0 if n_max is None else check.positive_count(n_max=n_max),
+            n_min=n_min,
+        )
+        if scores != task.num_scores:
+            raise ValueError(
+                f"params must have {task.num_scores} scores, those of {task.loss} (got {scores})"
+            )
+        warn_of_delta(budget, n)
+        plan = cls._planner(task, **own)
+        if plan.budget is not None:  # noise that is longer than anything that it is added to
+            noise, signal, of = plan.noise_and_signal
+            size = task.parameters
+            epsilon = plan.budget.epsilon
+            checks.warn_if_buried(noise, signal, n=n, dim=size, epsilon=epsilon, of=of)
+        return plan
 
     # -- solving ------------------------------------------------------------------------------------------------------
 
@@ -317,61 +351,8 @@ class NoisyGD(SolvedOptimizer):
     """
 
     plans = NoisyGDPlan
-
-    @classmethod
-    def plan(
-        cls,
-        *,
-        model: Any,
-        loss: TableLoss,
-        n: int,
-        bound_x: float,
-        budget: Budget | None = None,
-        noise_multiplier: float | None = None,
-        adjacency: Adjacency | None = None,
-        bound_y: float | None = None,
-        reg: float | None = None,
-        radius: float = math.inf,
-        residual_clip: float | None = None,
-        steps: int | None = None,
-        n_max: int | None = None,
-    ) -> NoisyGDPlan:
-        """Returns regularizer, steps, noise and epsilon of a run, before anything is spent.
-
-        Args:
-            model: the `torch.nn.Linear`, or its parameters: their shapes are read.
-            loss: smooth, with bounded gradients (or a residual_clip).
-            n: public number of records; a reference under add_remove.
-            bound_x: B > 0, public: rows are clipped to it (the one of a bias is added).
-            budget: target; delta > 0.
-            noise_multiplier: > 0 (a budget then only limits the run): std of a step's noise over the bound on a
-                record's gradient; needs reg.
-            adjacency: default the budget's, or "zero_out".
-            bound_y: Y > 0, public, that real targets are clipped to.
-            reg: in sum form, > 0; None for that of objective perturbation.
-            radius: of a ball that iterates are projected on.
-            residual_clip: see `ObjectivePerturbation.plan`.
-            steps: None for those after which it has converged, at most 500.
-            n_max: public cap on the number of records; default 2 n.
-
-        Raises:
-            ConditionError: the loss is not smooth and Lipschitz, or delta is 0.
-        """
-        task = linear_task(
-            model,
-            loss,
-            n,
-            bound_x,
-            budget,
-            noise_multiplier,
-            adjacency,
-            bound_y,
-            reg,
-            radius,
-            n_max,
-            residual_clip,
-        )
-        return warned_of_noise(plan_noisy_gd(task, steps))
+    _planner = staticmethod(plan_noisy_gd)
+    _own = "steps"
 
 
 class ObjectivePerturbation(SolvedOptimizer):
@@ -404,64 +385,8 @@ class ObjectivePerturbation(SolvedOptimizer):
     """
 
     plans = ObjectivePlan
-
-    @classmethod
-    def plan(
-        cls,
-        *,
-        model: Any,
-        loss: TableLoss,
-        n: int,
-        bound_x: float,
-        budget: Budget | None = None,
-        noise_multiplier: float | None = None,
-        adjacency: Adjacency | None = None,
-        bound_y: float | None = None,
-        reg: float | None = None,
-        radius: float = math.inf,
-        residual_clip: float | None = None,
-        n_max: int | None = None,
-        charge: str = "approx",
-    ) -> ObjectivePlan:
-        """Returns regularizer, noise and epsilon of a release, before anything is spent.
-
-        Args:
-            model: the `torch.nn.Linear`, or its parameters: their shapes are read.
-            loss: smooth, of one score, with bounded gradients (or a residual_clip); or the softmax cross-entropy.
-            n: public number of records; a reference under add_remove.
-            bound_x: B > 0, public: rows are clipped to it (the one of a bias is added).
-            budget: target; delta = 0 for a pure epsilon (one score only).
-            noise_multiplier: > 0 (a budget then only limits the run): std of the random term over the bound on a
-                record's gradient, charged as a curve; needs reg.
-            adjacency: default the budget's, or "zero_out".
-            bound_y: Y > 0, public, that real targets are clipped to.
-            reg: in sum form, > 0; None for the smallest sensible one, at which a quarter of epsilon pays for it.
-            radius: of a ball that the answer is projected on.
-            residual_clip: kappa in (0, 1]: gradients are clipped at kappa times the bound of rows, which makes them
-                those of another convex loss. 0.5 is a good choice for the logistic loss.
-            n_max: public cap on the number of records; default 2 n.
-            charge: "approx", or "curve" for a ledger that holds much else, see `estimators.objective.plan_objective`. A
-                curve alone costs more than epsilon, so that such a plan has no budget: give an accountant with room.
-
-        Raises:
-            ConditionError: the loss is not smooth and Lipschitz, or pure and softmax.
-            InfeasibleError: reg is too small for epsilon; the message names the smallest one.
-        """
-        task = linear_task(
-            model,
-            loss,
-            n,
-            bound_x,
-            budget,
-            noise_multiplier,
-            adjacency,
-            bound_y,
-            reg,
-            radius,
-            n_max,
-            residual_clip,
-        )
-        return warned_of_noise(plan_objective(task, charge))
+    _planner = staticmethod(plan_objective)
+    _own = "charge"
 
 
 class OutputPerturbation(SolvedOptimizer):
@@ -493,68 +418,6 @@ class OutputPerturbation(SolvedOptimizer):
     """
 
     plans = OutputPlan
+    _planner = staticmethod(plan_output)
+    _own = "secure"
     _loops = True
-
-    @classmethod
-    def plan(
-        cls,
-        *,
-        model: Any,
-        loss: TableLoss,
-        n: int,
-        bound_x: float,
-        budget: Budget | None = None,
-        noise_multiplier: float | None = None,
-        adjacency: Adjacency | None = None,
-        bound_y: float | None = None,
-        reg: float | None = None,
-        radius: float = math.inf,
-        tilt: float = 0.0,
-        attack_radius: float = 0.0,
-        attack_norm: float = 2.0,
-        n_max: int | None = None,
-        n_min: int | None = None,
-        secure: str | None = None,
-    ) -> OutputPlan:
-        """Returns regularizer, noise and epsilon of a release, before anything is spent.
-
-        Args:
-            model: the `torch.nn.Linear`, or its parameters: their shapes are read.
-            loss: of `torch_dpsco.losses`; hinge and pinball included.
-            n: public number of records; a reference under add_remove.
-            bound_x: B > 0, public: rows are clipped to it (the one of a bias is added).
-            budget: target; delta = 0 for a pure epsilon.
-            noise_multiplier: > 0 (a budget then only limits the run): std of Gaussian noise over how far one record
-                moves the answer.
-            adjacency: default the budget's, or "zero_out".
-            bound_y: Y > 0, public, that real targets are clipped to.
-            reg: in sum form, > 0; None for the least bound on the risk of a model of norm 5/B.
-            radius: of a ball that the answer is in; needed for the squared loss under add_remove, or n_max.
-            tilt: tau of tilted risk, either sign.
-            attack_radius: rho of adversarial rows.
-            attack_norm: 2 or inf.
-            n_max: public cap on the number of records; default 2 n.
-            n_min: public lower bound on it, for tilts under add_remove.
-            secure: "exact" for noise drawn in integers on a public grid (delta > 0): 0.03 % more of it.
-
-        Raises:
-            ConditionError: nothing is proved for these settings.
-            MissingConstantError: the loss needs a radius.
-        """
-        task = linear_task(
-            model,
-            loss,
-            n,
-            bound_x,
-            budget,
-            noise_multiplier,
-            adjacency,
-            bound_y,
-            reg,
-            radius,
-            n_max,
-        )
-        task = replace(
-            task, tilt=tilt, attack_radius=attack_radius, attack_norm=attack_norm, n_min=n_min
-        )
-        return warned_of_noise(plan_output(task, secure))

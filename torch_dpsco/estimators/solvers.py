@@ -58,23 +58,25 @@ import torch
 from torch import Tensor
 
 from torch_dpsco._validate import positive, typed
-from torch_dpsco.accounting.analysis.rounding import DOUBLE, gamma, scaled_up
+from torch_dpsco.accounting.analysis.rounding import gamma
 from torch_dpsco.errors import ConditionError, NotCertifiedError
-from torch_dpsco.estimators.objectives import LinearObjective, norm_up
-from torch_dpsco.estimators.records import Objective, require_double
+from torch_dpsco.estimators.objectives import norm_up
+from torch_dpsco.estimators.records import Objective, project, require_double
 
 _CLEAR = 3.0  # of the norm of the noise, about 2 tau sqrt(p / 2)
 _UP = 1 + 1e-12  # more than the rounding of the few scalar operations after a bound
 
 
 @dataclass(frozen=True)
-class Certificate:
-    """A proof that ||w - w*|| <= distance. The number depends on the data: it must be neither shown nor released.
+class Solution:
+    """A point w, and a proof that ||w - w*|| <= distance. NOT private before noise is added: neither may be shown.
 
     Attributes:
+        w: float64 point.
         distance: bound on the distance to the exact minimizer, rounding included; inf or NaN proves nothing.
     """
 
+    w: Tensor = field(repr=False)
     distance: float = field(repr=False)
 
     def proves(self, distance: float) -> bool:
@@ -83,7 +85,7 @@ class Certificate:
 
 
 @typed
-def gradient_certificate(objective: Objective, point: Tensor) -> Certificate:
+def gradient_certificate(objective: Objective, point: Tensor) -> Solution:
     """C1: ||w - w*|| <= ||s||/mu for any subgradient s of a mu-strongly convex F at w.
 
     Args:
@@ -91,7 +93,7 @@ def gradient_certificate(objective: Objective, point: Tensor) -> Certificate:
         point: w, float64.
 
     Returns:
-        (computed norm + bound on its rounding)/mu.
+        The point, and (computed norm + bound on its rounding)/mu.
 
     Raises:
         ValueError: if the point is not float64 or autocast is on.
@@ -102,6 +104,7 @@ def gradient_certificate(objective: Objective, point: Tensor) -> Certificate:
 
     Example:
         >>> from torch_dpsco.losses import Squared
+        >>> from torch_dpsco.estimators.objectives import LinearObjective
         >>> from torch_dpsco.estimators.records import Records
         >>> F = LinearObjective(Squared(), Records(torch.ones(1, 1), torch.ones(1)), reg=1.0, normalizer=1)
         >>> gradient_certificate(F, torch.tensor([0.5], dtype=torch.float64)).proves(1e-12)
@@ -109,12 +112,11 @@ def gradient_certificate(objective: Objective, point: Tensor) -> Certificate:
     """
     require_double(point, objective.dim)
     size = norm_up(objective.value_and_gradient(point)[1])
-    return Certificate((size + objective.gradient_error(point)) / _strong(objective) * _UP)
+    error = objective.gradient_error(point)
+    return Solution(point, (size + error) / _strong(objective) * _UP)
 
 
-def projected_certificate(
-    objective: Objective, point: Tensor, radius: float
-) -> tuple[Tensor, Certificate]:
+def projected_certificate(objective: Objective, point: Tensor, radius: float) -> Solution:
     """C2: a gradient step from w, projected onto B(0, R), and the certificate of the point reached.
 
     s = beta (w - w+) + grad F(w+) - grad F(w) is a subgradient of F + indicator at w+ = Pi(w - grad F/beta).
@@ -126,7 +128,7 @@ def projected_certificate(
         radius: R > 0, or inf.
 
     Returns:
-        (w+, its certificate on the ball); w itself with C1 if that proves the free minimizer to lie in the ball.
+        w+ with its distance on the ball; w itself with C1 if that proves the free minimizer to lie in the ball.
 
     Raises:
         ValueError, ConditionError: as for C1; ConditionError also if the objective is not smooth.
@@ -136,14 +138,14 @@ def projected_certificate(
     """
     require_double(point, objective.dim)
     if math.isinf(positive(allow_inf=True, radius=radius)):
-        return point, gradient_certificate(objective, point)
+        return gradient_certificate(objective, point)
     if objective.smoothness is None:
         raise ConditionError(
             "a ball needs a smooth objective: its certificate is a projected gradient step"
         )
     free = gradient_certificate(objective, point)
     if norm_up(point) + free.distance <= radius:
-        return point, free  # the free minimizer is proved to lie in the ball
+        return free  # the free minimizer is proved to lie in the ball
     beta = objective.smoothness
     gradient = objective.value_and_gradient(point)[1]
     moved = project(point - gradient / beta, radius)
@@ -152,15 +154,7 @@ def projected_certificate(
     # beta (exact step - made step), and the rounding of the residual itself
     error = gamma(4 * objective.dim + 64) * (beta * size + norm_up(gradient))
     error += objective.gradient_error(point) + objective.gradient_error(moved)
-    return moved, Certificate((norm_up(residual) + error) / _strong(objective) * _UP)
-
-
-def project(point: Tensor, radius: float) -> Tensor:
-    """Pi onto B(0, R), within gamma(d + 8) R."""
-    if math.isinf(radius):
-        return point
-    length = float(torch.linalg.vector_norm(point))
-    return point * (radius / length) if length > radius else point
+    return Solution(moved, (norm_up(residual) + error) / _strong(objective) * _UP)
 
 
 def _strong(objective: Objective) -> float:
@@ -171,58 +165,11 @@ def _strong(objective: Objective) -> float:
     return objective.strong_convexity
 
 
-BLOCK_ROWS = 1024
 _SHARE = 1e-3  # of the sensitivity: the noise grows by that much
 # of the Lipschitz constant
 _AMP_LEAST = 1e-6
 _AMP_MOST = 1e-2
 _ROOM = 4  # tolerances must exceed the rounding by this factor
-
-
-def sum_terms(n: int) -> int:
-    """Returns m: the error of a sum of n terms is at most m u times the sum of their sizes, up to O(u^2).
-
-    Example:
-        >>> sum_terms(10**6)
-        1034
-    """
-    return min(n, BLOCK_ROWS) + (-(-n // BLOCK_ROWS) - 1).bit_length()
-
-
-def gradient_rounding(
-    n: int,
-    dim: int,
-    *,
-    lipschitz: float,
-    smoothness: float,
-    reg: float,
-    norm: float,
-    weight: float = 1.0,
-    linear: float = 0.0,
-    score_offset: float = 0.0,
-) -> float:
-    """Returns e_grad, which bounds how far a computed gradient (and its norm) is from the exact one.
-
-    Args:
-        n: records, >= 1; the public n or n_max for a check before the run.
-        dim: d >= 1.
-        lipschitz: L > 0, bound on the gradient of a loss.
-        smoothness: beta >= 0 of a loss.
-        reg: lam >= 0, in the same form as the objective.
-        norm: |w| >= 0, or a bound on it.
-        weight: sum of the weights of the losses: 1 for a mean, n_max / n for a sum over a constant n, n_max for a sum.
-        linear: |b| >= 0 of a linear term.
-        score_offset: >= 0, what the loss adds to a score, over the bound on |x| (`Problem.score_offset`).
-
-    Source: docs/proofs/output.md#rounding-of-a-gradient
-
-    Example:
-        >>> gradient_rounding(10**5, 20, lipschitz=1.0, smoothness=0.25, reg=1e-4, norm=5.0) < 2e-13
-        True
-    """
-    terms = weight * lipschitz + reg * norm + linear
-    scores = (dim + 8) * weight * smoothness * (norm + score_offset)
-    return scaled_up(DOUBLE * ((sum_terms(n) + dim + 16) * terms + scores), 16)
 
 
 def solver_tolerance(sensitivity: float, strong_convexity: float) -> float:
@@ -341,25 +288,7 @@ def needed_eigenvalue(size: int, std: float) -> float:
 
 
 _NEWTON_DIM = 1000  # a Hessian costs about d/4 gradients
-_LIKE = 4  # every 4th record is enough for a Hessian, which is near that of all
-_THIN, _THIN_ROWS, _THIN_STEPS = (
-    16,
-    1024,
-    6,
-)  # of the first guess: every 16th record, of which there are 1024 or more
-
-
-@dataclass(frozen=True)
-class Solution:
-    """A certified point. NOT private: it becomes private by the noise added to it, and must not be shown before.
-
-    Attributes:
-        w: float64 point.
-        certificate: proof of its distance to the exact minimizer.
-    """
-
-    w: Tensor = field(repr=False)
-    certificate: Certificate = field(repr=False)
+_THIN_STEPS = 6  # of the first guess
 
 
 @typed
@@ -420,25 +349,21 @@ def solve(
     with torch.no_grad():
         fast = _fast(objective, point, distance)
         fast = fast if bool(torch.isfinite(fast).all()) else point
-        found, certificate = projected_certificate(objective, fast, radius)
-        if not certificate.proves(distance):
+        found = projected_certificate(objective, fast, radius)
+        if not found.proves(distance):
             # PRIVACY: a solver that fails must not raise, which would show that it failed
             # (test_the_fallback_certifies_when_the_fast_solver_is_broken)
-            found, certificate = certified_descent(
-                objective, torch.zeros_like(point), distance, radius
-            )
-    return Solution(found, certificate)
+            found = certified_descent(objective, torch.zeros_like(point), distance, radius)
+    return found
 
 
 def _fast(objective: Objective, start: Tensor, distance: float) -> Tensor:
     """The point of an untrusted unconstrained solver."""
     if objective.dim > _NEWTON_DIM:
         return lbfgs(objective, start, distance)
-    if isinstance(objective, LinearObjective) and objective.records.count >= _THIN * _THIN_ROWS:
-        # the first steps need not see every record: a Hessian of a sixteenth of them costs a sixteenth
-        thin = objective.thinned(objective.records.thinning(_THIN))
-        # a sample of a table that no memory holds takes a reading: one is enough there
-        like = objective.thinned(_LIKE) if objective.records.thinning(_LIKE) == _LIKE else thin
+    fewer = objective.thinned()
+    if fewer is not None:  # the first steps need not see every record
+        thin, like = fewer
         guess = newton(thin, start, distance, _THIN_STEPS)
         if bool(torch.isfinite(guess).all()):
             return newton(objective, guess, distance, like=like)
@@ -490,7 +415,7 @@ def accelerated_steps(
 
 def certified_descent(
     objective: Objective, start: Tensor, distance: float, radius: float = math.inf
-) -> tuple[Tensor, Certificate]:
+) -> Solution:
     """Accelerated descent until the certificate holds: at the worst-case number of steps at the latest.
 
     The certificate is tried at a geometric sequence of step counts. Rounding can make the last digits slow, so that the
@@ -503,7 +428,7 @@ def certified_descent(
         radius: R, or inf.
 
     Returns:
-        (point, certificate) with certificate.distance <= distance.
+        A point that is certified to be within the distance.
 
     Raises:
         NotCertifiedError: if the constants of the objective are violated, or `distance` lies below the rounding of
@@ -529,9 +454,10 @@ def certified_descent(
         point = accelerated_steps(objective, point if steps > 32 else start, steps, radius)
         if not bool(torch.isfinite(point).all()):
             raise _refusal()
-        point, certificate = projected_certificate(objective, point, radius)
-        if certificate.proves(distance):
-            return point, certificate
+        found = projected_certificate(objective, point, radius)
+        if found.proves(distance):
+            return found
+        point = found.w
         if steps > 4 * worst:
             raise _refusal()
         steps *= 2

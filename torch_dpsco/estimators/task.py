@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -28,27 +28,36 @@ from torch_dpsco import _validate as check
 from torch_dpsco._validate import check_fields
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
-from torch_dpsco.accounting.analysis.rounding import down
+from torch_dpsco.accounting.analysis.rounding import down, safe
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import BaseEvent
 from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT, Adjacency, RDPCurve, Sequential
-from torch_dpsco.errors import ConditionError, UnitError
-from torch_dpsco.estimators.objectives import (
-    Adversarial,
-    LinearObjective,
-    SoftmaxObjective,
-    Tilted,
-    margin_loss,
-)
-from torch_dpsco.estimators.output_numbers import minimizer_radius
+from torch_dpsco.errors import ConditionError, MissingConstantError, UnitError
+from torch_dpsco.estimators.objectives import LinearObjective
 from torch_dpsco.estimators.preparation import Preparation, PrivatePreparation, Units, level_left
-from torch_dpsco.estimators.records import Objective, RawPart, Records, Stored
-from torch_dpsco.estimators.solvers import gradient_rounding
+from torch_dpsco.estimators.records import (
+    Objective,
+    RawPart,
+    Records,
+    Stored,
+    gradient_rounding,
+)
+from torch_dpsco.estimators.robust import Adversarial, Tilted, margin_loss
 from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.losses.table import ResidualClipped, SoftmaxCrossEntropy
 from torch_dpsco.noise import Source
 from torch_dpsco.problem import Problem, round_up
 from torch_dpsco.step.plan import Plan
+
+_CHECKS: dict[str, Callable[..., Any]] = {  # of what is not None
+    **dict.fromkeys(("dim", "n", "n_min"), check.positive_count),
+    **dict.fromkeys(("noise_multiplier", "reg", "bound_y"), check.positive),
+    **dict.fromkeys(("attack_radius", "curvature"), check.nonnegative),
+    "n_max": check.count,
+    "radius": partial(check.positive, allow_inf=True),
+    "tilt": check.finite,
+    "attack_norm": partial(check.choice, (2.0, math.inf)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,45 +112,31 @@ class LinearTask:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check.positive_count(dim=self.dim)
-        check.positive_count(n=self.n)
+        given = {name: how for name, how in _CHECKS.items() if getattr(self, name) is not None}
+        check.fields(self, **given)
         if self.budget is not None:
             object.__setattr__(self, "adjacency", self.budget.adjacency)
-        if self.noise_multiplier is not None:
-            check.positive(noise_multiplier=self.noise_multiplier)
-        elif self.budget is None:
+        elif self.noise_multiplier is None:
             raise ValueError(
                 "budget or noise_multiplier must be given: the target, or noise of your own"
             )
-        object.__setattr__(self, "n_max", check.count(n_max=self.n_max) or 2 * self.n)
+        object.__setattr__(self, "n_max", self.n_max or 2 * self.n)
         if self.n_max < self.n:
             raise ValueError(f"n_max must be >= n={self.n} (got {self.n_max})")
-        if self.reg is not None:
-            check.positive(reg=self.reg)
-        check.positive(radius=self.radius, allow_inf=True)
         if (self.bound_y is not None) != (self.loss.target_kind == "real"):
             raise ValueError(
                 f"bound_y must be given for real targets, and for them only (got {self.bound_y})"
             )
-        if self.bound_y is not None:
-            check.positive(bound_y=self.bound_y)
-        if self.n_min is not None:
-            check.positive_count(n_min=self.n_min)
         self._require_shape()
         self._require_one_variant()
         if self.prepare is not None:
             self._require_preparable(self.prepare)
-        if check.nonnegative(curvature=self.curvature):
+        if self.curvature:
             self._require_intervals()
 
     def _require_shape(self) -> None:
         """Raises ValueError for numbers per feature of another length, ConditionError for several scores."""
-        given = (
-            [self.preparation]
-            if self.prepare is None
-            else [self.preparation, self.prepare.given]
-        )
-        for one in given:
+        for one in (self.preparation, self.prepare.given if self.prepare else self.preparation):
             for name, length in (("center", one.center), ("scale", one.scale)):
                 if length is not None and len(length) != self.dim:
                     raise ValueError(
@@ -154,9 +149,6 @@ class LinearTask:
 
     def _require_one_variant(self) -> None:
         """Raises ConditionError for two of tilt, attack and clip, or for one that is not proved for the loss."""
-        check.finite(tilt=self.tilt)
-        check.nonnegative(attack_radius=self.attack_radius)
-        check.choice((2.0, math.inf), attack_norm=self.attack_norm)
         if self.residual_clip is not None:
             # PRIVACY: above 1 nothing is clipped, and the constants would be too (test_a_clip_is_a_share_of_the_bound)
             if not 0 < check.finite(residual_clip=self.residual_clip) <= 1:
@@ -239,8 +231,12 @@ class LinearTask:
 
     def smooth_constants(self, mechanism: str) -> tuple[float, float]:
         """Returns bounds on gradient and curvature of a record's loss; raises ConditionError where one is missing."""
-        plain = not self.tilt and not self.attack_radius
-        if plain and self.lipschitz is not None and self.smoothness is not None:
+        if self.tilt or self.attack_radius:
+            raise ConditionError(
+                f"tilt and attack_radius must be 0 for {mechanism}, which needs a plain sum of smooth"
+                f" losses (got {self.tilt}, {self.attack_radius}): use output perturbation"
+            )
+        if self.lipschitz is not None and self.smoothness is not None:
             return self.lipschitz, self.smoothness
         raise ConditionError(
             f"{mechanism} needs a plain sum of smooth losses with bounded gradients (got"
@@ -343,7 +339,7 @@ class LinearTask:
         most: int,
         linear: float = 0.0,
     ) -> float:
-        """What rounding may do to a gradient of the sum of so many records, see `estimators.solvers`."""
+        """What rounding may do to a gradient of the sum of so many records, see `estimators.records`."""
         return gradient_rounding(
             most,
             dim,
@@ -355,6 +351,49 @@ class LinearTask:
             linear=linear,
             score_offset=self.problem.score_offset or 0.0,
         )
+
+
+def minimizer_radius(
+    reg: float,
+    *,
+    lipschitz: float | None = None,
+    loss_at_zero: float | None = None,
+    radius: float = math.inf,
+) -> float:
+    """Returns rho >= |w| for every minimizer w of (1/n) sum_i l(w, x_i) + (lam/2) |w|^2, over R^d or a ball.
+
+    rho = min(R, L / lam, sqrt(2 l0 / lam)): the first by the optimality condition, <s + lam w, -w> >= 0; the second,
+    for nonnegative losses, by F(w) <= F(0). A sum of up to N terms is a mean with lam = reg / N.
+
+    Args:
+        reg: lam > 0.
+        lipschitz: L > 0, on the whole of R^d or of the ball.
+        loss_at_zero: l0 >= 0 with 0 <= l(w, x) everywhere and l(0, x) <= l0.
+        radius: R of the ball of a constrained problem, > 0; inf for none.
+
+    Raises:
+        ValueError: an argument is out of range.
+        MissingConstantError: nothing that is given bounds the minimizer.
+
+    Guarantee: holds for exact minimizers only, so that constants of the ball of this radius must not be used for
+        objective perturbation or noisy gradient descent, whose iterates are unbounded.
+
+    Source: docs/proofs/output.md#where-minimizers-can-be
+
+    Example:
+        >>> round(minimizer_radius(0.5, lipschitz=1.0, loss_at_zero=0.25), 9)
+        1.0
+    """
+    bounds = [radius]
+    if lipschitz is not None:
+        bounds.append(safe(lipschitz / reg))
+    if loss_at_zero is not None:
+        bounds.append(safe(math.sqrt(2 * loss_at_zero / reg)))
+    if min(bounds) == math.inf:
+        raise MissingConstantError(
+            "no bound on the minimizer: give lipschitz, loss_at_zero or radius"
+        )
+    return min(bounds)
 
 
 @dataclass(frozen=True)
@@ -392,10 +431,7 @@ class LinearPlan(Plan):
     mechanism: ClassVar[str]
 
     def __post_init__(self) -> None:
-        if not (self.search is None or isinstance(self.search, Search)):
-            raise ValueError(
-                f"search must be a Search, or None for a fit by itself (got {self.search!r})"
-            )
+        check_fields(self)
         # PRIVACY: a trial by itself has a smaller epsilon (test_a_winner_shows_what_its_search_promised_and_charged)
         object.__setattr__(
             self, "budget", self.task.budget if self.search is None else self.search.budget
@@ -543,12 +579,10 @@ def make_records(
             add_remove, which tells that the promise was broken.
         ValueError: shapes or dtypes.
     """
-    count = len(features)
-    unit = "record"
-    if users is not None:
-        count = int(users.max()) + 1 if len(users) else 0
-        unit = "user"
-    _require_number(task, count, unit)
+    if users is None:
+        _require_number(task, len(features), "record")
+    else:
+        _require_number(task, int(users.max()) + 1 if len(users) else 0, "user")
     return _prepared(task, features, targets, weights, units)
 
 
@@ -602,12 +636,11 @@ def _prepared(
         # PRIVACY: all constants are those of weight 1 (test_weights_above_one_are_clipped); NaN makes a null record
         weights = weights.double().clamp(0.0, 1.0)
     classes = task.num_scores if task.num_scores > 1 else None
-    prepare, measured = (task.preparation, None) if units is None else (units.rows, task.prepare)
-    if units is None and task.prepare is not None:
-        prepare = task.prepare.given
-        measured = task.prepare
+    prepare = task.preparation if task.prepare is None else task.prepare.given
+    if units is not None:
+        prepare = units.rows
     if task.bound_y is not None:
-        bound = task.bound_y if measured is None else measured.bound_y or task.bound_y
+        bound = (task.prepare and task.prepare.bound_y) or task.bound_y
         targets = targets.double().clamp(-bound, bound)  # NaN stays: a null record
         if units is not None:
             targets = ((targets - units.location) / units.spread).clamp(
@@ -644,12 +677,6 @@ def build_objective(
             reg=reg,
             attack_norm=task.attack_norm,
             smoothing=KINK,
-        )
-    if task.num_scores > 1:
-        return SoftmaxObjective(
-            records,
-            reg=reg,
-            linear_term=linear_term,
         )
     loss = task.loss if task.clipped is None else task.clipped
     return LinearObjective(loss, records, reg=reg, linear_term=linear_term)

@@ -733,12 +733,3 @@ class ResidualClipped:
         smoothness = self.loss.problem(bound_x=bound_x).smoothness
         assert smoothness is not None  # losses with a corner are C^1
         return smoothness
-
-
-def scalar_loss(loss: object) -> TableLoss | ResidualClipped:
-    """The loss itself; raises ConditionError unless it is one of a single score."""
-    if isinstance(loss, (TableLoss, ResidualClipped)) and loss.num_scores == 1:
-        return loss
-    raise ConditionError(
-        f"loss must be one of torch_dpsco.losses of a single score (got {loss!r})"
-    )

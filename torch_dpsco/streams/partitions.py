@@ -34,8 +34,7 @@ from torch_dpsco import native
 from torch_dpsco._validate import shown
 from torch_dpsco.errors import ConditionError, NotCertifiedError
 from torch_dpsco.estimators.reading import dense_rows, is_sparse, record_weights
-from torch_dpsco.estimators.records import PairwiseSum, RawPart, Records, Stored
-from torch_dpsco.estimators.solvers import BLOCK_ROWS
+from torch_dpsco.estimators.records import BLOCK_ROWS, PairwiseSum, RawPart, Records, Stored
 from torch_dpsco.streams.blocks import PartedRecords, RawBlocks, copied
 
 PARTITION_ROWS = BLOCK_ROWS // 2  # of a block

@@ -40,8 +40,8 @@ from torch_dpsco.estimators.least_squares import (
     _bounds,
     _rounding,
 )
-from torch_dpsco.estimators.output_numbers import erm_sensitivity
-from torch_dpsco.estimators.solvers import sum_terms
+from torch_dpsco.estimators.output import erm_sensitivity
+from torch_dpsco.estimators.records import sum_terms
 from torch_dpsco.estimators.task import LinearTask
 
 _MODES = ("tight", "paper")

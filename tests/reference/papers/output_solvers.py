@@ -16,7 +16,8 @@ from torch import Tensor
 
 from tests.reference.papers.output import katyusha_parameters
 from torch_dpsco.estimators.objectives import LinearObjective
-from torch_dpsco.estimators.solvers import Iterate, certified, project
+from torch_dpsco.estimators.records import project
+from torch_dpsco.estimators.solvers import Iterate, certified
 
 
 def katyusha(
