@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.accounting.ledgers import STEP, image
+from tests.accounting.ledgers import STEP
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.events import (
     REPLACE_ONE,
@@ -136,13 +136,3 @@ def test_a_part_of_a_state_of_another_shape_is_named(key, value):
 def test_a_state_that_is_none_is_refused(state):
     with pytest.raises(ValueError, match="state_dict must be a mapping"):
         Accountant().load_state_dict(state)
-
-
-@pytest.mark.parametrize("history", [5, None, [5], [(1.0, 0.1)], ["abcd"]])
-def test_a_history_of_another_shape_is_named(history):
-    accountant = Accountant()
-    accountant.history = [(1.0, 0.1, 2)]
-    before = image(accountant)
-    with pytest.raises(ValueError, match="history must hold"):
-        accountant.history = history
-    assert image(accountant) == before

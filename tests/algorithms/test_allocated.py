@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import torch_dpsco as dp
 from tests.reference.absolute import HolderAbsolute
 from tests.test_mutations import assert_caught, nothing
-from torch_dpsco.accounting.book import Book
 from torch_dpsco.accounting.designs import Assigned, Draw
 from torch_dpsco.accounting.events import (
     ADJACENCIES,
@@ -35,7 +34,7 @@ from torch_dpsco.accounting.events import (
     Repeat,
     clipped_gaussian,
 )
-from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.ledger import Book, Ledger
 from torch_dpsco.errors import (
     AdjacencyError,
     BudgetExceeded,

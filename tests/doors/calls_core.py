@@ -43,8 +43,6 @@ for _name, _more in {
     "report": {},
     "require_unit": {"unit": "example", "adjacency": "zero_out"},
     "settle": {"adjacency": "zero_out"},
-    "step": {"noise_multiplier": 2.0, "sample_rate": 0.01},
-    "get_optimizer_hook_fn": {"sample_rate": 0.01},
     "state_dict": {},
 }.items():
     CALLS[f"dp.Accountant.{_name}"] = lambda name=_name, more=_more: (

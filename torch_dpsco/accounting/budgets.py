@@ -418,7 +418,7 @@ class GDPFilter(Filter):
         """Returns the sum of mu^2; inf with other events, and with those that may fail."""
         cost = ledger.cost(self.budget.adjacency, 0, event, count)
         # PRIVACY: (test_what_may_fail_fits_no_adaptive_budget)
-        if cost.mu_squared is None or cost.fails:
+        if math.isnan(cost.mu_squared) or cost.fails:
             return math.inf
         return cost.mu_squared * _rounding(ledger, event)
 

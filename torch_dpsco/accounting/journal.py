@@ -16,12 +16,11 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch_dpsco.accounting.book import MARKS, NONE, OPEN, Book, charge_row
 from torch_dpsco.accounting.events import Adjacency, Event, Repeat
-from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.ledger import NONE, OPEN, Book, Ledger, charge_row
 from torch_dpsco.accounting.ledger_file import LedgerFile
 from torch_dpsco.errors import PrivacyError, UtilityWarning
 
@@ -63,7 +62,7 @@ class Journal:
         self,
         event: Event,
         count: int,
-        marks: Collection[str] = (),
+        adaptive: bool = False,
         releases: Mapping[str, int] = NONE,
         ahead: Callable[[], int] | None = None,
     ) -> int:
@@ -72,7 +71,7 @@ class Journal:
         Args:
             event: to be charged.
             count: how often.
-            marks: facts, of `MARKS`, noted with it.
+            adaptive: whether its parameters were chosen from what was released before.
             releases: of `Book.releases`, noted even if the event is empty.
             ahead: says how many charges, this one included, may be written at once: equal ones, each with marks of
                 releases that are one further.
@@ -86,25 +85,19 @@ class Journal:
         book = self.book
         if self.file is None:
             if not self._charging:
-                self._charge_first(event, count, marks, releases)
-            added = book.ledger.add(event, count)
-            if marks and added:
-                book.mark(marks, added)
-            for run, number in releases.items():
-                if number > book.releases.get(run, 0):
-                    book.releases[run] = number
-            return added
+                self._charge_first(event, count, adaptive, releases)
+            return book.add(event, count, adaptive, releases)
         self._steps += 1
         # PRIVACY: on the disk before it is in the book, in the book before noise
         # (test_kill_between_the_disk_and_the_noise_over_counts_by_one)
-        paid = bool(releases) and not marks and self._is_written(event, count, releases)
+        paid = bool(releases) and not adaptive and self._is_written(event, count, releases)
         if paid:
             # PRIVACY: as for a line (test_a_file_that_changes_while_it_is_ahead_is_noticed_at_the_next_step)
             self.file.require_own()
             self._filed = -1  # until the book has the charge too
         else:
-            self._charge_first(event, count, marks, releases, ahead)
-        added = book.add(event, count, marks, releases)
+            self._charge_first(event, count, adaptive, releases, ahead)
+        added = book.add(event, count, adaptive, releases)
         if added or releases:
             if not paid:
                 self.file.note(self._written.place)
@@ -137,7 +130,7 @@ class Journal:
         self,
         event: Event,
         count: int,
-        marks: Collection[str],
+        adaptive: bool,
         releases: Mapping[str, int],
         ahead: Callable[[], int] | None = None,
     ) -> None:
@@ -155,7 +148,7 @@ class Journal:
                 self._refile(self.book)
             steps = 1 if ahead is None else self._ahead(ahead)
             made = {n: k + (steps - 1) * (not n.endswith(OPEN)) for n, k in releases.items()}
-            self._write(event, count * steps, marks, made, run)
+            self._write(event, count * steps, adaptive, made, run)
         if run is not None:
             self.book.runs.append((run, at))
             self._charging = True
@@ -170,7 +163,7 @@ class Journal:
         self,
         event: Event,
         count: int,
-        marks: Collection[str],
+        adaptive: bool,
         releases: Mapping[str, int],
         run: str | None,
     ) -> None:
@@ -179,8 +172,8 @@ class Journal:
         at = len(written.ledger)
         start = time.perf_counter()
         self._filed = -1  # until the book has the charge too
-        self.file.append(charge_row(event, count, at, run, marks, releases))
-        written.add(event, count, marks, releases)
+        self.file.append(charge_row(event, count, at, run, adaptive, releases))
+        written.add(event, count, adaptive, releases)
         if run is not None:
             written.runs.append((run, at))
         self._since = time.perf_counter()
@@ -307,7 +300,7 @@ class Journal:
 
 def _facts(book: Book) -> dict[str, Any]:
     """Returns what is known besides the charges and their marks, which each have a line of their own."""
-    return {name: value for name, value in book.config.items() if name not in MARKS}
+    return {name: value for name, value in book.config.items() if name != "adaptive"}
 
 
 def open_journal(

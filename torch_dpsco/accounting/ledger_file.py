@@ -18,10 +18,11 @@ Lines are of two kinds. A *state* (the first line, and what a checkpoint that kn
 it; a *charge* adds an event:
 
     {"config": {..}, "digest": "..", "ledger": [..], "runs": [..]}
-    {"at": 7, "count": 1, "digest": "..", "event": {"type": ..}, "run": "..", "stepped": true}
+    {"at": 7, "count": 1, "digest": "..", "event": {"type": ..}, "run": "..", "adaptive": true}
 
-`at` is the number of events before the line. `run` names a new process, in its first charge. Facts about a charge are
-`MARKS`. `releases` names the run of an optimizer, and how many releases it may have made once the line is there.
+`at` is the number of events before the line. `run` names a new process, in its first charge. `adaptive` says that the
+parameters were chosen from what was released before. `releases` names the run of an optimizer, and how many releases it
+may have made once the line is there.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from hashlib import sha256
 from typing import Any
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.book import Book, Place, Row
+from torch_dpsco.accounting.ledger import Book, Place, Row
 from torch_dpsco.errors import PrivacyError, UtilityWarning
 
 _SIZE = 256  # bytes: written at once, within one sector

@@ -394,7 +394,7 @@ class Limit:
         plan = self.plan()
         once = (plan.open,) if plan.open is not None else ()
         cost = Ledger((*plan.fixed, *once, event)).cost(self.rule.adjacency)
-        return cost.mu_squared is not None and not cost.fails
+        return not (math.isnan(cost.mu_squared) or cost.fails)
 
     # -- what fits ----------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,6 @@ from torch.optim.optimizer import Optimizer
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import type_members
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.book import OPEN, OVER
 from torch_dpsco.accounting.budgets import warn_of_delta
 from torch_dpsco.accounting.designs import Design, Draw, Parts, Poisson, Undeclared
 from torch_dpsco.accounting.events import (
@@ -44,7 +43,7 @@ from torch_dpsco.accounting.events import (
     event_from_json,
     event_to_json,
 )
-from torch_dpsco.accounting.ledger import LOCK
+from torch_dpsco.accounting.ledger import LOCK, OPEN, OVER
 from torch_dpsco.accounting.report import Run as PublicRun
 from torch_dpsco.accounting.statement import Statement, make_statement
 from torch_dpsco.compat import OPTIMIZER_HOOKS, is_profiling
