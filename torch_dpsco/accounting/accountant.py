@@ -18,7 +18,13 @@ from typing import Any, NoReturn
 
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
-from torch_dpsco.accounting.budgets import NO_BUDGET_DELTA, Budget, adaptive_epsilon, make_filter
+from torch_dpsco.accounting.budgets import (
+    NO_BUDGET_DELTA,
+    Budget,
+    adaptive_epsilon,
+    make_filter,
+    quoted,
+)
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.events import (
     ZERO_OUT,
@@ -503,10 +509,7 @@ class Accountant:
         delta = check.below_one(delta=delta)
         if self.adaptive and method == "best":
             return adaptive_epsilon(self.ledger, delta, adjacency, self._limit.rule)
-        epsilon = self.ledger.epsilon(delta, adjacency, method)
-        if self.budget is None or delta > 0:
-            return epsilon
-        return self.budget.quoted(epsilon, delta)
+        return quoted(self.ledger.epsilon(delta, adjacency, method), delta, self.budget)
 
     @typed
     @locked

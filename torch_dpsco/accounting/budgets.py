@@ -191,25 +191,15 @@ class Budget:
     @property
     def target(self) -> str:
         """What is promised, in words."""
-        line = f"epsilon {self.epsilon:g} at delta {self.delta:g}"
-        return line if self.risk is None else f"{self.risk} (by {line})"
+        if self.risk is None:
+            return f"epsilon {self.epsilon:.15g} at delta {self.delta:.15g}"
+        return f"{self.risk} (by epsilon {self.epsilon:g} at delta {self.delta:g})"
 
     @property
     def quoted_delta(self) -> float:
         """The delta at which epsilon is quoted: of the target, or 1e-6 where that is a risk, planned in advance."""
         # adaptive modes promise the target alone: at another delta the odometer's epsilon would say more than the risk
         return self.delta if self.risk is None or self.adaptive else NO_BUDGET_DELTA
-
-    def quoted(self, epsilon: float, delta: float) -> float:
-        """Returns the epsilon to quote for a composed one: the target, where rounding alone puts it above.
-
-        At delta = 0 only, where parts of the target may sum to a little more than it (0.1 + 0.2 to more than 0.3).
-        """
-        return (
-            min(epsilon, self.epsilon)
-            if self.delta == delta == 0 and within(epsilon, self.epsilon)
-            else epsilon
-        )
 
     def under(self, adjacency: Adjacency | None) -> Budget:
         """Returns this budget under an adjacency, if it was made without one; else, and for None, itself.
@@ -240,6 +230,16 @@ class Budget:
             if name not in extra or value is not None
         ]
         return f"Budget({', '.join(shown)})"
+
+
+def quoted(epsilon: float, delta: float, budget: Budget | None) -> float:
+    """Returns the epsilon to quote for a composed one: the budget's, where rounding alone puts it above.
+
+    At delta = 0 only, where parts of the target may sum to a little more than it (0.1 + 0.2 to more than 0.3).
+    """
+    if budget is None or not budget.delta == delta == 0 or not within(epsilon, budget.epsilon):
+        return epsilon
+    return min(epsilon, budget.epsilon)
 
 
 def within(spent: float, limit: float) -> bool:

@@ -10,6 +10,7 @@ import math
 import tomllib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy as np
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.risk import Risk
 from torch_dpsco.accounting.analysis.rounding import upper
-from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.budgets import Budget, quoted
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.curves import cost_of
 from torch_dpsco.accounting.designs import BaseEvent, Design
@@ -278,32 +279,23 @@ def _assumptions(ledger: Ledger, unit: str, adjacency: Adjacency) -> tuple[str, 
     events = (event for _, _, event, _ in ledger.entries())
     parallel = (event for event, _ in ledger.events() if isinstance(event, Parallel))
     partitions = {(event.partition, event.partition_kind) for event in parallel}
-    words = Words(charged(events, adjacency, partitions), {})
+    words = Words(charged(events, adjacency, partitions))
     return (whose(unit, unit), *words.said("assumed"))
 
 
 def _charges(ledger: Ledger) -> tuple[Charge, ...]:
     whole: list[Charge] = []
-    parts: dict[tuple[str, SimpleEvent], set[str]] = {}
-    largest: dict[tuple[str, SimpleEvent], int] = {}
-    for partition, part, event, count in ledger.entries():
-        if not partition:
+    parts: dict[tuple[str, SimpleEvent], list[int]] = {}  # how often, on each part
+    for partition, _, event, count in ledger.entries():
+        if partition:
+            parts.setdefault((partition, event), []).append(count)
+        else:
             whole.append(Charge(event, count))
-            continue
-        parts.setdefault((partition, event), set()).add(part)
-        largest[partition, event] = max(count, largest.get((partition, event), 0))
-    passes = Counter(
-        (event, count, len(parts[partition, event]))
-        for (partition, event), count in largest.items()
-    )
+    passes = Counter((event, max(counts), len(counts)) for (_, event), counts in parts.items())
     return (
         *whole,
         *(Charge(event, count, times, size) for (event, count, size), times in passes.items()),
     )
-
-
-def _quoted(epsilon: float, delta: float, budget: Budget | None) -> float:
-    return epsilon if budget is None else budget.quoted(epsilon, delta)
 
 
 def make_report(
@@ -329,17 +321,13 @@ def make_report(
         InfeasibleError: delta is 0 and some event has no pure epsilon under `adjacency`.
     """
     evaluation = ledger.evaluate(delta, adjacency)
-    epsilons = {adjacency: _quoted(evaluation.epsilon, delta, budget)}
+    epsilons = {adjacency: quoted(evaluation.epsilon, delta, budget)}
     for other in ADJACENCIES:
         if other == adjacency:
             continue
-        try:
-            epsilons[other] = _quoted(ledger.epsilon(delta, other), delta, budget)
-        except (
-            AdjacencyError,
-            InfeasibleError,
-        ):  # an event has no guarantee there: the report leaves the line out
-            continue
+        # an event may have no guarantee there: the report leaves the line out
+        with suppress(AdjacencyError, InfeasibleError):
+            epsilons[other] = quoted(ledger.epsilon(delta, other), delta, budget)
     method = (
         evaluation.method
         if evaluation.order is None
@@ -505,31 +493,25 @@ class Words:
     """What is true, and what fills the blanks of sentences.
 
     Args:
-        truths: whether each word that a `when` may have is true.
-        figures: what blanks that are no phrases stand for.
+        facts: what each word that a `when` may have says, if true, and what blanks that are no phrases stand for.
     """
 
-    truths: Mapping[str, bool]
-    figures: Mapping[str, Any]
+    facts: Mapping[str, Any]
 
     def holds(self, sentence: Sentence) -> bool:
         """Returns whether a sentence may be said."""
         words = sentence.when.split()
-        return all(self.truths[word.lstrip("!")] != word.startswith("!") for word in words)
+        return all(bool(self.facts[word.lstrip("!")]) != word.startswith("!") for word in words)
 
     def said(self, *place: str) -> Iterator[str]:
         """Yields the sentences of a part of the file that may be said, without blanks."""
         for sentence in filter(self.holds, sentences_of(*place)):
-            if not sentence.each:
-                yield sentence.text.format_map(self)
-                continue
-            for item in self.figures[sentence.each]:
-                words = replace(self, figures={**self.figures, "each": item})
-                yield sentence.text.format_map(words)
+            for item in self.facts[sentence.each] if sentence.each else ("",):
+                yield sentence.text.format_map(Words({**self.facts, "each": item}))
 
     def __getitem__(self, blank: str) -> Any:
-        if blank in self.figures:
-            return self.figures[blank]
+        if blank in self.facts:
+            return self.facts[blank]
         return next(self.said("phrases", blank))
 
 
