@@ -41,55 +41,55 @@ def test_a_request_that_charges_nothing_decides_nothing():
     assert accountant.adjacency == ADD_REMOVE
 
 
-# -- phases -----------------------------------------------------------------------------------------------------------
+# -- parts ------------------------------------------------------------------------------------------------------------
 
 
-def test_events_inside_a_phase_are_charged_to_its_part():
-    phased, plain = Accountant(), Accountant()
+def test_what_a_part_charges_is_charged_to_it_and_nothing_else():
+    parted, plain = Accountant(), Accountant()
     for name in ("0", "1", "2"):
-        with phased.phase(name, partition="p"):
-            phased.authorize(Gaussian(30.0, {ZERO_OUT: 1.0, REPLACE_ONE: 2.0}))
+        of = parted.part(name, partition="p")
+        of.authorize(Gaussian(30.0, {ZERO_OUT: 1.0, REPLACE_ONE: 2.0}))
         plain.authorize(part(name))
-    phased.authorize(WHOLE)
-    plain.authorize(WHOLE)
-    assert phased.ledger.to_json() == plain.ledger.to_json()
-    assert phased.get_epsilon(DELTA) == plain.get_epsilon(DELTA)
+        parted.authorize(WHOLE)  # while the part is at hand
+        plain.authorize(WHOLE)
+    assert parted.ledger.to_json() == of.ledger.to_json() == plain.ledger.to_json()
+    assert parted.get_epsilon(DELTA) == of.get_epsilon(DELTA) == plain.get_epsilon(DELTA)
 
 
-def test_a_phase_counts_in_questions_too():
+def test_a_part_has_the_ledger_the_file_and_the_budget_of_all(tmp_path):
+    accountant = Accountant(ledger_path=tmp_path / "ledger")
+    of = accountant.part("a", partition="p")
+    accountant.budget = Budget(1.0, DELTA, "replace_one")
+    assert of.budget == accountant.budget
+    assert of.ledger is accountant.ledger
+    of.close()
+    with pytest.raises(PrivacyError, match="closed"):
+        accountant.authorize(WHOLE)
+
+
+def test_a_part_counts_in_questions_too():
     accountant = Accountant(Budget(1.0, DELTA, "replace_one"))
-    with accountant.phase(0, partition="p"):
-        room = accountant.max_steps(WHOLE.only(ZERO_OUT, REPLACE_ONE))
-        accountant.authorize(WHOLE.only(ZERO_OUT, REPLACE_ONE), room)
-        refusal(accountant, WHOLE.only(ZERO_OUT, REPLACE_ONE))
+    of = accountant.part(0, partition="p")
+    room = of.max_steps(WHOLE.only(ZERO_OUT, REPLACE_ONE))
+    of.authorize(WHOLE.only(ZERO_OUT, REPLACE_ONE), room)
+    refusal(of, WHOLE.only(ZERO_OUT, REPLACE_ONE))
     assert accountant.max_steps(WHOLE) == 0
-    with accountant.phase(1, partition="p"):  # other records
-        assert accountant.max_steps(WHOLE.only(ZERO_OUT, REPLACE_ONE)) == room
-        assert accountant.admits(WHOLE.only(ZERO_OUT, REPLACE_ONE), room)
+    other = accountant.part(1, partition="p")  # other records
+    assert other.max_steps(WHOLE.only(ZERO_OUT, REPLACE_ONE)) == room
+    assert other.admits(WHOLE.only(ZERO_OUT, REPLACE_ONE), room)
 
 
-def test_phases_do_not_nest_and_end_when_something_is_raised():
+def test_parts_are_not_cut_further_and_have_names():
     accountant = Accountant()
-    with accountant.phase("0", partition="p"):
-        with (
-            pytest.raises(SequenceError, match="a phase on part '0' is open"),
-            accountant.phase("1", partition="q"),
-        ):
-            pass
-        with pytest.raises(ValueError, match="must not contain another"):
-            accountant.authorize(part("0"))
-    with pytest.raises(RuntimeError, match="broken"), accountant.phase("0", partition="p"):
-        raise RuntimeError("broken")
-    with (
-        pytest.raises(ValueError, match="partition must be a non-empty name"),
-        accountant.phase("0", partition=""),
-    ):
-        pass
-    with (
-        pytest.raises(ValueError, match="kind must be one of"),
-        accountant.phase("0", partition="p", kind="random"),
-    ):
-        pass
+    of = accountant.part("0", partition="p")
+    with pytest.raises(SequenceError, match="parts must not be cut further"):
+        of.part("1", partition="q")
+    with pytest.raises(ValueError, match="must not contain another"):
+        of.authorize(part("0"))
+    with pytest.raises(ValueError, match="partition must be a non-empty name"):
+        accountant.part("0", partition="")
+    with pytest.raises(ValueError, match="kind must be one of"):
+        accountant.part("0", partition="p", kind="random")
     assert len(accountant) == 0
     accountant.authorize(WHOLE)
     assert [row["type"] for row in accountant.state_dict()["ledger"]] == ["Gaussian"]

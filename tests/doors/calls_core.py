@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 import torch_dpsco as dp
@@ -57,21 +53,10 @@ CALLS["dp.Accountant.load_state_dict"] = lambda: (
     dp.Accountant().load_state_dict,
     {"state_dict": dp.Accountant().state_dict()},
 )
-CALLS["dp.Accountant.phase"] = lambda: (
-    _entered(accountant().phase),
+CALLS["dp.Accountant.part"] = lambda: (
+    accountant().part,
     {"part": "a", "partition": "p"},
 )
-
-
-def _entered(context: Callable[..., Any]) -> Callable[..., None]:
-    @functools.wraps(context)
-    def enter(*args: Any, **kwargs: Any) -> None:
-        with context(*args, **kwargs):
-            pass
-
-    return enter
-
-
 simple("dp.Poisson", dp.Poisson, batch_size=6, n=24)
 simple("dp.Fixed", dp.Fixed, batch_size=6, n=24)
 simple("dp.Cyclic", dp.Cyclic, batch_size=6, n=24, passes=2)

@@ -5,13 +5,9 @@ Source: docs/proofs/accounting.md#planned-budgets, docs/proofs/accounting.md#fil
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import math
 import os
-import sys
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar, Token
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -45,8 +41,6 @@ from torch_dpsco.accounting.report import (
     of_adaptive_run,
 )
 from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError, UnitError
-
-_GENERATORS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 
 class Accountant:
@@ -101,7 +95,7 @@ class Accountant:
             make_filter(budget)  # may raise, and must before a file is opened
         self._journal = open_journal(adjacency, unit, ledger_path, must_exist)
         self._limit = Limit(self._journal, budget)
-        self._opened: ContextVar[Phase | None] = ContextVar("opened", default=None)
+        self._part: Parallel | None = None  # that it charges; None is all records
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accountant:
         return self
@@ -198,19 +192,17 @@ class Accountant:
         self._limit.require_adaptive()
 
     @typed
-    def phase(
+    def part(
         self,
         part: str | int,
         *,
         partition: str,
         kind: str = "positional",
         key_public: bool = False,
-    ) -> Phase:
-        """Charges the events inside of a block to one part of a partition of the records.
+    ) -> Accountant:
+        """Returns this accountant for one part of a partition of the records: what it charges touches no other record.
 
-        It belongs to the thread and the task (of asyncio and the like) that enter it. What others charge meanwhile
-        touches all records, and so does what threads, tasks and callbacks charge that are started inside of it: let
-        them enter phases of their own.
+        Ledger, file and budget are the same; whoever has charged by this accountant still charges all records.
 
         Args:
             part: name of the part.
@@ -218,39 +210,31 @@ class Accountant:
             kind: "positional" or "keyed".
             key_public: whether a key is public and kept by a replacement.
 
-        Raises (when entered):
-            SequenceError: a phase is open already, or a generator would keep it open while its caller runs.
+        Raises:
+            SequenceError: this is the accountant of a part.
 
         Example:
             >>> from torch_dpsco.accounting.accountant import Accountant
             >>> from torch_dpsco.accounting.events import Pure
             >>> accountant = Accountant()
             >>> for part in "ab":
-            ...     with accountant.phase(part, partition="halves"):
-            ...         accountant.authorize(Pure(0.5))
+            ...     accountant.part(part, partition="halves").authorize(Pure(0.5))
             >>> accountant.get_epsilon(0.0)  # no record is in both
             0.5
         """
-        of = Parallel(
-            {str(part): ()}, partition, kind, key_public
-        )  # its checks, before anything runs
-        return Phase(self._opened, str(part), of)
-
-    def _here(self) -> Phase | None:
-        """Returns the phase that the code which runs now charges to; None is all records."""
-        phase = self._opened.get()
-        return phase if phase is not None and phase.is_here() else None
+        if self._part is not None:
+            raise SequenceError(f"parts must not be cut further (got {part!r} of {self._part})")
+        view = object.__new__(Accountant)
+        of = Parallel({str(part): ()}, partition, kind, key_public)
+        vars(view).update(vars(self), _part=of)
+        return view
 
     def _placed(self, event: Event) -> Event:
-        """Returns what the code that runs now charges for an event."""
-        phase = self._here()
-        return event if phase is None else replace(phase.partition, parts={phase.part: (event,)})
-
-    @property
-    def place(self) -> str:
-        """What is charged to here, in words: a part of a partition; "" for all records."""
-        phase = self._here()
-        return "" if phase is None else f" in part {phase.part} of {phase.partition.partition}"
+        """Returns what is charged for an event."""
+        if self._part is None:
+            return event
+        ((part, _),) = self._part.items()
+        return replace(self._part, parts={part: (event,)})
 
     @typed
     @locked
@@ -342,9 +326,9 @@ class Accountant:
         with LOCK:
             if adaptive:
                 self._limit.require_adaptive()
-            if self._opened.get() is not None:
-                event = self._placed(event)
-            self._authorize(event, count, adaptive, releases or NONE, planned, ahead)
+            self._authorize(
+                self._placed(event), count, adaptive, releases or NONE, planned, ahead
+            )
 
     def _authorize(
         self,
@@ -642,66 +626,3 @@ class Accountant:
         What the file was charged ahead (see `ledger_file`) and no step has used is given back.
         """
         self._journal.close()
-
-
-class Phase:
-    """A block whose charges go to a part: those of the context that entered it, until it is left.
-
-    Args:
-        opened: the open phase of each context, of a thread, a task or a callback, of one accountant.
-        part: its name.
-        partition: of which it is a part, without events.
-    """
-
-    def __init__(self, opened: ContextVar[Phase | None], part: str, partition: Parallel) -> None:
-        self.part = part
-        self.partition = partition
-        self._opened = opened
-        self._token: Token[Phase | None] | None = None
-
-    def __enter__(self) -> None:
-        _require_no_generator()
-        open_now = self._opened.get()
-        if open_now is not None and open_now.is_here():
-            raise SequenceError(
-                f"a phase on part {open_now.part!r} is open: phases must not be nested"
-            )
-        self._token = self._opened.set(self)
-
-    def __exit__(self, *_: Any) -> None:
-        token = self._token
-        self._token = None
-        if token is not None:
-            with contextlib.suppress(
-                ValueError, RuntimeError
-            ):  # left in another context: closed there all the same
-                self._opened.reset(token)
-
-    def is_here(self) -> bool:
-        """Returns whether the block is open in this context itself, and not in the one that this is a copy of."""
-        if self._token is None:
-            return False
-        try:
-            # PRIVACY: what is started inside of a phase inherits its context, and may release about all records
-            # (test_what_is_started_inside_of_a_phase_charges_to_all_records)
-            self._opened.reset(self._token)
-        except (ValueError, RuntimeError):  # a token is of the context in which it was made
-            return False
-        self._token = self._opened.set(self)
-        return True
-
-
-def _require_no_generator() -> None:
-    """Raises SequenceError where a phase would stay open while the callers of a generator run."""
-    frame = sys._getframe(2)
-    while (
-        frame.f_back is not None and frame.f_globals.get("__name__") == contextlib.__name__
-    ):  # as of an ExitStack
-        frame = frame.f_back
-    if frame.f_code.co_flags & _GENERATORS:
-        # PRIVACY: they would be charged to the part too (test_a_phase_is_not_opened_in_a_generator)
-        raise SequenceError(
-            f"a phase must not be opened in a generator ({frame.f_code.co_qualname}): what runs"
-            " between two of its values would be charged to the part; open it around what is"
-            " charged, or return accountant.phase(...)"
-        )

@@ -473,7 +473,7 @@ class Payments:
                 ahead=partial(self._ahead, charge, draw, steps),
             )
             if charge.covers > 1:
-                self._note(charge, steps, draw.partition + self._accountant.place)
+                self._note(charge, steps, draw.partition)
 
     def _price(self, draw: Draw, steps: int) -> Charge:
         """Returns the charge of a release: nothing where it is paid for."""
@@ -483,10 +483,8 @@ class Payments:
                 require_planned(charge.event, self._passes[self._part(steps)])
                 self._known = charge.event
             return charge
-        # PRIVACY: a charge to a part pays for no step on all records (test_a_pass_begun_on_a_part_stays_there)
-        where = draw.partition + self._accountant.place
         event = self._oracle.charge(self._design, draw).event if self.in_passes else None
-        self.paid.require(where, event)
+        self.paid.require(draw.partition, event)
         return Charge(Sequential(()))
 
     def _charges_left(self, draw: Draw, steps: int) -> int:
