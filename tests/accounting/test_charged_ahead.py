@@ -480,8 +480,8 @@ def test_a_crash_while_something_is_given_back_refuses_nothing(path, ahead, end,
         append(file, row)
         images.append((*both(path), True))
 
-    def written(mark: HighWater, place: Any, **options: Any) -> None:
-        write(mark, place, **options)
+    def written(mark: HighWater, place: Any, safe: bool) -> None:
+        write(mark, place, safe)
         images.append((*both(path), False))
 
     monkeypatch.setattr(LedgerFile, "append", appended)

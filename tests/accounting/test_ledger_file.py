@@ -305,7 +305,9 @@ def test_the_mark_is_moved_after_the_disk_and_before_authorize_returns(path, mon
     monkeypatch.setattr(
         ledger_file.HighWater,
         "write",
-        lambda mark, place: (events.append(f"mark {place[1]}"), write(mark, place))[1],
+        lambda mark, place, safe: (events.append(f"mark {place[1]}"), write(mark, place, safe))[
+            1
+        ],
     )
     accountant.authorize(STEP, 3)
     accountant.authorize(STEP)

@@ -440,19 +440,14 @@ class RDPFilter(Filter):
                 f" run at delta={budget.delta:g} (got {budget.epsilon:g})"
             )
 
-    def _costs(
-        self, ledger: Ledger, event: Event | None, count: int
-    ) -> tuple[FloatArray, FloatArray]:
-        return _renyi_costs(ledger, self.budget.adjacency, event, count)
-
     def admits(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> bool:
         """Returns whether `count` such events, if any, fit after those of the ledger."""
-        costs = self._costs(ledger, event, count)
+        costs = _renyi_costs(ledger, self.budget.adjacency, event, count)
         return mixture_filter_admits(self.limit, self.budget.delta, *costs)
 
     def spent(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> float:
         """Returns the least target, to 1e-6 relative and rounded up, that would admit these costs."""
-        costs = self._costs(ledger, event, count)
+        costs = _renyi_costs(ledger, self.budget.adjacency, event, count)
         high = self.limit
         while not mixture_filter_admits(high, self.budget.delta, *costs):
             if high > 1e300:
@@ -636,8 +631,9 @@ def mixture_filter_log_margin(epsilon: float, orders: ArrayLike, spent: ArrayLik
 
     W_a = 1/K e^((a-1) (epsilon - S_a)); e^-h is the smallest delta that the filter can grant at epsilon. Both terms are
     convex in x, so that between a point with a negative slope and one with a positive slope the function lies above
-    both tangents: where these cross is the bound. Bisection on the slope ends when the bound is within 1e-10 of a value
-    of the function; values are lowered and slopes padded by their rounding. So the minimum is never overestimated.
+    both tangents: the larger of their least values there is the bound. Bisection on the slope ends when the bound is
+    within 1e-10 of a value of the function; values are lowered and slopes padded by their rounding. So the minimum is
+    never overestimated.
 
     Args:
         epsilon: >= 0.
@@ -676,9 +672,12 @@ def mixture_filter_log_margin(epsilon: float, orders: ArrayLike, spent: ArrayLik
         right = tangent(high)
         middle = (low + high) / 2
         # PRIVACY: never overestimated (test_the_margin_is_never_above_the_true_minimum); a slope may be off by rounding
-        bound = _crossing(high - low, left, right) - _ROUNDING * float(excess.max()) * (
-            high - low
+        width = high - low
+        below = max(
+            left[0] + min(left[1], 0.0) * width,
+            right[0] - max(right[1], 0.0) * width,
         )
+        bound = below - _ROUNDING * float(excess.max()) * width
         if min(left[0], right[0]) - bound <= _GAP or not low < middle < high:
             break
         if tangent(middle)[1] < 0:
@@ -705,17 +704,3 @@ def _log_sum(exponents: FloatArray, excess: FloatArray, size: FloatArray) -> tup
     total = float(parts.sum())
     rounding = float(np.max((np.abs(exponents) + excess * size)[exponents > top - 60]))
     return top + math.log(total) - _ROUNDING * (1 + rounding), float(parts @ excess) / total
-
-
-def _crossing(width: float, left: tuple[float, float], right: tuple[float, float]) -> float:
-    """Returns the height at which two tangents cross, a lower bound of a convex function between them.
-
-    A tangent is a value and a slope. If rounding has turned a sign, the function is at its minimum there: its second
-    derivative is at least the square of 1 / (e^x - 1), so that a slope off by a relative e moves the minimum by e^2.
-    """
-    if left[1] >= 0:
-        return left[0]
-    if right[1] <= 0:
-        return right[0]
-    step = ((right[0] - left[0]) - right[1] * width) / (left[1] - right[1])
-    return left[0] + left[1] * min(max(step, 0.0), width)

@@ -15,14 +15,13 @@ import math
 import os
 import secrets
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch_dpsco.accounting.events import Adjacency, Event, Repeat
 from torch_dpsco.accounting.ledger import NONE, OPEN, Book, Ledger, charge_row
 from torch_dpsco.accounting.ledger_file import LedgerFile
-from torch_dpsco.errors import PrivacyError, UtilityWarning
+from torch_dpsco.errors import PrivacyError, warn
 
 _SHARE = 0.01  # of the time, for lines; twice that once rounded
 _LOST = 1.0  # seconds of steps that a crash may lose
@@ -207,7 +206,8 @@ class Journal:
 
     def introduce(self) -> None:
         """Gives an empty file the name of its ledger, so that a checkpoint made now is known to go with it."""
-        if self.file is not None and self.file.awaits_name and os.getpid() == self._process:
+        file = self.file
+        if file and file.is_empty and file.is_open and os.getpid() == self._process:
             self.replace(self.book)
 
     @property
@@ -262,8 +262,17 @@ class Journal:
         """
         mine = self.book
         if mine.knows(book):
-            self._tell_of_rollback(len(mine.ledger) - len(book.ledger))
-            return  # a rolled-back run: what was charged since stays charged
+            # a rolled-back run: what was charged since stays charged
+            released = len(mine.ledger) - len(book.ledger)
+            if released and self.file is not None:
+                # PRIVACY: the file wins over the checkpoint (test_a_file_ahead_of_the_checkpoint_wins)
+                warn(
+                    f"ledger file {self.file.path!r} is {released} released events ahead of the"
+                    " checkpoint: they were rolled back but stay charged, and the run repeats them"
+                    " with fresh noise",
+                    stacklevel=4,
+                )
+            return
         if not book.knows(mine):
             raise PrivacyError(
                 "loading would forget events charged here: the two ledgers have different"
@@ -285,17 +294,6 @@ class Journal:
             self._written = book
         self.book = book
         self._charging = False
-
-    def _tell_of_rollback(self, released: int) -> None:
-        # PRIVACY: the file wins over the checkpoint (test_a_file_ahead_of_the_checkpoint_wins)
-        if released and self.file is not None:
-            warnings.warn(
-                f"ledger file {self.file.path!r} is {released} released events ahead of the"
-                " checkpoint: they were rolled back but stay charged, and the run repeats them"
-                " with fresh noise",
-                UtilityWarning,
-                stacklevel=5,
-            )
 
 
 def _facts(book: Book) -> dict[str, Any]:
