@@ -54,10 +54,10 @@ def test_two_sensitivities_of_one_adjacency_are_refused():
         ),
         (lambda: Gaussian(1.0, REPLACE_ONE), "sens must map adjacencies"),
         (lambda: Gaussian(1.0, {REPLACE_ONE}), "sens must map adjacencies"),
-        (lambda: Sequential(5), "events must hold lists of events"),
-        (lambda: Sequential(ONE), "events must hold lists of events"),
+        (lambda: Sequential(5), "events must be lists of events"),
+        (lambda: Sequential(ONE), "events must be lists of events"),
         (lambda: Parallel(5, "p"), "parts must map names to their events"),
-        (lambda: Parallel({"0": ONE}, "p"), "parts must hold lists of events"),
+        (lambda: Parallel({"0": ONE}, "p"), "parts must be lists of events"),
         (lambda: Parallel({"0": []}, 5), r"partition must be a non-empty name \(got 5\)"),
         (
             lambda: Pure(1.0, REPLACE_ONE),

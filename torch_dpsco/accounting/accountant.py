@@ -38,7 +38,6 @@ from torch_dpsco.accounting.report import (
     PrivacyReport,
     Spent,
     make_report,
-    of_adaptive_run,
 )
 from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError, UnitError
 
@@ -561,21 +560,16 @@ class Accountant:
             if self.budget.risk is not None and math.isinf(self.get_epsilon(delta)):
                 # events that are one point of a curve say nothing at another delta
                 delta = self.budget.delta
-        report = make_report(
+        return make_report(
             self.ledger,
             check.below_one(delta=delta),
             self.adjacency,
             self.unit,
             self._limit.rule,
             ahead,
+            adaptive=self.adaptive,
+            ledger_id=self.ledger_id,
         )
-        if self.adaptive:
-            epsilons = {
-                adjacency: self.get_epsilon(report.delta, adjacency=adjacency)
-                for adjacency in report.epsilons
-            }
-            report = of_adaptive_run(report, epsilons)
-        return replace(report, ledger_id=self.ledger_id)
 
     # -- state ------------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
@@ -338,8 +338,15 @@ class Filter(ABC):
         return largest(lambda count: -1.0 if self.admits(ledger, event, count) else 1.0, MOST)
 
     def refusal(self, ledger: Ledger, event: Event, count: int = 1) -> str:
-        """Returns why the event is refused: what was asked, the limit, what is spent, and how many would fit."""
+        """Returns why the event is refused: what was asked, the limit, what is spent, and how many would fit.
+
+        At delta = 0 it names the event that has no pure epsilon, if that is it.
+        """
         budget = self.budget
+        impure = budget.delta == 0
+        culprit = ledger.find_impure(budget.adjacency, event, count) if impure else None
+        if culprit is not None:
+            return f"{count} x {event}: {impurity(culprit)}"
         spent = self.spent(ledger)
         asked = rounded_up(self.spent(ledger, event, count), 6)
         return (
@@ -396,13 +403,6 @@ class PureFilter(Filter):
         # PRIVACY: without a pure epsilon nothing fits (test_no_event_without_a_pure_epsilon_fits_a_budget_at_delta_0)
         return ledger.pure(self.budget.adjacency, event, count)
 
-    def refusal(self, ledger: Ledger, event: Event, count: int = 1) -> str:
-        """Returns why the event is refused; names the event that has no pure epsilon, if that is it."""
-        culprit = ledger.find_impure(self.budget.adjacency, event, count)
-        if culprit is None:
-            return super().refusal(ledger, event, count)
-        return f"{count} x {event}: {impurity(culprit)}"
-
 
 class GDPFilter(Filter):
     """Sum of mu_t^2 within mu(epsilon, delta)^2, for parameters chosen on the way: exact, no overhead."""
@@ -453,14 +453,23 @@ class RDPFilter(Filter):
             if high > 1e300:
                 return math.inf
             high *= 2.0
-        low = 0.0
-        while high - low > 1e-6 * high and high > 1e-12:
-            middle = (low + high) / 2.0
-            if mixture_filter_admits(middle, self.budget.delta, *costs):
-                high = middle
-            else:
-                low = middle
-        return high
+        return _least(
+            lambda target: mixture_filter_admits(target, self.budget.delta, *costs), high, 1e-6
+        )
+
+
+def _least(fits: Callable[[float], bool], high: float, rtol: float = 0.0) -> float:
+    """Returns about the least of the numbers that fit, of which `high` is one, and so are all larger ones."""
+    low = 0.0
+    for _ in range(200):
+        middle = (low + high) / 2
+        if not low < middle < high or high - low <= rtol * high:
+            break
+        if fits(middle):
+            high = middle
+        else:
+            low = middle
+    return high
 
 
 def _rounding(ledger: Ledger, event: Event | None = None) -> float:
@@ -575,22 +584,15 @@ def odometer_epsilon(orders: ArrayLike, spent: ArrayLike, delta: float) -> float
     high = float(np.min(cost + (target - log_weight) / excess, initial=math.inf))
     if math.isinf(high):
         return math.inf
-    low = 0.0
-    for _ in range(200):
-        middle = (low + high) / 2
-        if not low < middle < high:
-            break
-        value, _ = _log_sum(
-            log_weight + excess * (middle - cost), excess, np.maximum(cost, middle)
-        )
-        # margin: a middle that rounding could have helped stays below the root
+
+    def fits(loss: float) -> bool:
+        exponents = log_weight + excess * (loss - cost)
+        # margin: a loss that rounding could have helped stays below the root
         # (docs/proofs/accounting.md#odometer-and-mixture-filter)
-        if value >= target * (1 + _ROUNDING):
-            high = middle
-        else:
-            low = middle
+        return _log_sum(exponents, excess, np.maximum(cost, loss))[0] >= target * (1 + _ROUNDING)
+
     # PRIVACY: rounded up (test_the_odometer_is_rounded_up)
-    return high * (1 + _ROUNDING)
+    return _least(fits, high) * (1 + _ROUNDING)
 
 
 def mixture_filter_admits(

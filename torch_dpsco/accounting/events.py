@@ -87,27 +87,19 @@ def sorted_sens(sens: Sens) -> tuple[tuple[Adjacency, float], ...]:
     return tuple(sorted(found.items()))
 
 
+def _listed(of: str, one: Callable[..., Any], **field: Any) -> tuple[Any, ...]:
+    """Returns a field's items as `one` returns them; raises ValueError if it is no list."""
+    ((name, items),) = field.items()
+    if isinstance(items, str) or not isinstance(items, Iterable):
+        raise ValueError(f"{name} must be {of} (got {check.shown(items)})")
+    return tuple(one(item) for item in items)
+
+
 def _stated(adjacencies: Any) -> tuple[Adjacency, ...]:
-    if isinstance(adjacencies, str) or not isinstance(adjacencies, Iterable):
-        raise ValueError(f"adjacencies must be a tuple of names (got {adjacencies!r})")
-    stated = tuple(sorted({check_adjacency(a) for a in adjacencies}))
-    if not stated:
+    named = _listed("a tuple of names", check_adjacency, adjacencies=adjacencies)
+    if not named:
         raise ValueError("adjacencies must name at least one adjacency (got none)")
-    return stated
-
-
-def _each(one: Callable[..., float], **field: Any) -> tuple[float, ...]:
-    ((name, numbers),) = field.items()
-    if isinstance(numbers, str) or not isinstance(numbers, Iterable):
-        raise ValueError(f"{name} must be numbers, one for each order (got {numbers!r})")
-    return tuple(one(**{name: number}) for number in numbers)
-
-
-def _members(**field: Any) -> tuple[Event, ...]:
-    ((name, events),) = field.items()
-    if isinstance(events, str) or not isinstance(events, Iterable):
-        raise ValueError(f"{name} must hold lists of events (got {check.shown(events)})")
-    return tuple(map(_checked, events))
+    return tuple(sorted(set(named)))
 
 
 def _checked(event: object) -> Event:
@@ -119,6 +111,8 @@ def _checked(event: object) -> Event:
     return cast(Event, event)
 
 
+_ORDERED = "numbers, one for each order"
+_members = partial(_listed, "lists of events", _checked)
 _NUMBERS = (
     "eps",
     "rho",
@@ -137,8 +131,10 @@ _CHECKS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("delta", "failure", "probability"), check.below_one),
     "q": partial(check.between, 0.0, 1.0),
     "sens": sorted_sens,
-    "orders": partial(_each, check.order),
-    "values": partial(_each, partial(check.nonnegative, allow_inf=True)),
+    "orders": partial(_listed, _ORDERED, lambda order: check.order(orders=order)),
+    "values": partial(
+        _listed, _ORDERED, lambda value: check.nonnegative(values=value, allow_inf=True)
+    ),
     "adjacencies": _stated,
     "kind": partial(check.choice, FAILURE_KINDS),
     # PRIVACY: "no" is true (test_exact_is_never_granted_by_a_word)

@@ -233,12 +233,13 @@ class Ledger:
     @locked
     def includes(self, other: Ledger) -> bool:
         """Returns whether every event of another ledger is here, at least as often."""
-        mine = {
-            (partition, part, event): times for partition, part, event, times in self.entries()
-        }
+        return self._has(other.counts())
+
+    def _has(self, counts: dict[_Place, _Counts]) -> bool:
         return all(
-            mine.get((place, part, event), 0) >= times
-            for place, part, event, times in other.entries()
+            self._counts.get(place, {}).get(event, 0) >= times
+            for place, events in counts.items()
+            for event, times in events.items()
         )
 
     def add(self, event: Event, count: int = 1) -> int:
@@ -290,11 +291,7 @@ class Ledger:
 
     def covers(self, other: Ledger, event: Event, count: int = 1) -> bool:
         """Returns whether a ledger that has all events of another has them after one more charge of it too."""
-        return all(
-            self._counts.get(place, {}).get(simple, 0) >= times
-            for place, counts in other.changed(event, count).items()
-            for simple, times in counts.items()
-        )
+        return self._has(other.changed(event, count))
 
     @locked
     def adds_nothing(self, event: Event, count: int = 1) -> bool:
@@ -425,18 +422,18 @@ class Ledger:
         """
         # PRIVACY: parts without a guarantee have no maximum either (test_at_delta_0_the_largest_part_counts)
         _require_defined(self._kinds_with(extra), adjacency)
-        if self.find_impure(adjacency, extra, count) is not None:
-            return math.inf
-        largest = [
-            max(
-                sum(times * Fraction(pure_epsilon(event, adjacency)) for event, times in part)
-                for part in parts
-            )
-            for parts in self._parts(extra, count).values()
-        ]
         try:
+            largest = [
+                max(
+                    sum(
+                        times * Fraction(pure_epsilon(event, adjacency)) for event, times in part
+                    )
+                    for part in parts
+                )
+                for parts in self._parts(extra, count).values()
+            ]
             return float(sum(largest))
-        except OverflowError:
+        except OverflowError:  # infinite, or as good as that
             return math.inf
 
     @locked

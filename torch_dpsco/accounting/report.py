@@ -12,16 +12,16 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.risk import Risk
 from torch_dpsco.accounting.analysis.rounding import upper
-from torch_dpsco.accounting.budgets import Budget, quoted
+from torch_dpsco.accounting.budgets import Budget, adaptive_epsilon, quoted
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.curves import cost_of
 from torch_dpsco.accounting.designs import BaseEvent, Design
@@ -275,11 +275,13 @@ class PrivacyReport:
         return "\n".join(lines)
 
 
-def _assumptions(ledger: Ledger, unit: str, adjacency: Adjacency) -> tuple[str, ...]:
+def _assumptions(
+    ledger: Ledger, unit: str, adjacency: Adjacency, adaptive: bool
+) -> tuple[str, ...]:
     events = (event for _, _, event, _ in ledger.entries())
     parallel = (event for event, _ in ledger.events() if isinstance(event, Parallel))
     partitions = {(event.partition, event.partition_kind) for event in parallel}
-    words = Words(charged(events, adjacency, partitions))
+    words = Words(charged(events, adjacency, partitions) | {"adaptive": adaptive})
     return (whose(unit, unit), *words.said("assumed"))
 
 
@@ -305,6 +307,9 @@ def make_report(
     unit: str,
     budget: Budget | None,
     ahead: Event | None = None,
+    *,
+    adaptive: bool = False,
+    ledger_id: str = "",
 ) -> PrivacyReport:
     """Builds the report of a ledger.
 
@@ -315,56 +320,57 @@ def make_report(
         unit: what one record is.
         budget: the budget, if there is one.
         ahead: event of what is still planned, if there is a plan.
+        adaptive: whether parameters may depend on what was released.
+        ledger_id: random name of the ledger.
 
     Raises:
         AdjacencyError: some event has no guarantee under `adjacency`.
         InfeasibleError: delta is 0 and some event has no pure epsilon under `adjacency`.
     """
     evaluation = ledger.evaluate(delta, adjacency)
-    epsilons = {adjacency: quoted(evaluation.epsilon, delta, budget)}
+    at = (
+        partial(adaptive_epsilon, ledger, delta)
+        if adaptive
+        else partial(_composed, ledger, delta)
+    )
+    epsilons = {adjacency: at(adjacency, budget)}
     for other in ADJACENCIES:
-        if other == adjacency:
-            continue
         # an event may have no guarantee there: the report leaves the line out
         with suppress(AdjacencyError, InfeasibleError):
-            epsilons[other] = quoted(ledger.epsilon(delta, other), delta, budget)
-    method = (
-        evaluation.method
-        if evaluation.order is None
-        else f"{evaluation.method}, order {evaluation.order:.4g}"
-    )
-    return PrivacyReport(
+            epsilons.setdefault(other, at(other, budget))
+    found = PrivacyReport(
         epsilons=epsilons,
         delta=delta,
         adjacency=adjacency,
         unit=unit,
-        method=method,
+        method="filter or odometer, parameters may depend on what was released",
         charges=_charges(ledger),
-        assumptions=_assumptions(ledger, unit, adjacency),
+        assumptions=_assumptions(ledger, unit, adjacency, adaptive),
         budget=budget,
-        advantage=min(
-            Risk.of_point(evaluation.epsilon, delta).advantage,
-            Risk(lambda e: ledger.delta(e, adjacency)).advantage,
-        ),
-        planned_epsilon=(
-            None if ahead is None else ledger.evaluate(delta, adjacency, extra=ahead).epsilon
-        ),
+        advantage=Risk.of_point(epsilons[adjacency], delta).advantage,
+        ledger_id=ledger_id,
+    )
+    if adaptive:  # PRIVACY: sums of events bound nothing (test_an_adaptive_card_draws_no_sums)
+        return found
+    order = "" if evaluation.order is None else f", order {evaluation.order:.4g}"
+    least = min(
+        Risk.of_point(evaluation.epsilon, delta).advantage,
+        Risk(lambda e: ledger.delta(e, adjacency)).advantage,
+    )
+    planned = None if ahead is None else ledger.evaluate(delta, adjacency, extra=ahead).epsilon
+    return replace(
+        found,
+        method=f"{evaluation.method}{order}",
+        advantage=least,
+        planned_epsilon=planned,
         spent=tuple(ledger.events()),
     )
 
 
-def of_adaptive_run(report: PrivacyReport, epsilons: dict[Adjacency, float]) -> PrivacyReport:
-    """Returns the report of a run whose parameters may depend on what was released, with its epsilons."""
-    fixed = "noise, rates and number of steps"  # what does not hold here
-    return replace(
-        report,
-        epsilons=epsilons,
-        method="filter or odometer, parameters may depend on what was released",
-        assumptions=tuple(line for line in report.assumptions if not line.startswith(fixed)),
-        advantage=Risk.of_point(epsilons[report.adjacency], report.delta).advantage,
-        planned_epsilon=None,
-        spent=(),  # PRIVACY: their sums bound nothing (test_an_adaptive_card_draws_no_sums)
-    )
+def _composed(
+    ledger: Ledger, delta: float, adjacency: Adjacency, budget: Budget | None
+) -> float:
+    return quoted(ledger.epsilon(delta, adjacency), delta, budget)
 
 
 class Spent(NamedTuple):
@@ -471,19 +477,15 @@ class Sentence(NamedTuple):
 @cache
 def sentences_of(*place: str) -> tuple[Sentence, ...]:
     """Returns the sentences of a part of sentences.toml, whose line breaks are spaces."""
-    part = _file()
+    part = sentence_file()
     for name in place:
         part = part[name]
     return tuple(Sentence(when, text.replace("\n", " "), *each) for when, text, *each in part)
 
 
-def titles() -> Iterable[str]:
-    """Returns the titles of the sections of a statement."""
-    return cast(Iterable[str], _file()["sections"])
-
-
 @cache
-def _file() -> Any:
+def sentence_file() -> Any:
+    """Returns sentences.toml."""
     text = Path(__file__).with_name("sentences.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 

@@ -60,8 +60,8 @@ from torch_dpsco.accounting.report import (
     group_guarantee,
     names_of,
     rows_of,
+    sentence_file,
     sentences_of,
-    titles,
     whose,
 )
 from torch_dpsco.acts import act
@@ -390,7 +390,7 @@ def words_of(report: PrivacyReport, run: Run, version: str) -> Words:
 
 def sections(words: Words) -> Iterator[Section]:
     """Yields all sentences but headline and warnings, by topic."""
-    for title in titles():
+    for title in sentence_file()["sections"]:
         sentences = tuple(words.said("sections", title))
         if sentences:
             yield Section(title, sentences)
