@@ -571,19 +571,15 @@ class Book:
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Book:
         """Builds a book from primitives; raises ValueError for malformed ones."""
-        config = row.get("config", {})
-        runs = row.get("runs", ())
         releases = row.get("releases", {})
         try:
-            if not all(isinstance(given, Mapping) for given in (config, releases)):
-                raise TypeError("config and releases must be mappings")
-            runs = [(str(token), check.count(start=start)) for token, start in runs]
-            known = {str(run): check.count(releases=made) for run, made in releases.items()}
-            ledger = Ledger.from_json(row.get("ledger", ()))
-            name = row["id"]
-            if not isinstance(name, str) or not name:
-                raise TypeError(f"id must be a name, got {name!r}")
-            return cls(ledger, runs, dict(config), name, known)
+            return cls(
+                Ledger.from_json(row.get("ledger", ())),
+                [(str(token), check.count(start=start)) for token, start in row.get("runs", ())],
+                dict(row.get("config", {})),
+                str(row["id"]),
+                {str(run): check.count(releases=made) for run, made in releases.items()},
+            )
         # the last one: nested without end
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(

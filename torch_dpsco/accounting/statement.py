@@ -8,10 +8,10 @@ Its sentences (sentences.toml) have blanks; here is what is true of a report and
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
+import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -248,7 +248,7 @@ def make_statement(report: PrivacyReport, run: Run) -> Statement:
         The statement. It holds no number that was computed from records, and no figure rounded down.
     """
     # the package is loaded, or this module would not be; an import statement here would be a cycle
-    version = str(importlib.import_module(__name__.partition(".")[0]).__version__)
+    version = str(vars(sys.modules[__name__.partition(".")[0]])["__version__"])
     # PRIVACY: nothing but these two values enters (test_no_private_number_appears)
     words = words_of(report, run, version)
     warnings = tuple(words.said("warnings"))
