@@ -189,7 +189,6 @@ def test_an_adaptive_run_has_no_delta_or_mu():
     for accountant in (adapted, filtered):
         for question in (
             accountant.get_mu,
-            accountant.get_rho,
             lambda a=accountant: a.get_delta(0.5),
         ):
             with pytest.raises(ValueError, match=r"adaptive run: ask get_epsilon"):

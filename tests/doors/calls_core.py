@@ -35,7 +35,6 @@ for _name, _more in {
     "get_delta": {"epsilon": 1.0},
     "get_epsilon": {"delta": 1e-4},
     "get_mu": {},
-    "get_rho": {},
     "report": {},
     "require_unit": {"unit": "example", "adjacency": "zero_out"},
     "settle": {"adjacency": "zero_out"},

@@ -520,25 +520,14 @@ class Accountant:
             ValueError: there is no such mu: sampled events, failure probabilities, or parameters that may depend on
                 what was released.
         """
-        return math.sqrt(self._exact("mu_squared", "mu", adjacency))
-
-    @typed
-    @locked
-    def get_rho(self, *, adjacency: Adjacency | None = None) -> float:
-        """Returns rho of zero-concentrated differential privacy; raises ValueError as `get_mu` does."""
-        return self._exact("rho", "rho", adjacency)
-
-    def _exact(self, field: str, name: str, adjacency: Adjacency | None) -> float:
-        """Returns a sum of costs that all events must have."""
         self._require_fixed_parameters()
         cost = self.ledger.cost(adjacency or self.adjacency)
-        total: float = getattr(cost, field)
-        if math.isnan(total) or cost.fails:
+        if math.isnan(cost.mu_squared) or cost.fails:
             raise ValueError(
-                f"{name} must be exact: the ledger holds events without it, or failing ones; ask"
+                "mu must be exact: the ledger holds events without it, or failing ones; ask"
                 " get_epsilon instead"
             )
-        return total
+        return math.sqrt(cost.mu_squared)
 
     @typed
     @locked

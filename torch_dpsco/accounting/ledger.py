@@ -128,41 +128,37 @@ _Kinds = dict[
 ]  # per partition: how it was cut, and whether its key is public
 
 
-def _flatten(event: Event, count: int) -> Iterator[tuple[_Place, SimpleEvent, int]]:
+def _flatten(
+    event: Event, count: int, kinds: _Kinds
+) -> Iterator[tuple[_Place, SimpleEvent, int]]:
+    """Yields (place, event, count) of all simple events; adds to `kinds` how partitions are cut."""
     if isinstance(event, Repeat):
-        yield from _flatten(event.event, count * event.n)
+        yield from _flatten(event.event, count * event.n, kinds)
     elif isinstance(event, Sequential):
         for inner in event.events:
-            yield from _flatten(inner, count)
+            yield from _flatten(inner, count, kinds)
     elif isinstance(event, Parallel):
-        for part, events in event.items():
-            for inner in events:
-                for place, simple, times in _flatten(inner, count):
-                    if place != _BASE:
-                        raise ValueError(
-                            f"partition {event.partition!r} must not contain another (got"
-                            f" {place[0]!r})"
-                        )
-                    yield (event.partition, part), simple, times
+        kind = (event.partition_kind, event.key_public)
+        if kinds.setdefault(event.partition, kind) != kind:
+            raise ValueError(
+                f"partition {event.partition!r} must be cut in one way (got"
+                f" {kinds[event.partition]} and {kind})"
+            )
+        for part, inside in event.items():
+            inner = (_flatten(one, count, kinds) for one in inside)
+            for place, simple, times in chain.from_iterable(inner):
+                if place != _BASE:
+                    raise ValueError(
+                        f"partition {event.partition!r} must not contain another (got"
+                        f" {place[0]!r})"
+                    )
+                yield (event.partition, part), simple, times
     elif not isinstance(event, SimpleEvent):
         raise ValueError(
             f"event must be a value of torch_dpsco.accounting.events (got {event!r})"
         )
     elif count:
         yield _BASE, event, count
-
-
-def _kinds(event: Event) -> Iterator[tuple[str, tuple[str, bool]]]:
-    if isinstance(event, Parallel):
-        yield event.partition, (event.partition_kind, event.key_public)
-    for inner in (
-        (event.event,)
-        if isinstance(event, Repeat)
-        else event.events
-        if isinstance(event, Sequential)
-        else ()
-    ):
-        yield from _kinds(inner)
 
 
 def _require_defined(kinds: _Kinds, adjacency: Adjacency) -> None:
@@ -251,8 +247,8 @@ class Ledger:
             if isinstance(event, SimpleEvent) and type(count) is int and count > 0:
                 entries = [(_BASE, event, count)]
             else:
-                entries = list(_flatten(event, check.count(count=count)))
-                kinds = self._kinds_with(event)
+                kinds = dict(self._kinds)
+                entries = list(_flatten(event, check.count(count=count), kinds))
                 if not entries:
                     # a part without events rules no adjacency out (test_a_charge_of_nothing_changes_no_answer)
                     return 0
@@ -272,17 +268,14 @@ class Ledger:
 
     def _kinds_with(self, event: Event | None) -> _Kinds:
         kinds = dict(self._kinds)
-        for name, kind in _kinds(event) if event is not None else ():
-            if kinds.setdefault(name, kind) != kind:
-                raise ValueError(
-                    f"partition {name!r} must be cut in one way (got {kinds[name]} and {kind})"
-                )
+        if event is not None:
+            list(_flatten(event, 1, kinds))
         return kinds
 
     def changed(self, extra: Event | None, count: int) -> dict[_Place, _Counts]:
         """Returns the counts that recording an event `count` times would change, as they would be."""
         changed: dict[_Place, _Counts] = {}
-        for place, simple, times in _flatten(extra, count) if extra is not None else ():
+        for place, simple, times in _flatten(extra, count, {}) if extra is not None else ():
             counts = changed.setdefault(place, {})
             counts[simple] = (
                 counts.get(simple, self._counts.get(place, {}).get(simple, 0)) + times
