@@ -325,9 +325,9 @@ class Accountant:
         with LOCK:
             if adaptive:
                 self._limit.require_adaptive()
-            self._authorize(
-                self._placed(event), count, adaptive, releases or NONE, planned, ahead
-            )
+            if self._part is not None:
+                event = self._placed(event)
+            self._authorize(event, count, adaptive, releases or NONE, planned, ahead)
 
     def _authorize(
         self,
@@ -384,7 +384,7 @@ class Accountant:
         self, event: Event, count: int, adaptive: bool, releases: Mapping[str, int]
     ) -> bool:
         """Returns whether an event that outputs may have chosen comes inside of another run's pass."""
-        if not (adaptive or self.adaptive):
+        if not (adaptive or self._limit.adaptive or self._config.get("adaptive")):
             return False
         costs = count > 0 and event != Sequential(())
         return costs and self._journal.book.in_pass(releases)

@@ -74,6 +74,7 @@ from torch_dpsco.accounting.events import (
     Laplace,
     NonPrivate,
     PoissonGaussian,
+    Pure,
     RandomAllocation,
     RDPCurve,
     SimpleEvent,
@@ -235,7 +236,10 @@ def _of_laplace(event: Laplace | AboveThreshold, sensitivity: float, orders: Flo
         return _of_pure(0.0 if sensitivity == 0 else math.inf, orders)
     if isinstance(event, AboveThreshold):
         return _of_pure(
-            above_threshold_epsilon(*scales, sensitivity, event.num_positives), orders
+            above_threshold_epsilon(
+                event.b_threshold, event.b_query, sensitivity, event.num_positives
+            ),
+            orders,
         )
     # D_a is convex in the shift and 0 at 0, so that over all shifts of this L1 norm one coordinate is the worst
     rdp = rdp_laplace(event.scale / sensitivity, orders)
@@ -250,7 +254,9 @@ def _of_pure(epsilon: float, orders: FloatArray, rdp: FloatArray | None = None) 
     return Cost(rdp, mu_squared, rho_pure(epsilon), epsilon)
 
 
-def _cost_as_stated(event: Stated, orders: FloatArray) -> Cost:
+def _cost_as_stated(
+    event: GDP | ZCDP | RDPCurve | ApproxDP | KNorm | Pure, orders: FloatArray
+) -> Cost:
     """Returns the cost of a guarantee."""
     match event:
         case GDP():

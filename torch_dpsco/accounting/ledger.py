@@ -145,8 +145,8 @@ def _flatten(
                 f" {kinds[event.partition]} and {kind})"
             )
         for part, inside in event.items():
-            inner = (_flatten(one, count, kinds) for one in inside)
-            for place, simple, times in chain.from_iterable(inner):
+            found = (_flatten(one, count, kinds) for one in inside)
+            for place, simple, times in chain.from_iterable(found):
                 if place != _BASE:
                     raise ValueError(
                         f"partition {event.partition!r} must not contain another (got"
@@ -317,13 +317,12 @@ class Ledger:
             AdjacencyError: some event has no guarantee under this adjacency.
         """
         _require_defined(self._kinds_with(extra), adjacency)
-        total = Cost.zero(level)
         # in one order: the same events always give the same bits
-        for _, parts in sorted(self._parts(extra, count).items()):
-            total = total + reduce(
-                Cost.maximum, (_sum(part, adjacency, level) for part in parts)
-            )
-        return total
+        costs = [
+            reduce(Cost.maximum, (_sum(part, adjacency, level) for part in parts))
+            for _, parts in sorted(self._parts(extra, count).items())
+        ]
+        return reduce(Cost.__add__, costs or [Cost.zero(level)])
 
     def _parts(self, extra: Event | None, count: int) -> dict[str, list[_Part]]:
         """Returns the different parts of each partition; of "" the only one."""
