@@ -123,9 +123,6 @@ def _load_all() -> None:
 
 register("plan.kinds", _load_all)  # a saved plan is read by the name of its class
 
-if "opacus.accountants" in sys.modules:  # whose registry is to know ours
-    import_module(f"{__name__}.accounting.accountant")
-
 if not TYPE_CHECKING:  # or type checkers would take every name for one that exists
 
     def __getattr__(name: str) -> object:

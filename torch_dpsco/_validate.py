@@ -74,12 +74,13 @@ def article(noun: str) -> str:
 
 
 def fields(value: object, **checks: Callable[..., Any]) -> None:
-    """Sets fields of a frozen value, while it is built, to what their checks return.
+    """Sets those fields that a frozen value has, while it is built, to what their checks return.
 
     A check is called with its field as the only, named, argument, as those of this module are.
     """
-    for name, checked in checks.items():
-        object.__setattr__(value, name, checked(**{name: getattr(value, name)}))
+    known = vars(value)
+    for name in filter(known.__contains__, checks):
+        object.__setattr__(value, name, checks[name](**{name: known[name]}))
 
 
 def ranges(value: object, checks: Mapping[str, Callable[..., Any]]) -> None:

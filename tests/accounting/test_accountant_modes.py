@@ -5,92 +5,91 @@ import pytest
 from tests.accounting.ledgers import DELTA, STEP, WHOLE, image, part, refusal
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
-from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT, Gaussian
+from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    REPLACE_ONE,
+    ZERO_OUT,
+    Gaussian,
+    PoissonGaussian,
+)
 from torch_dpsco.errors import PrivacyError, SequenceError
 
 # -- adjacency by the first event -------------------------------------------------------------------------------------
 
 
 def test_who_comes_first_decides():
-    opacus, ours, none = Accountant(), Accountant(), Accountant()
-    opacus.step(noise_multiplier=1.0, sample_rate=0.01)
+    ours, none = Accountant(), Accountant()
     ours.authorize(STEP)
-    ours.step(noise_multiplier=1.0, sample_rate=0.01)
-    opacus.authorize(STEP)
-    assert (opacus.adjacency, ours.adjacency, none.adjacency) == (
-        ADD_REMOVE,
-        ZERO_OUT,
-        ZERO_OUT,
-    )
+    ours.settle(ADD_REMOVE)
+    assert (ours.adjacency, none.adjacency) == (ZERO_OUT, ZERO_OUT)
     signed = Accountant()
     signed.require_unit("example")  # an optimizer was built, and promised zero_out
-    signed.step(noise_multiplier=1.0, sample_rate=0.01)
+    signed.settle(ADD_REMOVE)
     assert signed.adjacency == ZERO_OUT
     fixed = Accountant(Budget(8.0, DELTA, adjacency=REPLACE_ONE))
-    fixed.step(noise_multiplier=1.0, sample_rate=0.01)
+    fixed.record(PoissonGaussian(1.0, 0.01))
     assert fixed.adjacency == REPLACE_ONE
 
 
 def test_a_request_that_charges_nothing_decides_nothing():
     accountant = Accountant()
     accountant.authorize(STEP, 0)
-    with pytest.raises(ValueError, match="q must be in"):
-        accountant.step(noise_multiplier=1.0, sample_rate=1.5)
     with pytest.raises(ValueError, match="event must be a value"):
         accountant.record("step")
-    accountant.step(noise_multiplier=1.0, sample_rate=0.5)
+    accountant.settle(ADD_REMOVE)
+    accountant.record(PoissonGaussian(1.0, 0.5))
     assert accountant.adjacency == ADD_REMOVE
 
 
-# -- phases -----------------------------------------------------------------------------------------------------------
+# -- parts ------------------------------------------------------------------------------------------------------------
 
 
-def test_events_inside_a_phase_are_charged_to_its_part():
-    phased, plain = Accountant(), Accountant()
+def test_what_a_part_charges_is_charged_to_it_and_nothing_else():
+    parted, plain = Accountant(), Accountant()
     for name in ("0", "1", "2"):
-        with phased.phase(name, partition="p"):
-            phased.authorize(Gaussian(30.0, {ZERO_OUT: 1.0, REPLACE_ONE: 2.0}))
+        of = parted.part(name, partition="p")
+        of.authorize(Gaussian(30.0, {ZERO_OUT: 1.0, REPLACE_ONE: 2.0}))
         plain.authorize(part(name))
-    phased.authorize(WHOLE)
-    plain.authorize(WHOLE)
-    assert phased.ledger.to_json() == plain.ledger.to_json()
-    assert phased.get_epsilon(DELTA) == plain.get_epsilon(DELTA)
+        parted.authorize(WHOLE)  # while the part is at hand
+        plain.authorize(WHOLE)
+    assert parted.ledger.to_json() == of.ledger.to_json() == plain.ledger.to_json()
+    assert parted.get_epsilon(DELTA) == of.get_epsilon(DELTA) == plain.get_epsilon(DELTA)
 
 
-def test_a_phase_counts_in_questions_too():
+def test_a_part_has_the_ledger_the_file_and_the_budget_of_all(tmp_path):
+    accountant = Accountant(ledger_path=tmp_path / "ledger")
+    of = accountant.part("a", partition="p")
+    accountant.budget = Budget(1.0, DELTA, "replace_one")
+    assert of.budget == accountant.budget
+    assert of.ledger is accountant.ledger
+    of.close()
+    with pytest.raises(PrivacyError, match="closed"):
+        accountant.authorize(WHOLE)
+
+
+def test_a_part_counts_in_questions_too():
     accountant = Accountant(Budget(1.0, DELTA, "replace_one"))
-    with accountant.phase(0, partition="p"):
-        room = accountant.max_steps(WHOLE.only(ZERO_OUT, REPLACE_ONE))
-        accountant.authorize(WHOLE.only(ZERO_OUT, REPLACE_ONE), room)
-        refusal(accountant, WHOLE.only(ZERO_OUT, REPLACE_ONE))
+    of = accountant.part(0, partition="p")
+    room = of.max_steps(WHOLE.only(ZERO_OUT, REPLACE_ONE))
+    of.authorize(WHOLE.only(ZERO_OUT, REPLACE_ONE), room)
+    refusal(of, WHOLE.only(ZERO_OUT, REPLACE_ONE))
     assert accountant.max_steps(WHOLE) == 0
-    with accountant.phase(1, partition="p"):  # other records
-        assert accountant.max_steps(WHOLE.only(ZERO_OUT, REPLACE_ONE)) == room
-        assert accountant.admits(WHOLE.only(ZERO_OUT, REPLACE_ONE), room)
+    other = accountant.part(1, partition="p")  # other records
+    assert other.max_steps(WHOLE.only(ZERO_OUT, REPLACE_ONE)) == room
+    assert other.admits(WHOLE.only(ZERO_OUT, REPLACE_ONE), room)
 
 
-def test_phases_do_not_nest_and_end_when_something_is_raised():
+def test_parts_are_not_cut_further_and_have_names():
     accountant = Accountant()
-    with accountant.phase("0", partition="p"):
-        with (
-            pytest.raises(SequenceError, match="a phase on part '0' is open"),
-            accountant.phase("1", partition="q"),
-        ):
-            pass
-        with pytest.raises(ValueError, match="must not contain another"):
-            accountant.authorize(part("0"))
-    with pytest.raises(RuntimeError, match="broken"), accountant.phase("0", partition="p"):
-        raise RuntimeError("broken")
-    with (
-        pytest.raises(ValueError, match="partition must be a non-empty name"),
-        accountant.phase("0", partition=""),
-    ):
-        pass
-    with (
-        pytest.raises(ValueError, match="kind must be one of"),
-        accountant.phase("0", partition="p", kind="random"),
-    ):
-        pass
+    of = accountant.part("0", partition="p")
+    with pytest.raises(SequenceError, match="parts must not be cut further"):
+        of.part("1", partition="q")
+    with pytest.raises(ValueError, match="must not contain another"):
+        of.authorize(part("0"))
+    with pytest.raises(ValueError, match="partition must be a non-empty name"):
+        accountant.part("0", partition="")
+    with pytest.raises(ValueError, match="kind must be one of"):
+        accountant.part("0", partition="p", kind="random")
     assert len(accountant) == 0
     accountant.authorize(WHOLE)
     assert [row["type"] for row in accountant.state_dict()["ledger"]] == ["Gaussian"]
@@ -146,14 +145,14 @@ def test_a_budget_of_another_adjacency_or_unit_is_refused():
     assert accountant.budget == Budget(1.0, DELTA, "replace_one")
 
 
-# -- answers that are kept --------------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_kept_answer_is_never_that_of_another_question_or_ledger():
+def test_an_answer_is_never_that_of_another_question_or_ledger():
     accountant, seen = Accountant(), set()
     for _ in range(3):
-        accountant.step(noise_multiplier=1.0, sample_rate=0.01)
+        accountant.record(PoissonGaussian(1.0, 0.01))
         for _ in range(2):
             answers = [
                 accountant.get_epsilon(delta, adjacency=adjacency, method=method)
@@ -178,10 +177,8 @@ def test_a_kept_answer_is_never_that_of_another_question_or_ledger():
     assert empty.get_epsilon(1e-5) == 2.0
     empty.budget = poor
     assert empty.get_epsilon(1e-5) == 1.0
-    accountant.history = [(5.0, 0.01, 3)]  # as many events
-    assert accountant.get_epsilon(1e-5) == accountant.ledger.epsilon(1e-5, ADD_REMOVE)
     accountant.ledger.add(STEP)
-    assert accountant.get_epsilon(1e-5) == accountant.ledger.epsilon(1e-5, ADD_REMOVE)
+    assert accountant.get_epsilon(1e-5) == accountant.ledger.epsilon(1e-5, ZERO_OUT)
 
 
 def test_an_adaptive_run_has_no_delta_or_mu():
@@ -192,7 +189,6 @@ def test_an_adaptive_run_has_no_delta_or_mu():
     for accountant in (adapted, filtered):
         for question in (
             accountant.get_mu,
-            accountant.get_rho,
             lambda a=accountant: a.get_delta(0.5),
         ):
             with pytest.raises(ValueError, match=r"adaptive run: ask get_epsilon"):

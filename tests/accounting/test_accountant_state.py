@@ -112,10 +112,8 @@ def test_loading_never_forgets_what_was_charged_here():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, r"version must be 3 \(got 2\)"),
-        ({"version": None}, r"version must be 3 \(got None\)"),
-        ({"mechanism": "opacus"}, r"mechanism must be 'dpsco' \(got 'opacus'\)"),
-        ({"mechanism": None}, r"mechanism must be 'dpsco' \(got None\)"),
+        ({"version": 2}, r"version must be 3, .* \(got 2\)"),
+        ({"version": None}, r"version must be 3, .* \(got None\)"),
         (
             {"config": {"adjacency": ADD_REMOVE, "unit": "example"}},
             "digest must match the ledger",

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from tests.accounting.ledgers import DELTA, STEP, WHOLE, image
 from torch_dpsco.accounting import journal, ledger_file
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.book import Book
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.events import Event, Gaussian, Parallel, Sequential
+from torch_dpsco.accounting.ledger import Book
 from torch_dpsco.accounting.ledger_file import HighWater, LedgerCopy, LedgerFile
 from torch_dpsco.errors import BudgetExceeded, PrivacyError, UtilityWarning
 
@@ -480,8 +480,8 @@ def test_a_crash_while_something_is_given_back_refuses_nothing(path, ahead, end,
         append(file, row)
         images.append((*both(path), True))
 
-    def written(mark: HighWater, place: Any, **options: Any) -> None:
-        write(mark, place, **options)
+    def written(mark: HighWater, place: Any, safe: bool) -> None:
+        write(mark, place, safe)
         images.append((*both(path), False))
 
     monkeypatch.setattr(LedgerFile, "append", appended)

@@ -131,7 +131,9 @@ RELEASE = OneRelease("SomeRelease", Full(100), Gaussian(5.0, SENS, exact=True), 
 
 def words_of(*names: str) -> Words:
     truths = charged((EVENTS[name] for name in names), ZERO_OUT)
-    return Words({**truths, "pure": False}, {"record": "record", "records": "records"})
+    return Words(
+        {**truths, "adaptive": False, "pure": False, "record": "record", "records": "records"}
+    )
 
 
 def accountant_of(*names: str) -> Accountant:

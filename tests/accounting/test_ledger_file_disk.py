@@ -16,8 +16,8 @@ import pytest
 from tests.accounting.ledgers import FIXED, STEP, WHOLE, image, part
 from torch_dpsco.accounting import ledger_file
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.book import Book
-from torch_dpsco.accounting.events import ADD_REMOVE
+from torch_dpsco.accounting.events import ADD_REMOVE, PoissonGaussian
+from torch_dpsco.accounting.ledger import Book
 from torch_dpsco.errors import PrivacyError, UtilityWarning
 
 forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -206,9 +206,10 @@ def test_an_adjacency_that_was_open_in_the_file_is_filed_when_it_is_decided(path
     empty = Accountant(ledger_path=path)
     empty.load_state_dict(Accountant().state_dict())  # a checkpoint of nothing
     empty.close()
-    opacus = Accountant(ledger_path=path)
-    opacus._journal.replace(Book(config={"adjacency": None, "unit": "example"}))
-    opacus.step(noise_multiplier=1.0, sample_rate=0.1)
-    opacus.close()
+    later = Accountant(ledger_path=path)
+    later._journal.replace(Book(config={"adjacency": None, "unit": "example"}))
+    later.settle(ADD_REMOVE)
+    later.record(PoissonGaussian(1.0, 0.1))
+    later.close()
     assert json.loads(path.read_bytes().splitlines()[-2])["config"]["adjacency"] == ADD_REMOVE
     assert Accountant(ledger_path=path).adjacency == ADD_REMOVE

@@ -154,7 +154,7 @@ def test_kill_between_the_disk_and_the_noise_over_counts_by_one(folder, monkeypa
 def test_a_charge_written_after_the_release_is_caught(folder, monkeypatch):
     """The check itself: an accountant that only counts in memory leaves the disk behind."""
     monkeypatch.setattr(ledger_file.LedgerFile, "append", lambda self, row: None)
-    monkeypatch.setattr(ledger_file.LedgerFile, "note", lambda self, place: None)
+    monkeypatch.setattr(ledger_file.LedgerFile, "note", lambda self, place, safe=False: None)
     killed(lambda: run(folder, 3), None)
     with pytest.raises(AssertionError, match="under the truth"):
         check(folder)

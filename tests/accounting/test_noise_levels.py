@@ -20,6 +20,7 @@ from torch_dpsco.accounting.events import (
     WORGaussian,
 )
 from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.ledger import _sum as ledger_sum
 from torch_dpsco.errors import AdjacencyError, BudgetExceeded, PrivacyError
 
 CASES = [
@@ -60,9 +61,11 @@ def test_many_noises_cost_half_a_percent_of_epsilon_at_most(monkeypatch):
         ledger = Ledger(Repeat(each, count) for each in noises(CASES[0][0], number))
         with monkeypatch.context() as patched:
             patched.setattr("torch_dpsco.accounting.ledger.MANY", 10**6)
+            ledger_sum.cache_clear()
             exact = Ledger(Repeat(each, count) for each in noises(CASES[0][0], number)).epsilon(
                 1e-5, "add_remove", "rdp"
             )
+        ledger_sum.cache_clear()
         assert exact < ledger.epsilon(1e-5, "add_remove", "rdp") < exact * 1.005
 
 
@@ -92,7 +95,7 @@ def test_a_question_about_one_noise_more_is_answered_as_if_it_were_charged():
     for event in (events[0], events[1], events[-1]):
         ledger.add(event)
     assert np.array_equal(both.rdp, ledger.cost("replace_one").rdp)
-    assert both.mu_squared is None
+    assert math.isnan(both.mu_squared)
     assert both.pure == math.inf
 
 

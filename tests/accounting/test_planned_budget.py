@@ -130,12 +130,12 @@ def test_an_optimizer_of_another_plan_cannot_be_built_on_a_charged_accountant():
     assert build(2.0).accountant is accountant  # more of the same
 
 
-def test_the_noise_of_opacus_steps_cannot_change_on_the_way():
+def test_the_noise_of_steps_cannot_change_on_the_way():
     accountant = Accountant(Budget(1.0, DELTA, ADD_REMOVE))
-    accountant._authorize(STEP, 1, ("stepped",))
-    accountant._authorize(STEP, 1, ("stepped",))
+    accountant.authorize(STEP)
+    accountant.authorize(STEP)
     with pytest.raises(PrivacyError, match="planned before the first release"):
-        accountant._authorize(QUIET, 1, ("stepped",))
+        accountant.authorize(QUIET)
     assert len(accountant) == 2
 
 

@@ -435,8 +435,7 @@ def test_a_ledger_file_opened_again_knows_what_a_pure_budget_spent(tmp_path):
     budget, path = Budget(1.0, 0.0, "replace_one"), tmp_path / "ledger"
     accountant = Accountant(budget, ledger_path=path)
     accountant.authorize(KNorm(0.3, 5))
-    with accountant.phase("a", partition="p"):
-        accountant.authorize(Laplace(10.0, {REPLACE_ONE: 1.0}), 4)
+    accountant.part("a", partition="p").authorize(Laplace(10.0, {REPLACE_ONE: 1.0}), 4)
     before = image(accountant)
     accountant.close()
     again = Accountant(budget, ledger_path=path)

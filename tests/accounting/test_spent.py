@@ -8,7 +8,6 @@ import pytest
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.events import Gaussian, Laplace, PoissonGaussian, clipped_gaussian
-from torch_dpsco.accounting.ledger import Ledger
 
 STEP = clipped_gaussian(30.0)
 TARGET = dp.Budget(1.0, 1e-5, "replace_one")
@@ -70,24 +69,6 @@ def test_without_a_budget_they_name_the_question_that_has_an_answer() -> None:
         )
         with pytest.raises(ValueError, match=message):
             getattr(charged(1, None), name)
-
-
-def test_they_are_computed_once_until_the_next_charge(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, epsilon = [], Ledger.epsilon
-
-    def counted(self: Ledger, *args: object) -> float:
-        asked.append(args)
-        return epsilon(self, *args)
-
-    accountant = charged(3)
-    monkeypatch.setattr(Ledger, "epsilon", counted)
-    for _ in range(3):
-        assert accountant.spent, accountant.remaining
-        repr(accountant)
-    assert len(asked) == 1
-    accountant.authorize(STEP)
-    assert accountant.spent.epsilon > 0
-    assert len(asked) == 2
 
 
 # -- in one line ------------------------------------------------------------------------------------------------------

@@ -122,7 +122,6 @@ def test_questions_asked_during_charges_leave_no_stale_answer(attempt):
             if number % 2:
                 accountant.authorize(STEP)
             else:
-                accountant.ledger._sums.clear()
                 accountant.get_epsilon(
                     1e-5 * (1 + k / 1000), adjacency="add_remove", method="rdp"
                 )
@@ -172,28 +171,6 @@ def test_a_second_accountant_in_another_thread_cannot_open_the_file(tmp_path):
     together(work)
     assert (len(opened), len(refused)) == (1, THREADS - 1)
     opened[0].close()
-
-
-def test_a_phase_is_that_of_its_own_thread():
-    """What another thread charges meanwhile touches all records, whatever part this one is on."""
-    accountant, inside, done = Accountant(), threading.Event(), threading.Event()
-
-    def work(number: int) -> None:
-        if number:
-            inside.wait()
-            accountant.authorize(Pure(0.5))
-            done.set()
-            return
-        with accountant.phase("0", partition="p"):
-            inside.set()
-            done.wait()
-            accountant.authorize(Pure(0.25))
-
-    together(work, 2)
-    assert {(place, event.eps) for place, _, event, _ in accountant.ledger.entries()} == {
-        ("", 0.5),
-        ("p", 0.25),
-    }
 
 
 @pytest.mark.slow

@@ -180,15 +180,15 @@ CHARGES = [
     ],
     *[
         (
-            lambda a, q=q: a.step(noise_multiplier=1.0, sample_rate=q),
+            lambda a, q=q: a.record(PoissonGaussian(1.0, q)),
             ValueError,
-            "(q|sample_rate) must be",
+            "q must be",
         )
         for q in (1.0001, -0.1, math.nan, None, "x")
     ],
     *[
         (
-            lambda a, s=s: a.step(noise_multiplier=s, sample_rate=0.1),
+            lambda a, s=s: a.record(PoissonGaussian(s, 0.1)),
             ValueError,
             "noise_multiplier must be",
         )
@@ -208,7 +208,6 @@ CHARGES = [
         "must be cut in one way",
     ),
     (lambda a: a.require_unit("user"), UnitError, "unit must be 'example'"),
-    (lambda a: setattr(a, "history", []), PrivacyError, "history must not replace"),
     (
         lambda a: setattr(a, "budget", Budget(1.0, DELTA, adjacency=ADD_REMOVE)),
         PrivacyError,
@@ -219,7 +218,6 @@ CHARGES = [
         PrivacyError,
         "budget must be for",
     ),
-    (lambda a: a.get_optimizer_hook_fn(1.5), ValueError, "sample_rate must be"),
 ]
 
 
@@ -228,16 +226,12 @@ CHARGES = [
 def test_a_wrong_charge_is_named_and_changes_nothing(used, charge, error, message, phased):
     before = image(used)
 
-    def try_it():
-        with pytest.raises(error, match=message):
-            charge(used)
-
+    by = used
     if phased:
         message = f"{message}|must not contain another|must be cut in one way"
-        with used.phase("0", partition="p"):
-            try_it()
-    else:
-        try_it()
+        by = used.part("0", partition="p")
+    with pytest.raises(error, match=message):
+        charge(by)
     assert image(used) == before
     used.authorize(STEP)
     assert len(used) == 5
@@ -251,18 +245,14 @@ def test_a_wrong_charge_is_named_and_changes_nothing(used, charge, error, messag
         ({"partition": "p", "key_public": True}, "key_public must be False"),
     ],
 )
-def test_a_wrong_phase_is_never_opened(used, settings, message):
-    with pytest.raises(ValueError, match=message), used.phase("0", **settings):
-        pytest.fail("the phase was opened")
-    with used.phase("0", partition="p"):
-        used.authorize(WHOLE.only(REPLACE_ONE))
-    with (
-        pytest.raises(SequenceError, match="must not be nested"),
-        used.phase("0", partition="p"),
-        used.phase("1", partition="p"),
-    ):
-        pytest.fail("the phase was opened")
-    used.authorize(STEP)  # and both are closed
+def test_a_wrong_part_is_refused(used, settings, message):
+    with pytest.raises(ValueError, match=message):
+        used.part("0", **settings)
+    of = used.part("0", partition="p")
+    of.authorize(WHOLE.only(REPLACE_ONE))
+    with pytest.raises(SequenceError, match="must not be cut further"):
+        of.part("1", partition="p")
+    used.authorize(STEP)
     assert len(used) == 6
 
 
@@ -276,8 +266,6 @@ def test_a_forked_copy_charges_nothing_without_a_file_either(used):
             for charge in (
                 lambda: used.authorize(STEP),
                 lambda: used.record(STEP),
-                lambda: used.step(noise_multiplier=1.0, sample_rate=0.1),
-                lambda: setattr(used, "history", []),
             ):
                 with pytest.raises(PrivacyError, match="in the process that made it"):
                     charge()
@@ -291,7 +279,7 @@ def test_a_forked_copy_charges_nothing_without_a_file_either(used):
 
 
 def altered_states() -> list[Any]:
-    keys = ["mechanism", "version", "ledger", "runs", "config", "id", "digest"]
+    keys = ["version", "ledger", "runs", "config", "id", "digest"]
     cases = [
         pytest.param(key, value, id=f"{key}={value}")
         for key in keys
@@ -327,11 +315,6 @@ def test_a_state_of_another_version_is_refused_with_the_one_that_is_read(used, v
 def test_a_foreign_state_is_never_added_to_what_was_charged(used, mechanism):
     before = image(used)
     state = {"mechanism": mechanism, "history": [(1.0, 0.1, 5)]}
-    with pytest.raises(ValueError, match=r"accountant\.history = its history"):
+    with pytest.raises(ValueError, match="of an accountant of torch_dpsco"):
         used.load_state_dict(state)
-    with pytest.raises((PrivacyError, ValueError)):
-        used.history = state["history"]
     assert image(used) == before
-    fresh = Accountant()
-    fresh.history = state["history"]
-    assert (fresh.history, fresh.adjacency) == (state["history"], ADD_REMOVE)

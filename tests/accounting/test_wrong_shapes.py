@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.accounting.ledgers import STEP, image
+from tests.accounting.ledgers import STEP
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.events import (
     REPLACE_ONE,
@@ -36,11 +36,8 @@ def test_a_public_key_is_never_granted_by_a_word(word):
     with pytest.raises(ValueError, match="key_public must be True or False"):
         Parallel({"0": [ONE]}, "p", "keyed", word)
     accountant = Accountant()
-    with (
-        pytest.raises(ValueError, match="key_public"),
-        accountant.phase("0", partition="p", kind="keyed", key_public=word),
-    ):
-        pytest.fail("the phase was opened")
+    with pytest.raises(ValueError, match="key_public"):
+        accountant.part("0", partition="p", kind="keyed", key_public=word)
 
 
 def test_two_sensitivities_of_one_adjacency_are_refused():
@@ -57,10 +54,10 @@ def test_two_sensitivities_of_one_adjacency_are_refused():
         ),
         (lambda: Gaussian(1.0, REPLACE_ONE), "sens must map adjacencies"),
         (lambda: Gaussian(1.0, {REPLACE_ONE}), "sens must map adjacencies"),
-        (lambda: Sequential(5), "events must hold lists of events"),
-        (lambda: Sequential(ONE), "events must hold lists of events"),
+        (lambda: Sequential(5), "events must be lists of events"),
+        (lambda: Sequential(ONE), "events must be lists of events"),
         (lambda: Parallel(5, "p"), "parts must map names to their events"),
-        (lambda: Parallel({"0": ONE}, "p"), "parts must hold lists of events"),
+        (lambda: Parallel({"0": ONE}, "p"), "parts must be lists of events"),
         (lambda: Parallel({"0": []}, 5), r"partition must be a non-empty name \(got 5\)"),
         (
             lambda: Pure(1.0, REPLACE_ONE),
@@ -75,11 +72,11 @@ def test_two_sensitivities_of_one_adjacency_are_refused():
         (lambda: event_from_json({"type": []}), "event type must be one of"),
         (
             lambda: event_from_json({"type": "Gaussian", "sigma": 1.0, "sens": 5}),
-            "event Gaussian must have its fields as they were written",
+            "sens must map adjacencies",
         ),
         (
             lambda: event_from_json({"type": "Parallel", "parts": 5, "partition": "p"}),
-            "event Parallel must have its fields as they were written",
+            "parts must map names",
         ),
     ],
 )
@@ -136,13 +133,3 @@ def test_a_part_of_a_state_of_another_shape_is_named(key, value):
 def test_a_state_that_is_none_is_refused(state):
     with pytest.raises(ValueError, match="state_dict must be a mapping"):
         Accountant().load_state_dict(state)
-
-
-@pytest.mark.parametrize("history", [5, None, [5], [(1.0, 0.1)], ["abcd"]])
-def test_a_history_of_another_shape_is_named(history):
-    accountant = Accountant()
-    accountant.history = [(1.0, 0.1, 2)]
-    before = image(accountant)
-    with pytest.raises(ValueError, match="history must hold"):
-        accountant.history = history
-    assert image(accountant) == before

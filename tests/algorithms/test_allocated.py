@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import torch_dpsco as dp
 from tests.reference.absolute import HolderAbsolute
 from tests.test_mutations import assert_caught, nothing
-from torch_dpsco.accounting.book import Book
 from torch_dpsco.accounting.designs import Assigned, Draw
 from torch_dpsco.accounting.events import (
     ADJACENCIES,
@@ -35,7 +34,7 @@ from torch_dpsco.accounting.events import (
     Repeat,
     clipped_gaussian,
 )
-from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.ledger import Book, Ledger
 from torch_dpsco.errors import (
     AdjacencyError,
     BudgetExceeded,
@@ -408,18 +407,12 @@ def test_a_sampler_or_loader_that_is_stored_does_not_tell_its_draws() -> None:
         assert sampler.partition.cut.tobytes() not in pickle.dumps(stored_one)
 
 
-def test_a_pass_begun_on_a_part_stays_there() -> None:
-    """A pass inside of a part is an event of the part, and pays for no step outside of it."""
-    model, optimizer = built()
-    with optimizer.accountant.phase("a", partition="mine", kind="keyed", key_public=True):
-        train(model, optimizer, 2)
-    assert list(optimizer.accountant.ledger.entries()) == [("mine", "a", PASS, 1)]
-    refused(lambda: train(model, optimizer, 1, resume=True), "must be those of the cut")
-    with optimizer.accountant.phase("b", partition="mine", kind="keyed", key_public=True):
-        refused(lambda: train(model, optimizer, 1, resume=True), "must be those of the cut")
-    with optimizer.accountant.phase("a", partition="mine", kind="keyed", key_public=True):
-        train(model, optimizer, T, resume=True)
-    assert list(optimizer.accountant.ledger.entries()) == [("mine", "a", PASS, 2)]
+def test_a_pass_by_the_accountant_of_a_part_is_an_event_of_the_part() -> None:
+    accountant = dp.Accountant(adjacency="add_remove")
+    part = accountant.part("a", partition="mine", kind="keyed", key_public=True)
+    model, optimizer = built(accountant=part)
+    train(model, optimizer, T)
+    assert list(accountant.ledger.entries()) == [("mine", "a", PASS, 1)]
 
 
 # -- draws that may be known ------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ FINE = {
     # one callable's
     "dp.Accountant.get_delta.epsilon": NONNEGATIVE,
     "dp.Accountant.ledger_path": TEXT,
-    "dp.Accountant.phase.part": "word zero minus vast",
+    "dp.Accountant.part.part": "word zero minus vast",
     "dp.Accountant.state_dict.destination": "dict",
     "dp.Accountant.declare.steps": COUNT,
     "dp.Budget.declaring.steps": COUNT,

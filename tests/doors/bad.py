@@ -122,7 +122,7 @@ ALIASES = {
     "kind": "kind|filter",
     "adjacencies": "adjacenc",
     "n_users": r"\bn_users\b|\bn must",
-    "state_dict": "state|mechanism|version",
+    "state_dict": "state|version",
     "loss_fn": "loss",
     "loss": "loss|score",
     "mechanism": "mechanism|outputs",

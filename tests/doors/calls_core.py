@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 import torch_dpsco as dp
@@ -39,12 +35,9 @@ for _name, _more in {
     "get_delta": {"epsilon": 1.0},
     "get_epsilon": {"delta": 1e-4},
     "get_mu": {},
-    "get_rho": {},
     "report": {},
     "require_unit": {"unit": "example", "adjacency": "zero_out"},
     "settle": {"adjacency": "zero_out"},
-    "step": {"noise_multiplier": 2.0, "sample_rate": 0.01},
-    "get_optimizer_hook_fn": {"sample_rate": 0.01},
     "state_dict": {},
 }.items():
     CALLS[f"dp.Accountant.{_name}"] = lambda name=_name, more=_more: (
@@ -59,21 +52,10 @@ CALLS["dp.Accountant.load_state_dict"] = lambda: (
     dp.Accountant().load_state_dict,
     {"state_dict": dp.Accountant().state_dict()},
 )
-CALLS["dp.Accountant.phase"] = lambda: (
-    _entered(accountant().phase),
+CALLS["dp.Accountant.part"] = lambda: (
+    accountant().part,
     {"part": "a", "partition": "p"},
 )
-
-
-def _entered(context: Callable[..., Any]) -> Callable[..., None]:
-    @functools.wraps(context)
-    def enter(*args: Any, **kwargs: Any) -> None:
-        with context(*args, **kwargs):
-            pass
-
-    return enter
-
-
 simple("dp.Poisson", dp.Poisson, batch_size=6, n=24)
 simple("dp.Fixed", dp.Fixed, batch_size=6, n=24)
 simple("dp.Cyclic", dp.Cyclic, batch_size=6, n=24, passes=2)

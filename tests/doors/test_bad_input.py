@@ -87,7 +87,7 @@ EXEMPT = {
     *("integrations.transformers.PrivateTrainer", "integrations.transformers.PrivateTrainer.*"),
     # parts that plans, optimizers and loaders of the library make or use
     *(f"Accountant.{name}" for name in ("continue_from", "marked", "require_planned")),
-    *("Budget.quoted", "Problem.require", "errors.warn", "show.loggers.in_single"),
+    *("Problem.require", "errors.warn", "show.loggers.in_single"),
     *(f"oracles.{name}" for name in ("Charge", "Release", "clip_weights", "joint_norm")),
     *(f"oracles.{name}" for name in ("ShuffledMedian", "UserFiltered")),
     *(f"rules.{name}" for name in ("trained", "absorb", "averaged")),

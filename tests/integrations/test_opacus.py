@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import torch_dpsco as dp
+from torch_dpsco.accounting.events import PoissonGaussian
 from torch_dpsco.errors import (
     AdjacencyError,
     BudgetExceeded,
@@ -374,7 +375,7 @@ def test_epsilon_is_that_of_opacus_and_not_below_the_truth(
     rate, steps = batch_size / N, epochs * len(loader)
     theirs = PRVAccountant()
     theirs.history = [(noise, rate, steps)]
-    assert engine.accountant.history == theirs.history
+    assert list(engine.accountant.ledger.events()) == [(PoissonGaussian(noise, rate), steps)]
     found = engine.get_epsilon(DELTA)
     assert (
         found == optimizer.accountant.get_epsilon(DELTA) == engine.accountant.get_epsilon(DELTA)
@@ -604,7 +605,9 @@ def test_runs_of_an_engine_are_added_up() -> None:
     for runs in (1, 2):
         model, optimizer, loader = engine.make_private(**parts(n=N))
         train(model, optimizer, loader)
-        assert engine.accountant.history == [(1.0, 0.25, 4 * runs)]
+        assert list(engine.accountant.ledger.events()) == [
+            (PoissonGaussian(1.0, 0.25), 4 * runs)
+        ]
     assert engine.get_epsilon(DELTA) == optimizer.accountant.get_epsilon(DELTA)
 
 
@@ -728,7 +731,7 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Any) -> None:
     assert all(map(torch.equal, model.parameters(), copy.parameters()))
     assert other.get_epsilon(DELTA) == engine.get_epsilon(DELTA)
     train(copy, again, batches)
-    assert other.accountant.history == [(1.0, 0.25, 8)]
+    assert list(other.accountant.ledger.events()) == [(PoissonGaussian(1.0, 0.25), 8)]
     moments = again.original_optimizer.state[next(copy.parameters())]
     assert int(moments["step"]) == 8
 

@@ -5,55 +5,41 @@ Source: docs/proofs/accounting.md#planned-budgets, docs/proofs/accounting.md#fil
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import math
 import os
-import secrets
-import sys
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from contextvars import ContextVar, Token
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache, partial
-from typing import Any, NoReturn, TypeAlias
+from functools import partial
+from typing import Any, NoReturn
 
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
-from torch_dpsco.accounting.book import (
-    MECHANISM,
-    NONE,
-    History,
-    foreign_book,
-    history_of,
-    read_state,
-    write_state,
+from torch_dpsco.accounting.budgets import (
+    NO_BUDGET_DELTA,
+    Budget,
+    adaptive_epsilon,
+    make_filter,
+    quoted,
 )
-from torch_dpsco.accounting.budgets import NO_BUDGET_DELTA, Budget, adaptive_epsilon, make_filter
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.events import (
-    ADD_REMOVE,
     ZERO_OUT,
     Adjacency,
     Event,
     Parallel,
-    PoissonGaussian,
     RandomAllocation,
     Sequential,
     clipped_gaussian,
 )
 from torch_dpsco.accounting.journal import open_journal
-from torch_dpsco.accounting.ledger import LOCK, Ledger, locked
+from torch_dpsco.accounting.ledger import LOCK, NONE, Ledger, locked, read_state, write_state
 from torch_dpsco.accounting.planning import Limit
 from torch_dpsco.accounting.report import (
     PrivacyReport,
     Spent,
     make_report,
-    of_adaptive_run,
 )
-from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError, UnitError, warn
-
-_GENERATORS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
-_Question: TypeAlias = tuple[float, Adjacency, str, Budget | None]
+from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError, UnitError
 
 
 class Accountant:
@@ -67,8 +53,8 @@ class Accountant:
 
     Args:
         budget: refuse what would pass it; None records without limit.
-        adjacency: default of queries; a budget's adjacency wins. None: "add_remove" if the first event comes from
-            Opacus (`step`, the hook, `history`), else "zero_out".
+        adjacency: default of queries; a budget's adjacency wins. None: that of the first optimizer, else
+            "zero_out".
         unit: what one record is; a budget's unit wins. Optimizers of another unit are refused.
         ledger_path: of the ledger file (see `ledger_file`); None keeps the ledger in memory and checkpoints only.
         must_exist: refuse to make a new ledger file: for all runs on some data but the first.
@@ -80,8 +66,7 @@ class Accountant:
     Guarantee:
         The epsilon reported at delta bounds the composition of all authorized events under the adjacency asked for,
         if their parameters were fixed in advance (under a planned budget that is enforced, see `planning`), or the
-        budget's mode is adaptive (see `filters`). Steps of Opacus optimizers count as sampled the way that
-        Opacus says. Source: docs/proofs/accounting.md#composition.
+        budget's mode is adaptive (see `budgets`). Source: docs/proofs/accounting.md#composition.
 
     Example:
         >>> from torch_dpsco.accounting.events import PoissonGaussian
@@ -102,7 +87,6 @@ class Accountant:
         ledger_path: str | os.PathLike[str] | None = None,
         must_exist: bool = False,
     ) -> None:
-        know_opacus()
         check.choice(("example", "user"), unit=unit)
         if budget is not None:
             adjacency = budget.adjacency if budget.says_adjacency else adjacency
@@ -110,9 +94,7 @@ class Accountant:
             make_filter(budget)  # may raise, and must before a file is opened
         self._journal = open_journal(adjacency, unit, ledger_path, must_exist)
         self._limit = Limit(self._journal, budget)
-        self._opened: ContextVar[Phase | None] = ContextVar("opened", default=None)
-        self._answers: dict[_Question, float] = {}
-        self._answered = 0  # number of events that they are of
+        self._part: Parallel | None = None  # that it charges; None is all records
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accountant:
         return self
@@ -200,7 +182,7 @@ class Accountant:
         """Signs an optimizer up: raises UnitError for another privacy unit; settles the adjacency if none was said."""
         if unit != self.unit:
             raise UnitError(f"unit must be {self.unit!r}, the accountant's (got {unit!r})")
-        # PRIVACY: a later Opacus step must not change what the optimizer promises (test_who_comes_first_decides)
+        # PRIVACY: what comes later must not change what the optimizer promises (test_who_comes_first_decides)
         self.settle(adjacency)
 
     @locked
@@ -209,19 +191,17 @@ class Accountant:
         self._limit.require_adaptive()
 
     @typed
-    def phase(
+    def part(
         self,
         part: str | int,
         *,
         partition: str,
         kind: str = "positional",
         key_public: bool = False,
-    ) -> Phase:
-        """Charges the events inside of a block to one part of a partition of the records.
+    ) -> Accountant:
+        """Returns this accountant for one part of a partition of the records: what it charges touches no other record.
 
-        It belongs to the thread and the task (of asyncio and the like) that enter it. What others charge meanwhile
-        touches all records, and so does what threads, tasks and callbacks charge that are started inside of it: let
-        them enter phases of their own.
+        Ledger, file and budget are the same; whoever has charged by this accountant still charges all records.
 
         Args:
             part: name of the part.
@@ -229,39 +209,31 @@ class Accountant:
             kind: "positional" or "keyed".
             key_public: whether a key is public and kept by a replacement.
 
-        Raises (when entered):
-            SequenceError: a phase is open already, or a generator would keep it open while its caller runs.
+        Raises:
+            SequenceError: this is the accountant of a part.
 
         Example:
             >>> from torch_dpsco.accounting.accountant import Accountant
             >>> from torch_dpsco.accounting.events import Pure
             >>> accountant = Accountant()
             >>> for part in "ab":
-            ...     with accountant.phase(part, partition="halves"):
-            ...         accountant.authorize(Pure(0.5))
+            ...     accountant.part(part, partition="halves").authorize(Pure(0.5))
             >>> accountant.get_epsilon(0.0)  # no record is in both
             0.5
         """
-        of = Parallel(
-            {str(part): ()}, partition, kind, key_public
-        )  # its checks, before anything runs
-        return Phase(self._opened, str(part), of)
-
-    def _here(self) -> Phase | None:
-        """Returns the phase that the code which runs now charges to; None is all records."""
-        phase = self._opened.get()
-        return phase if phase is not None and phase.is_here() else None
+        if self._part is not None:
+            raise SequenceError(f"parts must not be cut further (got {part!r} of {self._part})")
+        view = object.__new__(Accountant)
+        of = Parallel({str(part): ()}, partition, kind, key_public)
+        vars(view).update(vars(self), _part=of)
+        return view
 
     def _placed(self, event: Event) -> Event:
-        """Returns what the code that runs now charges for an event."""
-        phase = self._here()
-        return event if phase is None else replace(phase.partition, parts={phase.part: (event,)})
-
-    @property
-    def place(self) -> str:
-        """What is charged to here, in words: a part of a partition; "" for all records."""
-        phase = self._here()
-        return "" if phase is None else f" in part {phase.part} of {phase.partition.partition}"
+        """Returns what is charged for an event."""
+        if self._part is None:
+            return event
+        ((part, _),) = self._part.items()
+        return replace(self._part, parts={part: (event,)})
 
     @typed
     @locked
@@ -305,7 +277,7 @@ class Accountant:
         count = check.count(count=count)
         self._limit.record(event, count)
         try:
-            self._charge(event, count, ("adaptive",) if adaptive else ())
+            self._charge(event, count, adaptive)
         finally:
             self._limit.open_unused()
 
@@ -347,30 +319,26 @@ class Accountant:
             raise ValueError(
                 f"releases must be a mapping of runs to numbers (got {check.shown(releases)})"
             )
+        if type(count) is not int or count < 0:
+            count = check.count(count=count)
         # PRIVACY: between deciding and charging nobody else may charge (test_no_number_of_threads_passes_the_budget)
         with LOCK:
             if adaptive:
                 self._limit.require_adaptive()
-            if self._opened.get() is not None:
+            if self._part is not None:
                 event = self._placed(event)
-            marks = ("adaptive",) if adaptive else ()
-            self._authorize(event, count, marks, releases or {}, planned, ahead=ahead)
+            self._authorize(event, count, adaptive, releases or NONE, planned, ahead)
 
     def _authorize(
         self,
         event: Event,
         count: int,
-        marks: tuple[str, ...] = (),
-        releases: Mapping[str, int] = NONE,
-        planned: Callable[[], int] = lambda: 1,
-        adjacency: Adjacency = ZERO_OUT,
-        ahead: Callable[[], int] | None = None,
+        adaptive: bool,
+        releases: Mapping[str, int],
+        planned: Callable[[], int],
+        ahead: Callable[[], int] | None,
     ) -> None:
-        if type(count) is not int or count < 0:
-            count = check.count(count=count)
-        config = self._journal.book.config
-        chosen = "adaptive" in marks or self._limit.adaptive or config.get("adaptive")
-        if chosen and self._is_inside(event, count, releases):
+        if self._is_inside(event, count, adaptive, releases):
             # PRIVACY: proved for events that are fixed before the pass
             # (test_no_adaptive_event_is_charged_inside_a_pass)
             raise PrivacyError(
@@ -382,7 +350,7 @@ class Accountant:
         if ahead is not None:
             ahead = partial(self._limit.ahead, event, left, ahead)
         try:
-            self._charge(event, count, marks, releases, adjacency, ahead)
+            self._charge(event, count, adaptive, releases, ahead)
         finally:
             self._limit.note(event, left - count)
 
@@ -390,32 +358,34 @@ class Accountant:
         self,
         event: Event,
         count: int,
-        marks: tuple[str, ...] = (),
+        adaptive: bool = False,
         releases: Mapping[str, int] = NONE,
-        adjacency: Adjacency = ZERO_OUT,
         ahead: Callable[[], int] | None = None,
     ) -> None:
-        config = self._journal.book.config
+        config = self._config
         undecided = config["adjacency"] is None
         if undecided:
             # before the charge: the first line of a ledger file names it
-            config["adjacency"] = adjacency if self.budget is None else self.budget.adjacency
+            config["adjacency"] = ZERO_OUT if self.budget is None else self.budget.adjacency
         added = 0
         try:
-            added = self._journal.charge(event, count, marks, releases, ahead)
+            added = self._journal.charge(event, count, adaptive, releases, ahead)
         finally:
             if undecided and not added and not releases:
                 config["adjacency"] = None
-        chosen = "adaptive" in marks or self._limit.adaptive or config.get("adaptive")
-        if chosen and self._is_inside(event, count, releases):
+        if self._is_inside(event, count, adaptive, releases):
             # PRIVACY: it has happened; what it was chosen from counts as if all knew where records were
             # (test_what_has_happened_inside_a_pass_takes_its_amplification_away)
             for _, _, one, times in list(self.ledger.entries()):
                 if isinstance(one, RandomAllocation):
                     self._journal.charge(clipped_gaussian(one.noise), times)
 
-    def _is_inside(self, event: Event, count: int, releases: Mapping[str, int]) -> bool:
-        """Returns whether an event comes inside of another run's pass that was charged as a whole."""
+    def _is_inside(
+        self, event: Event, count: int, adaptive: bool, releases: Mapping[str, int]
+    ) -> bool:
+        """Returns whether an event that outputs may have chosen comes inside of another run's pass."""
+        if not (adaptive or self._limit.adaptive or self._config.get("adaptive")):
+            return False
         costs = count > 0 and event != Sequential(())
         return costs and self._journal.book.in_pass(releases)
 
@@ -431,73 +401,12 @@ class Accountant:
         """Returns how many more of this event fit the budget (at most 2^40), without charging anything."""
         return self._limit.most(self._placed(event))
 
-    # -- steps of Opacus ----------------------------------------------------------------------------------------------
-
-    @classmethod
-    def mechanism(cls) -> str:
-        """Returns the accountant's name in Opacus' registry."""
-        return MECHANISM
-
-    @locked
-    def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
-        """Charges one step that an Opacus optimizer has made.
-
-        Args:
-            noise_multiplier: noise std on the sum over the clip norm, >= 0.
-            sample_rate: Poisson rate in [0, 1].
-        """
-        event = _poisson(noise_multiplier, sample_rate)
-        self._charge(self._placed(event), 1, ("stepped",), adjacency=ADD_REMOVE)
-
-    def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:
-        """Returns a hook that charges a step of Opacus' optimizer before it moves the parameters.
-
-        A step that does not fit the budget raises BudgetExceeded; its gradients are dropped and nothing is released.
-
-        Args:
-            sample_rate: Poisson rate of one batch, in [0, 1].
-        """
-        # by this name the doctor finds it
-        sample_rate = check.between(0.0, 1.0, sample_rate=sample_rate)
-        # PRIVACY: Opacus hands over the rate alone; its engine, which calls this, knows how batches are drawn
-        # (test_a_loader_that_opacus_does_not_draw_from_is_warned_of)
-        if sys._getframe(1).f_locals.get("poisson_sampling") is False:
-            warn(
-                f"poisson_sampling must be True for steps that are charged as Poisson batches of rate {sample_rate:g}"
-                " (got False): if the loader shuffles, or takes records in order, the true epsilon may be many times"
-                " the one reported; PrivacyEngine of torch_dpsco.integrations.opacus refuses such loaders",
-                stacklevel=3,
-            )
-
-        def hook(optimizer: Any) -> None:
-            try:
-                batches = optimizer.accumulated_iterations
-                if check.positive_count(accumulated_iterations=batches) > 1:
-                    # PRIVACY: Opacus multiplies the rate, but a record may be in several of them
-                    # (test_accumulated_batches_are_refused)
-                    raise SequenceError(
-                        f"accumulated batches must be 1 (got {batches}): a record could be in two of them; split one"
-                        " large batch by BatchMemoryManager"
-                    )
-                step = _poisson(optimizer.noise_multiplier, sample_rate)
-                with LOCK:
-                    event = self._placed(step)
-                    self._authorize(event, 1, ("stepped",), adjacency=ADD_REMOVE)
-            except BaseException:
-                # PRIVACY: a later step must not release what was refused (test_a_refused_step_leaves_no_gradient)
-                for parameter in optimizer.params:
-                    parameter.summed_grad = None
-                optimizer.zero_grad(set_to_none=True)
-                raise
-
-        return hook
-
     # -- questions ----------------------------------------------------------------------------------------------------
 
     @property
     @locked
     def spent(self) -> Spent:
-        """Epsilon so far at the budget's delta, as `get_epsilon`; computed once, until the next charge.
+        """Epsilon so far at the budget's delta, as `get_epsilon`.
 
         Under an adaptive budget that is the target from the first charge on. To stop before the plan is made, because
         of what was released, does not make this figure the guarantee: the target is (see `budgets`).
@@ -581,22 +490,9 @@ class Accountant:
         # PRIVACY: a plain number: the answer to a tensor is not that to its later value
         # (test_a_tensor_as_delta_is_read_each_time)
         delta = check.below_one(delta=delta)
-        if self._answered != len(self):
-            self._answers.clear()
-            self._answered = len(self)
-        # an adaptive answer is that of the budget
-        key = (delta, adjacency, method, self.budget)
-        if key not in self._answers:
-            self._answers[key] = self._epsilon(delta, adjacency, method)
-        return self._answers[key]
-
-    def _epsilon(self, delta: float, adjacency: Adjacency, method: str) -> float:
         if self.adaptive and method == "best":
             return adaptive_epsilon(self.ledger, delta, adjacency, self._limit.rule)
-        epsilon = self.ledger.epsilon(delta, adjacency, method)
-        if self.budget is None or delta > 0:
-            return epsilon
-        return self.budget.quoted(epsilon, delta)
+        return quoted(self.ledger.epsilon(delta, adjacency, method), delta, self.budget)
 
     @typed
     @locked
@@ -624,25 +520,14 @@ class Accountant:
             ValueError: there is no such mu: sampled events, failure probabilities, or parameters that may depend on
                 what was released.
         """
-        return math.sqrt(self._exact("mu_squared", "mu", adjacency))
-
-    @typed
-    @locked
-    def get_rho(self, *, adjacency: Adjacency | None = None) -> float:
-        """Returns rho of zero-concentrated differential privacy; raises ValueError as `get_mu` does."""
-        return self._exact("rho", "rho", adjacency)
-
-    def _exact(self, field: str, name: str, adjacency: Adjacency | None) -> float:
-        """Returns a sum of costs that all events must have."""
         self._require_fixed_parameters()
         cost = self.ledger.cost(adjacency or self.adjacency)
-        total: float | None = getattr(cost, field)
-        if total is None or cost.fails:
+        if math.isnan(cost.mu_squared) or cost.fails:
             raise ValueError(
-                f"{name} must be exact: the ledger holds events without it, or failing ones; ask"
+                "mu must be exact: the ledger holds events without it, or failing ones; ask"
                 " get_epsilon instead"
             )
-        return total
+        return math.sqrt(cost.mu_squared)
 
     @typed
     @locked
@@ -664,70 +549,24 @@ class Accountant:
             if self.budget.risk is not None and math.isinf(self.get_epsilon(delta)):
                 # events that are one point of a curve say nothing at another delta
                 delta = self.budget.delta
-        report = make_report(
+        return make_report(
             self.ledger,
             check.below_one(delta=delta),
             self.adjacency,
             self.unit,
             self._limit.rule,
             ahead,
+            adaptive=self.adaptive,
+            ledger_id=self.ledger_id,
         )
-        if self.adaptive:
-            epsilons = {
-                adjacency: self.get_epsilon(report.delta, adjacency=adjacency)
-                for adjacency in report.epsilons
-            }
-            report = of_adaptive_run(report, epsilons)
-        trusted = self._config.get("stepped", 0)
-        if trusted:
-            doubt = f"sampling of {trusted} steps as Opacus says, not verified"
-            report = replace(report, assumptions=(*report.assumptions, doubt))
-        return replace(report, ledger_id=self.ledger_id)
 
-    # -- state --------------------------------------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------------------------
 
-    @property
     @locked
-    def history(self) -> History:
-        """The Poisson steps as Opacus keeps them: (noise multiplier, sampling rate, steps); other events are left out.
-
-        Assigning replaces the ledger, as Opacus' calibration needs it; PrivacyError if it holds anything but steps of
-        Opacus optimizers, or is kept in a file.
-        """
-        return history_of(self.ledger)
-
-    @history.setter
-    @locked
-    def history(self, history: Iterable[Sequence[float]]) -> None:
-        self._journal.require_own_process()
-        if len(self) > self._config.get("stepped", 0) or self._journal.file is not None:
-            # PRIVACY: (test_history_cannot_be_assigned_over_authorized_events)
-            raise PrivacyError(
-                "history must not replace events that were authorized, recorded or filed: make a"
-                " new one"
-            )
-        self._journal.replace(
-            foreign_book(history, secrets.token_hex(16), self._config["adjacency"], self.unit)
-        )
-        self._forget()
-
-    def _forget(self) -> None:
-        self._limit.reread()
-        self._answers.clear()
-
-    @typed
-    @locked
-    def state_dict(self, destination: MutableMapping[str, Any] | None = None) -> Any:
-        """Returns primitives only: ledger (bit exact), settings and a digest.
-
-        Args:
-            destination: mapping to write into; default a new dict.
-        """
-        if destination is None:
-            destination = {}
+    def state_dict(self) -> dict[str, Any]:
+        """Returns primitives only: ledger (bit exact), settings and a digest."""
         self._journal.introduce()
-        destination.update(write_state(self._journal.book))
-        return destination
+        return write_state(self._journal.book)
 
     @locked
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -752,7 +591,7 @@ class Accountant:
                 )
         book.config["adjacency"] = book.config["adjacency"] or mine["adjacency"]
         self._journal.load(book)
-        self._forget()
+        self._limit.reread()
 
     @locked
     def continue_from(self, state_dict: Mapping[str, Any]) -> Mapping[str, int]:
@@ -770,89 +609,3 @@ class Accountant:
         What the file was charged ahead (see `ledger_file`) and no step has used is given back.
         """
         self._journal.close()
-
-
-class Phase:
-    """A block whose charges go to a part: those of the context that entered it, until it is left.
-
-    Args:
-        opened: the open phase of each context, of a thread, a task or a callback, of one accountant.
-        part: its name.
-        partition: of which it is a part, without events.
-    """
-
-    def __init__(self, opened: ContextVar[Phase | None], part: str, partition: Parallel) -> None:
-        self.part = part
-        self.partition = partition
-        self._opened = opened
-        self._token: Token[Phase | None] | None = None
-
-    def __enter__(self) -> None:
-        _require_no_generator()
-        open_now = self._opened.get()
-        if open_now is not None and open_now.is_here():
-            raise SequenceError(
-                f"a phase on part {open_now.part!r} is open: phases must not be nested"
-            )
-        self._token = self._opened.set(self)
-
-    def __exit__(self, *_: Any) -> None:
-        token = self._token
-        self._token = None
-        if token is not None:
-            with contextlib.suppress(
-                ValueError, RuntimeError
-            ):  # left in another context: closed there all the same
-                self._opened.reset(token)
-
-    def is_here(self) -> bool:
-        """Returns whether the block is open in this context itself, and not in the one that this is a copy of."""
-        if self._token is None:
-            return False
-        try:
-            # PRIVACY: what is started inside of a phase inherits its context, and may release about all records
-            # (test_what_is_started_inside_of_a_phase_charges_to_all_records)
-            self._opened.reset(self._token)
-        except (ValueError, RuntimeError):  # a token is of the context in which it was made
-            return False
-        self._token = self._opened.set(self)
-        return True
-
-
-def _require_no_generator() -> None:
-    """Raises SequenceError where a phase would stay open while the callers of a generator run."""
-    frame = sys._getframe(2)
-    while (
-        frame.f_back is not None and frame.f_globals.get("__name__") == contextlib.__name__
-    ):  # as of an ExitStack
-        frame = frame.f_back
-    if frame.f_code.co_flags & _GENERATORS:
-        # PRIVACY: they would be charged to the part too (test_a_phase_is_not_opened_in_a_generator)
-        raise SequenceError(
-            f"a phase must not be opened in a generator ({frame.f_code.co_qualname}): what runs"
-            " between two of its values would be charged to the part; open it around what is"
-            " charged, or return accountant.phase(...)"
-        )
-
-
-def _poisson(noise: float, rate: float) -> PoissonGaussian:
-    """Returns the event of a step of Opacus; the same plain numbers are checked once."""
-    # a tensor could change its value
-    plain = type(noise) is float and type(rate) is float
-    return (_known_poisson if plain else PoissonGaussian)(noise, rate)
-
-
-_known_poisson = lru_cache(maxsize=64)(PoissonGaussian)
-
-
-def know_opacus() -> None:
-    """Makes the class an accountant to Opacus, "dpsco" to its `create_accountant`, if it was imported."""
-    if "opacus.accountants" in sys.modules:
-        from opacus.accountants import IAccountant, register_accountant
-
-        IAccountant.register(Accountant)
-        # the latest class wins where a module is loaded twice
-        register_accountant(Accountant.mechanism(), Accountant, force=True)
-
-
-know_opacus()

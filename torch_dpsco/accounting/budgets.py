@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
@@ -191,25 +191,15 @@ class Budget:
     @property
     def target(self) -> str:
         """What is promised, in words."""
-        line = f"epsilon {self.epsilon:g} at delta {self.delta:g}"
-        return line if self.risk is None else f"{self.risk} (by {line})"
+        if self.risk is None:
+            return f"epsilon {self.epsilon:.15g} at delta {self.delta:.15g}"
+        return f"{self.risk} (by epsilon {self.epsilon:g} at delta {self.delta:g})"
 
     @property
     def quoted_delta(self) -> float:
         """The delta at which epsilon is quoted: of the target, or 1e-6 where that is a risk, planned in advance."""
         # adaptive modes promise the target alone: at another delta the odometer's epsilon would say more than the risk
         return self.delta if self.risk is None or self.adaptive else NO_BUDGET_DELTA
-
-    def quoted(self, epsilon: float, delta: float) -> float:
-        """Returns the epsilon to quote for a composed one: the target, where rounding alone puts it above.
-
-        At delta = 0 only, where parts of the target may sum to a little more than it (0.1 + 0.2 to more than 0.3).
-        """
-        return (
-            min(epsilon, self.epsilon)
-            if self.delta == delta == 0 and within(epsilon, self.epsilon)
-            else epsilon
-        )
 
     def under(self, adjacency: Adjacency | None) -> Budget:
         """Returns this budget under an adjacency, if it was made without one; else, and for None, itself.
@@ -240,6 +230,16 @@ class Budget:
             if name not in extra or value is not None
         ]
         return f"Budget({', '.join(shown)})"
+
+
+def quoted(epsilon: float, delta: float, budget: Budget | None) -> float:
+    """Returns the epsilon to quote for a composed one: the budget's, where rounding alone puts it above.
+
+    At delta = 0 only, where parts of the target may sum to a little more than it (0.1 + 0.2 to more than 0.3).
+    """
+    if budget is None or not budget.delta == delta == 0 or not within(epsilon, budget.epsilon):
+        return epsilon
+    return min(epsilon, budget.epsilon)
 
 
 def within(spent: float, limit: float) -> bool:
@@ -338,8 +338,15 @@ class Filter(ABC):
         return largest(lambda count: -1.0 if self.admits(ledger, event, count) else 1.0, MOST)
 
     def refusal(self, ledger: Ledger, event: Event, count: int = 1) -> str:
-        """Returns why the event is refused: what was asked, the limit, what is spent, and how many would fit."""
+        """Returns why the event is refused: what was asked, the limit, what is spent, and how many would fit.
+
+        At delta = 0 it names the event that has no pure epsilon, if that is it.
+        """
         budget = self.budget
+        impure = budget.delta == 0
+        culprit = ledger.find_impure(budget.adjacency, event, count) if impure else None
+        if culprit is not None:
+            return f"{count} x {event}: {impurity(culprit)}"
         spent = self.spent(ledger)
         asked = rounded_up(self.spent(ledger, event, count), 6)
         return (
@@ -396,13 +403,6 @@ class PureFilter(Filter):
         # PRIVACY: without a pure epsilon nothing fits (test_no_event_without_a_pure_epsilon_fits_a_budget_at_delta_0)
         return ledger.pure(self.budget.adjacency, event, count)
 
-    def refusal(self, ledger: Ledger, event: Event, count: int = 1) -> str:
-        """Returns why the event is refused; names the event that has no pure epsilon, if that is it."""
-        culprit = ledger.find_impure(self.budget.adjacency, event, count)
-        if culprit is None:
-            return super().refusal(ledger, event, count)
-        return f"{count} x {event}: {impurity(culprit)}"
-
 
 class GDPFilter(Filter):
     """Sum of mu_t^2 within mu(epsilon, delta)^2, for parameters chosen on the way: exact, no overhead."""
@@ -418,7 +418,7 @@ class GDPFilter(Filter):
         """Returns the sum of mu^2; inf with other events, and with those that may fail."""
         cost = ledger.cost(self.budget.adjacency, 0, event, count)
         # PRIVACY: (test_what_may_fail_fits_no_adaptive_budget)
-        if cost.mu_squared is None or cost.fails:
+        if math.isnan(cost.mu_squared) or cost.fails:
             return math.inf
         return cost.mu_squared * _rounding(ledger, event)
 
@@ -440,32 +440,36 @@ class RDPFilter(Filter):
                 f" run at delta={budget.delta:g} (got {budget.epsilon:g})"
             )
 
-    def _costs(
-        self, ledger: Ledger, event: Event | None, count: int
-    ) -> tuple[FloatArray, FloatArray]:
-        return _renyi_costs(ledger, self.budget.adjacency, event, count)
-
     def admits(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> bool:
         """Returns whether `count` such events, if any, fit after those of the ledger."""
-        costs = self._costs(ledger, event, count)
+        costs = _renyi_costs(ledger, self.budget.adjacency, event, count)
         return mixture_filter_admits(self.limit, self.budget.delta, *costs)
 
     def spent(self, ledger: Ledger, event: Event | None = None, count: int = 1) -> float:
         """Returns the least target, to 1e-6 relative and rounded up, that would admit these costs."""
-        costs = self._costs(ledger, event, count)
+        costs = _renyi_costs(ledger, self.budget.adjacency, event, count)
         high = self.limit
         while not mixture_filter_admits(high, self.budget.delta, *costs):
             if high > 1e300:
                 return math.inf
             high *= 2.0
-        low = 0.0
-        while high - low > 1e-6 * high and high > 1e-12:
-            middle = (low + high) / 2.0
-            if mixture_filter_admits(middle, self.budget.delta, *costs):
-                high = middle
-            else:
-                low = middle
-        return high
+        return _least(
+            lambda target: mixture_filter_admits(target, self.budget.delta, *costs), high, 1e-6
+        )
+
+
+def _least(fits: Callable[[float], bool], high: float, rtol: float = 0.0) -> float:
+    """Returns about the least of the numbers that fit, of which `high` is one, and so are all larger ones."""
+    low = 0.0
+    for _ in range(200):
+        middle = (low + high) / 2
+        if not low < middle < high or high - low <= rtol * high:
+            break
+        if fits(middle):
+            high = middle
+        else:
+            low = middle
+    return high
 
 
 def _rounding(ledger: Ledger, event: Event | None = None) -> float:
@@ -580,22 +584,15 @@ def odometer_epsilon(orders: ArrayLike, spent: ArrayLike, delta: float) -> float
     high = float(np.min(cost + (target - log_weight) / excess, initial=math.inf))
     if math.isinf(high):
         return math.inf
-    low = 0.0
-    for _ in range(200):
-        middle = (low + high) / 2
-        if not low < middle < high:
-            break
-        value, _ = _log_sum(
-            log_weight + excess * (middle - cost), excess, np.maximum(cost, middle)
-        )
-        # margin: a middle that rounding could have helped stays below the root
+
+    def fits(loss: float) -> bool:
+        exponents = log_weight + excess * (loss - cost)
+        # margin: a loss that rounding could have helped stays below the root
         # (docs/proofs/accounting.md#odometer-and-mixture-filter)
-        if value >= target * (1 + _ROUNDING):
-            high = middle
-        else:
-            low = middle
+        return _log_sum(exponents, excess, np.maximum(cost, loss))[0] >= target * (1 + _ROUNDING)
+
     # PRIVACY: rounded up (test_the_odometer_is_rounded_up)
-    return high * (1 + _ROUNDING)
+    return _least(fits, high) * (1 + _ROUNDING)
 
 
 def mixture_filter_admits(
@@ -636,8 +633,9 @@ def mixture_filter_log_margin(epsilon: float, orders: ArrayLike, spent: ArrayLik
 
     W_a = 1/K e^((a-1) (epsilon - S_a)); e^-h is the smallest delta that the filter can grant at epsilon. Both terms are
     convex in x, so that between a point with a negative slope and one with a positive slope the function lies above
-    both tangents: where these cross is the bound. Bisection on the slope ends when the bound is within 1e-10 of a value
-    of the function; values are lowered and slopes padded by their rounding. So the minimum is never overestimated.
+    both tangents: the larger of their least values there is the bound. Bisection on the slope ends when the bound is
+    within 1e-10 of a value of the function; values are lowered and slopes padded by their rounding. So the minimum is
+    never overestimated.
 
     Args:
         epsilon: >= 0.
@@ -676,9 +674,12 @@ def mixture_filter_log_margin(epsilon: float, orders: ArrayLike, spent: ArrayLik
         right = tangent(high)
         middle = (low + high) / 2
         # PRIVACY: never overestimated (test_the_margin_is_never_above_the_true_minimum); a slope may be off by rounding
-        bound = _crossing(high - low, left, right) - _ROUNDING * float(excess.max()) * (
-            high - low
+        width = high - low
+        below = max(
+            left[0] + min(left[1], 0.0) * width,
+            right[0] - max(right[1], 0.0) * width,
         )
+        bound = below - _ROUNDING * float(excess.max()) * width
         if min(left[0], right[0]) - bound <= _GAP or not low < middle < high:
             break
         if tangent(middle)[1] < 0:
@@ -705,17 +706,3 @@ def _log_sum(exponents: FloatArray, excess: FloatArray, size: FloatArray) -> tup
     total = float(parts.sum())
     rounding = float(np.max((np.abs(exponents) + excess * size)[exponents > top - 60]))
     return top + math.log(total) - _ROUNDING * (1 + rounding), float(parts @ excess) / total
-
-
-def _crossing(width: float, left: tuple[float, float], right: tuple[float, float]) -> float:
-    """Returns the height at which two tangents cross, a lower bound of a convex function between them.
-
-    A tangent is a value and a slope. If rounding has turned a sign, the function is at its minimum there: its second
-    derivative is at least the square of 1 / (e^x - 1), so that a slope off by a relative e moves the minimum by e^2.
-    """
-    if left[1] >= 0:
-        return left[0]
-    if right[1] <= 0:
-        return right[0]
-    step = ((right[0] - left[0]) - right[1] * width) / (left[1] - right[1])
-    return left[0] + left[1] * min(max(step, 0.0), width)

@@ -23,12 +23,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, singledispatch
+from functools import cache, lru_cache
 
 import numpy as np
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting import events
 from torch_dpsco.accounting.analysis.allocation import allocation_law
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
 from torch_dpsco.accounting.analysis.objective import Change, objpert_rdp
@@ -62,14 +61,24 @@ from torch_dpsco.accounting.analysis.rdp import (
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
     CLIP_UNITS,
+    GDP,
     REPLACE_ONE,
+    ZCDP,
     ZERO_OUT,
+    AboveThreshold,
     Adjacency,
+    ApproxDP,
     Failure,
     Gaussian,
+    KNorm,
+    Laplace,
+    NonPrivate,
     PoissonGaussian,
+    Pure,
     RandomAllocation,
+    RDPCurve,
     SimpleEvent,
+    Stated,
     WORGaussian,
     check_adjacency,
 )
@@ -103,16 +112,16 @@ class Cost:
 
     Args:
         rdp: Renyi divergence bound per order of `orders_at(level)`.
-        mu_squared: mu^2 of Gaussian differential privacy, None unless all events have one.
-        rho: of zero-concentrated privacy, None unless all events have one.
+        mu_squared: mu^2 of Gaussian differential privacy, nan unless all events have one.
+        rho: of zero-concentrated privacy, nan unless all events have one.
         pure: sum of pure epsilons, inf where there is none.
         log_survival: sum of log(1 - failure) of couplings.
         transcript: sum of transcript failures.
     """
 
     rdp: FloatArray
-    mu_squared: float | None = None
-    rho: float | None = None
+    mu_squared: float = math.nan
+    rho: float = math.nan
     pure: float = math.inf
     log_survival: float = 0.0
     transcript: float = 0.0
@@ -125,24 +134,13 @@ class Cost:
     @property
     def row(self) -> FloatArray:
         """All numbers in one vector, nan for what is not defined: sums of costs are sums of rows."""
-        mu_squared = math.nan if self.mu_squared is None else self.mu_squared
-        rho = math.nan if self.rho is None else self.rho
-        rest = mu_squared, rho, self.pure, self.log_survival, self.transcript
+        rest = (self.mu_squared, self.rho, self.pure, self.log_survival, self.transcript)
         return np.concatenate([self.rdp, rest])
 
     @classmethod
     def of_row(cls, row: FloatArray) -> Cost:
         """Returns the cost of a row."""
-        mu_squared, rho, pure, log_survival, transcript = map(float, row[-_SCALARS:])
-        mu = None if math.isnan(mu_squared) else mu_squared
-        return cls(
-            row[:-_SCALARS],
-            mu,
-            None if math.isnan(rho) else rho,
-            pure,
-            log_survival,
-            transcript,
-        )
+        return cls(row[:-_SCALARS], *map(float, row[-_SCALARS:]))
 
     def __add__(self, other: Cost) -> Cost:
         return Cost.of_row(self.row + other.row)
@@ -171,132 +169,113 @@ def cost_of(event: SimpleEvent, adjacency: Adjacency, level: int = 0) -> Cost:
     Raises:
         AdjacencyError: the event has no guarantee under this adjacency.
     """
-    if isinstance(event, events.Stated):
+    orders = orders_at(level)
+    if isinstance(event, Stated):
         event.require(adjacency)
-    return _cost(event, adjacency, orders_at(level))
+        return _cost_as_stated(event, orders)
+    return _cost(event, adjacency, orders)
 
 
-@singledispatch
-def _cost(event: SimpleEvent, adjacency: Adjacency, orders: FloatArray) -> Cost:
+def _cost(event: object, adjacency: Adjacency, orders: FloatArray) -> Cost:
+    """Returns the cost of a mechanism."""
+    match event:
+        case NonPrivate():
+            return Cost(np.full_like(orders, math.inf), math.inf, math.inf, math.inf)
+        case Gaussian():
+            found = _of_noise(event.sensitivity(adjacency), event.sigma, orders)
+            return replace(found, log_survival=math.log1p(-event.failure))
+        case PoissonGaussian() | WORGaussian():
+            return _of_sampled(event, adjacency, orders)
+        case RandomAllocation():
+            # at most what one unsampled release costs: docs/proofs/allocation.md#one-pass
+            found = _of_noise(CLIP_UNITS[adjacency], event.noise, orders)
+            if event.steps == 1 or event.noise == 0:
+                return found
+            # PRIVACY: mu^2 is left out, since epsilon would be read off it (test_a_pass_has_no_exact_gaussian_figure)
+            return replace(found, mu_squared=math.nan)
+        case Laplace() | AboveThreshold():
+            return _of_laplace(event, event.sensitivity(adjacency), orders)
+        case Failure():
+            nothing = Cost(np.zeros_like(orders), 0.0, 0.0, 0.0)
+            if event.kind == "transcript":
+                return replace(nothing, transcript=event.probability)
+            return replace(nothing, log_survival=math.log1p(-event.probability))
     raise ValueError(f"event must be a value of torch_dpsco.accounting.events (got {event!r})")
 
 
-@_cost.register
-def _(event: events.NonPrivate, adjacency: Adjacency, orders: FloatArray) -> Cost:
-    return Cost(np.full_like(orders, math.inf), math.inf, math.inf, math.inf)
-
-
-def _of_mu(mu: float, orders: FloatArray) -> Cost:
+def _of_noise(sensitivity: float, sigma: float, orders: FloatArray) -> Cost:
+    """Returns the cost of an unsampled release with Gaussian noise."""
+    mu = 0.0 if sensitivity == 0 else math.inf if sigma == 0 else sensitivity / sigma
     rho = mu * mu / 2.0
     return Cost(rho * orders, mu * mu, rho, 0.0 if mu == 0 else math.inf)
 
 
-@_cost.register
-def _(event: Gaussian, adjacency: Adjacency, orders: FloatArray) -> Cost:
-    sensitivity = event.sensitivity(adjacency)
-    mu = 0.0 if sensitivity == 0 else math.inf if event.sigma == 0 else sensitivity / event.sigma
-    return replace(_of_mu(mu, orders), log_survival=math.log1p(-event.failure))
-
-
-@_cost.register
-def _(event: events.GDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
-    return _of_mu(event.mu, orders)
-
-
-@_cost.register
-def _(event: events.PoissonGaussian, adjacency: Adjacency, orders: FloatArray) -> Cost:
-    if event.q in (0.0, 1.0):  # nothing, or the whole data set: an unsampled Gaussian
-        scale = event.q * CLIP_UNITS[adjacency]
-        return _cost(Gaussian(event.noise_multiplier, {adjacency: scale}), adjacency, orders)
-    q = event.q
+def _of_sampled(
+    event: PoissonGaussian | WORGaussian, adjacency: Adjacency, orders: FloatArray
+) -> Cost:
     noise = event.noise_multiplier
-    if adjacency == REPLACE_ONE:
-        return Cost(rdp_poisson_gaussian_replace_one(q, noise, orders))
-    # the remove direction is the larger one at every order
-    return Cost(rdp_poisson_gaussian(q, noise, orders))
-
-
-@_cost.register
-def _(event: events.WORGaussian, adjacency: Adjacency, orders: FloatArray) -> Cost:
+    if isinstance(event, PoissonGaussian):
+        if event.q in (0.0, 1.0):  # nothing, or the whole data set: an unsampled Gaussian
+            return _of_noise(event.q * CLIP_UNITS[adjacency], noise, orders)
+        if adjacency == REPLACE_ONE:
+            return Cost(rdp_poisson_gaussian_replace_one(event.q, noise, orders))
+        # the remove direction is the larger one at every order
+        return Cost(rdp_poisson_gaussian(event.q, noise, orders))
     if adjacency == ADD_REMOVE:
         raise AdjacencyError(
             f"{event} is not defined under add_remove: its batch size depends on the data set size"
         )
     if event.batch_size == event.dataset_size:
-        return _cost(Gaussian(event.noise_multiplier, {adjacency: 2.0}), adjacency, orders)
-    rate = event.batch_size / event.dataset_size
-    return Cost(rdp_wor_gaussian(rate, event.noise_multiplier / 2.0, orders))
+        return _of_noise(2.0, noise, orders)
+    return Cost(rdp_wor_gaussian(event.batch_size / event.dataset_size, noise / 2.0, orders))
 
 
-@_cost.register
-def _(event: events.RandomAllocation, adjacency: Adjacency, orders: FloatArray) -> Cost:
-    # at most what one unsampled release costs: docs/proofs/allocation.md#one-pass
-    found = _cost(Gaussian(event.noise, {adjacency: CLIP_UNITS[adjacency]}), adjacency, orders)
-    if event.steps == 1 or event.noise == 0:
-        return found
-    # PRIVACY: mu^2 is left out, since epsilon would be read off it (test_a_pass_has_no_exact_gaussian_figure)
-    return replace(found, mu_squared=None)
+def _of_laplace(event: Laplace | AboveThreshold, sensitivity: float, orders: FloatArray) -> Cost:
+    scales = (event.scale,) if isinstance(event, Laplace) else (event.b_threshold, event.b_query)
+    if sensitivity == 0 or min(scales) == 0:
+        return _of_pure(0.0 if sensitivity == 0 else math.inf, orders)
+    if isinstance(event, AboveThreshold):
+        return _of_pure(
+            above_threshold_epsilon(
+                event.b_threshold, event.b_query, sensitivity, event.num_positives
+            ),
+            orders,
+        )
+    # D_a is convex in the shift and 0 at 0, so that over all shifts of this L1 norm one coordinate is the worst
+    rdp = rdp_laplace(event.scale / sensitivity, orders)
+    return _of_pure(sensitivity / event.scale, orders, rdp)
 
 
 def _of_pure(epsilon: float, orders: FloatArray, rdp: FloatArray | None = None) -> Cost:
     if math.isinf(epsilon):
-        return Cost(np.full_like(orders, math.inf), None, math.inf, math.inf)
-    mu_squared = 0.0 if epsilon == 0 else None
-    return Cost(
-        rdp_pure(epsilon, orders) if rdp is None else rdp,
-        mu_squared,
-        rho_pure(epsilon),
-        epsilon,
-    )
+        return Cost(np.full_like(orders, math.inf), rho=math.inf)
+    mu_squared = 0.0 if epsilon == 0 else math.nan
+    rdp = rdp_pure(epsilon, orders) if rdp is None else rdp
+    return Cost(rdp, mu_squared, rho_pure(epsilon), epsilon)
 
 
-@_cost.register
-def _(event: events.Laplace, adjacency: Adjacency, orders: FloatArray) -> Cost:
-    # D_a is convex in the shift and 0 at 0, so that over all shifts of this L1 norm one coordinate is the worst
-    sensitivity = event.sensitivity(adjacency)
-    if sensitivity == 0 or event.scale == 0:
-        return _of_pure(0.0 if sensitivity == 0 else math.inf, orders)
-    return _of_pure(
-        sensitivity / event.scale, orders, rdp_laplace(event.scale / sensitivity, orders)
-    )
-
-
-@_cost.register
-def _(event: events.AboveThreshold, adjacency: Adjacency, orders: FloatArray) -> Cost:
-    sensitivity = event.sensitivity(adjacency)
-    if sensitivity == 0 or min(event.b_threshold, event.b_query) == 0:
-        return _of_pure(0.0 if sensitivity == 0 else math.inf, orders)
-    epsilon = above_threshold_epsilon(
-        event.b_threshold, event.b_query, sensitivity, event.num_positives
-    )
-    return _of_pure(epsilon, orders)
-
-
-@_cost.register
-def _(event: events.Pure, adjacency: Adjacency, orders: FloatArray) -> Cost:
+def _cost_as_stated(
+    event: GDP | ZCDP | RDPCurve | ApproxDP | KNorm | Pure, orders: FloatArray
+) -> Cost:
+    """Returns the cost of a guarantee."""
+    match event:
+        case GDP():
+            return _of_noise(event.mu, 1.0, orders)
+        case ZCDP():
+            survival = math.log1p(-event.delta)
+            return Cost(event.rho * orders, rho=event.rho, log_survival=survival)
+        case RDPCurve():
+            return _of_curve(event, orders)
+        case ApproxDP():
+            # simulated by: tell all with probability delta, else a pure mechanism (Kairouz, Oh, Viswanath 2015)
+            survival = math.log1p(-event.delta)
+            return replace(_of_pure(event.eps, orders), log_survival=survival)
+        case KNorm() if event.eps:
+            return _of_pure(event.eps, orders, rdp_l2_knorm(event.eps, event.dim, orders))
     return _of_pure(event.eps, orders)
 
 
-@_cost.register
-def _(event: events.ApproxDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
-    # simulated by: tell all with probability delta, else a pure mechanism (Kairouz, Oh, Viswanath 2015)
-    return replace(_of_pure(event.eps, orders), log_survival=math.log1p(-event.delta))
-
-
-@_cost.register
-def _(event: events.KNorm, adjacency: Adjacency, orders: FloatArray) -> Cost:
-    return _of_pure(
-        event.eps, orders, rdp_l2_knorm(event.eps, event.dim, orders) if event.eps else None
-    )
-
-
-@_cost.register
-def _(event: events.ZCDP, adjacency: Adjacency, orders: FloatArray) -> Cost:
-    return Cost(event.rho * orders, None, event.rho, log_survival=math.log1p(-event.delta))
-
-
-@_cost.register
-def _(event: events.RDPCurve, adjacency: Adjacency, orders: FloatArray) -> Cost:
+def _of_curve(event: RDPCurve, orders: FloatArray) -> Cost:
     # (a - 1) D_a is convex and 0 at a = 1, so that a chord bounds it from above; past the last order nothing is known
     known = np.concatenate([[1.0], event.orders])
     heights = np.concatenate(
@@ -305,14 +284,6 @@ def _(event: events.RDPCurve, adjacency: Adjacency, orders: FloatArray) -> Cost:
     with np.errstate(invalid="ignore"):
         chord = np.interp(orders, known, heights, right=math.inf) / (orders - 1.0)
     return Cost(np.where(np.isnan(chord), math.inf, chord))
-
-
-@_cost.register
-def _(event: events.Failure, adjacency: Adjacency, orders: FloatArray) -> Cost:
-    nothing = Cost(np.zeros_like(orders), 0.0, 0.0, 0.0)
-    if event.kind == "transcript":
-        return replace(nothing, transcript=event.probability)
-    return replace(nothing, log_survival=math.log1p(-event.probability))
 
 
 @dataclass(frozen=True)
@@ -384,15 +355,13 @@ def _converted(
     cost = cost_at(0)
     if method == "rdp":
         return _rdp_evaluation(cost_at, delta)
-    if cost.mu_squared is not None:  # exact: nothing is below it
+    if not math.isnan(cost.mu_squared):  # exact: nothing is below it
         mu = math.sqrt(cost.mu_squared)
         return Evaluation(gaussian_epsilon(mu, delta) if mu < math.inf else math.inf, "gdp")
     found = [_rdp_evaluation(cost_at, delta)]
-    if cost.rho is not None:
-        rho = cost.rho
-        found.append(
-            Evaluation(zcdp_epsilon(rho, delta) if rho < math.inf else math.inf, "zcdp")
-        )
+    if not math.isnan(cost.rho):
+        epsilon = zcdp_epsilon(cost.rho, delta) if cost.rho < math.inf else math.inf
+        found.append(Evaluation(epsilon, "zcdp"))
     found.append(Evaluation(cost.pure, "pure"))
     if method == "pld" or min(bound.epsilon for bound in found) > enough:
         known = laws(method)
@@ -406,7 +375,7 @@ def delta_of(cost_at: Callable[[int], Cost], epsilon: float, laws: Laws) -> floa
     """Converts a cost into the least delta at epsilon >= 0 (see `epsilon_of` for the arguments)."""
     check.nonnegative(epsilon=epsilon)
     cost = cost_at(0)
-    if cost.mu_squared is None:
+    if math.isnan(cost.mu_squared):
         # orders up to 2^14 for small deltas; more would gain nothing that a loss distribution does not
         delta = 0.0 if epsilon >= cost.pure else rdp_delta(orders_at(1), cost_at(1).rdp, epsilon)
         known = laws("best") if delta > 0 else None
@@ -422,12 +391,9 @@ def delta_of(cost_at: Callable[[int], Cost], epsilon: float, laws: Laws) -> floa
     return min(1.0, delta0 + (1.0 - delta0) * delta + cost.transcript)
 
 
-_LEVEL = 1  # orders up to 2^14
-
-
 def objective_curve(
     noise_std: float, change: Change, mu_out: float, adjacency: Adjacency
-) -> events.RDPCurve:
+) -> RDPCurve:
     """Returns the Renyi curve of a release by objective perturbation.
 
     Args:
@@ -455,9 +421,9 @@ def objective_curve(
         value = objpert_rdp(order, noise_std, change)
         return (value + order * mu_out * mu_out / 2) * (1 + 1e-15)
 
-    orders = tuple(float(order) for order in orders_at(_LEVEL))
+    orders = tuple(orders_at(1).tolist())
     proved = (REPLACE_ONE,) if adjacency == REPLACE_ONE else (ADD_REMOVE, ZERO_OUT)
-    return events.RDPCurve(orders, tuple(divergence(order) for order in orders), proved)
+    return RDPCurve(orders, tuple(map(divergence, orders)), proved)
 
 
 @lru_cache(maxsize=4096)
@@ -475,7 +441,7 @@ def laws_of(event: SimpleEvent, adjacency: Adjacency) -> tuple[LossLaw, ...] | N
     cost = cost_of(event, adjacency, 0)  # raises where the event is not defined
     if isinstance(event, Failure) or cost.pure == 0:
         return ()
-    if cost.mu_squared is not None:
+    if not math.isnan(cost.mu_squared):
         return (
             None if math.isinf(cost.mu_squared) else (GaussianLoss(math.sqrt(cost.mu_squared)),)
         )

@@ -63,6 +63,14 @@ class Draw:
     index: int = 0
 
 
+_CHECKS = {
+    "n": check.positive_count,
+    "batch_size": check.positive_count,
+    "passes": check.positive_count,
+    "amplification": check.flag,
+}
+
+
 class Design(ABC):
     """How batches are drawn. Subclasses are frozen dataclasses with `batch_size` (expected) and `n`.
 
@@ -77,6 +85,10 @@ class Design(ABC):
     n: int
     positional = one_pass = ordered = False
     passes = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check.fields(self, **_CHECKS)
 
     @property
     def batches(self) -> int:
@@ -157,7 +169,7 @@ class SizedDesign(Design):
     n: int
 
     def __post_init__(self) -> None:
-        check.fields(self, n=check.positive_count, batch_size=check.positive_count)
+        super().__post_init__()
         if self.batch_size > self.n:
             raise ValueError(f"batch_size must be <= n={self.n} (got {self.batch_size})")
 
@@ -183,15 +195,6 @@ def is_exact(base: object) -> TypeGuard[Gaussian]:
     return isinstance(base, Gaussian) and base.exact
 
 
-def poisson_event(base: BaseEvent, rate: float) -> Event:
-    """Returns the event of a query on a batch that holds each record independently with that rate."""
-    if isinstance(base, NonPrivate):
-        return base
-    # PRIVACY: noise relative to ONE row's contribution; replace_one is a pair of its own, not twice that
-    # (test_poisson_replace_one_is_neither_sigma_nor_half_of_it)
-    return PoissonGaussian(noise_ratio(base, ADD_REMOVE), rate, exact=is_exact(base))
-
-
 @dataclass(frozen=True)
 class Poisson(SizedDesign):
     """Each record is in each batch independently with rate batch_size / n; all three adjacencies.
@@ -213,7 +216,12 @@ class Poisson(SizedDesign):
 
     def draw_event(self, base: BaseEvent, draw: Draw) -> Event:
         """Returns the event of one draw."""
-        return poisson_event(base, self.sample_rate)
+        if isinstance(base, NonPrivate):
+            return base
+        # PRIVACY: noise relative to ONE row's contribution; replace_one is a pair of its own, not twice that
+        # (test_poisson_replace_one_is_neither_sigma_nor_half_of_it)
+        noise = noise_ratio(base, ADD_REMOVE)
+        return PoissonGaussian(noise, self.sample_rate, exact=is_exact(base))
 
 
 @dataclass(frozen=True)
@@ -295,9 +303,6 @@ class Full(Design):
 
     n: int
 
-    def __post_init__(self) -> None:
-        check.fields(self, n=check.positive_count)
-
     @property
     def batch_size(self) -> int:  # type: ignore[override]
         """Equals n."""
@@ -316,9 +321,6 @@ class Undeclared(Design):
     """
 
     batch_size: int
-
-    def __post_init__(self) -> None:
-        check.fields(self, batch_size=check.positive_count)
 
     @property
     def n(self) -> int:  # type: ignore[override]
@@ -365,11 +367,9 @@ class Assigned(SizedDesign):
     one_pass = True  # of one partition a pass, all from one secret
 
     def __post_init__(self) -> None:
-        check_fields(self)
         super().__post_init__()
         if self.parts is not None:
             check.fields(self, parts=check.positive_count)
-        check.fields(self, amplification=check.flag, passes=check.positive_count)
 
     @property
     def batches(self) -> int:
@@ -457,11 +457,6 @@ class Cyclic(CutDesign):
     passes: int
     one_pass = True  # of one partition
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-        super().__post_init__()
-        check.fields(self, passes=check.positive_count)
-
     def between(
         self, start: int, stop: int, bases: Sequence[BaseEvent], partition: str = "planned"
     ) -> Event:
@@ -503,6 +498,7 @@ class Parts(Design):
     parts: tuple[tuple[Full | Poisson | Fixed | Disjoint | Assigned, int], ...]
     n: int
     positional = one_pass = ordered = True
+    cut: ClassVar[tuple[str, bool]] = ("positional", False)  # and whether its key is public
     inner: ClassVar[tuple[type[Design], ...]] = (
         Full,
         Poisson,
@@ -512,13 +508,9 @@ class Parts(Design):
     )  # designs of a part
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        check.fields(self, n=check.positive_count)
-        object.__setattr__(
-            self,
-            "parts",
-            tuple((d, check.positive_count(draws=draws)) for d, draws in self.parts),
-        )
+        super().__post_init__()
+        parts = tuple((d, check.positive_count(draws=draws)) for d, draws in self.parts)
+        object.__setattr__(self, "parts", parts)
         if not self.parts or not all(isinstance(design, self.inner) for design, _ in self.parts):
             names = ", ".join(kind.__name__ for kind in self.inner)
             raise ValueError(
@@ -618,7 +610,7 @@ class Parts(Design):
         return self._parallel({draw.part: (self._inside(design, base),)}, draw.partition)
 
     def _parallel(self, used: dict[str, tuple[Event, ...]], partition: str) -> Event:
-        return Parallel(used, partition)
+        return Parallel(used, partition, *self.cut)
 
     def _spent(self, design: Design, base: BaseEvent, start: int, stop: int) -> Event:
         """Returns the event of the draws start, .., stop - 1 of a part."""
@@ -632,12 +624,9 @@ class Parts(Design):
         if isinstance(design, Assigned):
             _require_one_pass(design)  # of a query that is not amplified
         if isinstance(design, (Full, Disjoint, Assigned)):
-            return self._at_places(base)
+            # those of given positions: add_remove is refused
+            return positional_event(base) if self.positional else base
         return design.draw_event(base, Draw(0))
-
-    def _at_places(self, base: BaseEvent) -> Event:
-        """Returns the event of a query on given records; they are those of given positions: add_remove is refused."""
-        return positional_event(base)
 
 
 @dataclass(frozen=True)
@@ -655,6 +644,8 @@ class AssignedParts(Parts):
     """
 
     positional = ordered = False
+    # PRIVACY: as for `Assigned` (test_records_are_assigned_to_parts_under_every_adjacency)
+    cut = ("keyed", True)
     inner = (Full, Poisson, Assigned)
 
     def __post_init__(self) -> None:
@@ -662,13 +653,6 @@ class AssignedParts(Parts):
         used = sum(design.n for design, _ in self.parts)
         if used != self.n:
             raise ValueError(f"parts must have n={self.n} records together (got {used})")
-
-    def _parallel(self, used: dict[str, tuple[Event, ...]], partition: str) -> Event:
-        # PRIVACY: as for `Assigned` (test_records_are_assigned_to_parts_under_every_adjacency)
-        return Parallel(used, partition, "keyed", key_public=True)
-
-    def _at_places(self, base: BaseEvent) -> Event:
-        return base
 
 
 def _require_one_pass(design: Assigned) -> None:

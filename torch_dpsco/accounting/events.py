@@ -87,22 +87,32 @@ def sorted_sens(sens: Sens) -> tuple[tuple[Adjacency, float], ...]:
     return tuple(sorted(found.items()))
 
 
+def _listed(of: str, one: Callable[..., Any], **field: Any) -> tuple[Any, ...]:
+    """Returns a field's items as `one` returns them; raises ValueError if it is no list."""
+    ((name, items),) = field.items()
+    if isinstance(items, str) or not isinstance(items, Iterable):
+        raise ValueError(f"{name} must be {of} (got {check.shown(items)})")
+    return tuple(one(item) for item in items)
+
+
 def _stated(adjacencies: Any) -> tuple[Adjacency, ...]:
-    if isinstance(adjacencies, str) or not isinstance(adjacencies, Iterable):
-        raise ValueError(f"adjacencies must be a tuple of names (got {adjacencies!r})")
-    stated = tuple(sorted({check_adjacency(a) for a in adjacencies}))
-    if not stated:
+    named = _listed("a tuple of names", check_adjacency, adjacencies=adjacencies)
+    if not named:
         raise ValueError("adjacencies must name at least one adjacency (got none)")
-    return stated
+    return tuple(sorted(set(named)))
 
 
-def _each(one: Callable[..., float], **field: Any) -> tuple[float, ...]:
-    ((name, numbers),) = field.items()
-    if isinstance(numbers, str) or not isinstance(numbers, Iterable):
-        raise ValueError(f"{name} must be numbers, one for each order (got {numbers!r})")
-    return tuple(one(**{name: number}) for number in numbers)
+def _checked(event: object) -> Event:
+    """Returns an event, which checks its own numbers; raises ValueError for all else. The ledger checks subclasses."""
+    if not isinstance(event, _EVENTS):
+        raise ValueError(
+            f"event must be a value of torch_dpsco.accounting.events (got {check.shown(event)})"
+        )
+    return cast(Event, event)
 
 
+_ORDERED = "numbers, one for each order"
+_members = partial(_listed, "lists of events", _checked)
 _NUMBERS = (
     "eps",
     "rho",
@@ -121,12 +131,17 @@ _CHECKS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("delta", "failure", "probability"), check.below_one),
     "q": partial(check.between, 0.0, 1.0),
     "sens": sorted_sens,
-    "orders": partial(_each, check.order),
-    "values": partial(_each, partial(check.nonnegative, allow_inf=True)),
+    "orders": partial(_listed, _ORDERED, lambda order: check.order(orders=order)),
+    "values": partial(
+        _listed, _ORDERED, lambda value: check.nonnegative(values=value, allow_inf=True)
+    ),
     "adjacencies": _stated,
     "kind": partial(check.choice, FAILURE_KINDS),
     # PRIVACY: "no" is true (test_exact_is_never_granted_by_a_word)
     "exact": check.flag,
+    "event": _checked,
+    "events": _members,
+    "n": check.count,
 }
 _ALL = tuple(sorted(ADJACENCIES))
 
@@ -135,8 +150,7 @@ class _Checked:
     """A value whose fields are checked by their names, when it is made."""
 
     def __post_init__(self) -> None:
-        names = [field.name for field in dataclasses.fields(cast(Any, self))]
-        check.fields(self, **{name: _CHECKS[name] for name in names if name in _CHECKS})
+        check.fields(self, **_CHECKS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -398,24 +412,18 @@ class NonPrivate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Repeat:
+class Repeat(_Checked):
     """The same event `n` times, n >= 0 (adaptive composition with parameters fixed in advance)."""
 
     event: Event
     n: int
 
-    def __post_init__(self) -> None:
-        check.fields(self, event=_checked, n=check.count)
-
 
 @dataclasses.dataclass(frozen=True)
-class Sequential:
+class Sequential(_Checked):
     """Several events one after another."""
 
     events: tuple[Event, ...]
-
-    def __post_init__(self) -> None:
-        check.fields(self, events=_members)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -490,22 +498,6 @@ Event: TypeAlias = SimpleEvent | Repeat | Sequential | Parallel
 _EVENTS = (*get_args(SimpleEvent), Repeat, Sequential, Parallel)
 
 
-def _members(**field: Any) -> tuple[Event, ...]:
-    ((name, events),) = field.items()
-    if isinstance(events, str) or not isinstance(events, Iterable):
-        raise ValueError(f"{name} must hold lists of events (got {check.shown(events)})")
-    return tuple(map(_checked, events))
-
-
-def _checked(event: object) -> Event:
-    """Returns an event, which checks its own numbers; raises ValueError for all else. The ledger checks subclasses."""
-    if not isinstance(event, _EVENTS):
-        raise ValueError(
-            f"event must be a value of torch_dpsco.accounting.events (got {check.shown(event)})"
-        )
-    return cast(Event, event)
-
-
 def _shown(event: Any) -> Iterator[tuple[str, Any]]:
     """Yields the fields, except those that were added later and have their default."""
     for field in dataclasses.fields(event):
@@ -526,7 +518,7 @@ def clipped_gaussian(noise_multiplier: float, exact: bool = False) -> Gaussian:
 
 _CLASSES: dict[str, type[Any]] = {cls.__name__: cls for cls in _EVENTS}
 # strings that are no numbers
-_WORDS = ("partition", "partition_kind", "kind", "key_public", "exact")
+_WORDS = ("partition", "partition_kind", "kind", "key_public", "exact", "adjacencies")
 
 
 def event_to_json(event: Event, *, exact: bool = True) -> dict[str, Any]:
@@ -582,23 +574,15 @@ def event_from_json(data: dict[str, Any]) -> Event:
 
 
 def _decoded(name: str, value: Any) -> Any:
-    if name == "event":
-        return event_from_json(value)
-    if name == "events":
-        return tuple(event_from_json(item) for item in value)
-    if name == "parts":
-        return {part: [event_from_json(item) for item in items] for part, items in value.items()}
-    if name == "sens":
-        return {adjacency: _number(name, item) for adjacency, item in value.items()}
-    if name in ("orders", "values"):
-        return tuple(_number(name, item) for item in value)
-    if name == "adjacencies":
-        return tuple(value)
-    return _number(name, value) if isinstance(value, str) and name not in _WORDS else value
-
-
-def _number(name: str, value: float | str) -> float:
+    if isinstance(value, dict):
+        if "type" in value:
+            return event_from_json(value)
+        return {key: _decoded(name, item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return tuple(_decoded(name, item) for item in value)
+    if not isinstance(value, str) or name in _WORDS:
+        return value
     try:
-        return float.fromhex(value) if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, OverflowError) as error:
+        return float.fromhex(value)
+    except (ValueError, OverflowError) as error:
         raise ValueError(f"{name} must be a number (got {value!r})") from error

@@ -15,15 +15,13 @@ import math
 import os
 import secrets
 import time
-import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch_dpsco.accounting.book import MARKS, NONE, OPEN, Book, charge_row
 from torch_dpsco.accounting.events import Adjacency, Event, Repeat
-from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.accounting.ledger import NONE, OPEN, Book, Ledger, charge_row
 from torch_dpsco.accounting.ledger_file import LedgerFile
-from torch_dpsco.errors import PrivacyError, UtilityWarning
+from torch_dpsco.errors import PrivacyError, warn
 
 _SHARE = 0.01  # of the time, for lines; twice that once rounded
 _LOST = 1.0  # seconds of steps that a crash may lose
@@ -63,7 +61,7 @@ class Journal:
         self,
         event: Event,
         count: int,
-        marks: Collection[str] = (),
+        adaptive: bool = False,
         releases: Mapping[str, int] = NONE,
         ahead: Callable[[], int] | None = None,
     ) -> int:
@@ -72,7 +70,7 @@ class Journal:
         Args:
             event: to be charged.
             count: how often.
-            marks: facts, of `MARKS`, noted with it.
+            adaptive: whether its parameters were chosen from what was released before.
             releases: of `Book.releases`, noted even if the event is empty.
             ahead: says how many charges, this one included, may be written at once: equal ones, each with marks of
                 releases that are one further.
@@ -86,25 +84,19 @@ class Journal:
         book = self.book
         if self.file is None:
             if not self._charging:
-                self._charge_first(event, count, marks, releases)
-            added = book.ledger.add(event, count)
-            if marks and added:
-                book.mark(marks, added)
-            for run, number in releases.items():
-                if number > book.releases.get(run, 0):
-                    book.releases[run] = number
-            return added
+                self._charge_first(event, count, adaptive, releases)
+            return book.add(event, count, adaptive, releases)
         self._steps += 1
         # PRIVACY: on the disk before it is in the book, in the book before noise
         # (test_kill_between_the_disk_and_the_noise_over_counts_by_one)
-        paid = bool(releases) and not marks and self._is_written(event, count, releases)
+        paid = bool(releases) and not adaptive and self._is_written(event, count, releases)
         if paid:
             # PRIVACY: as for a line (test_a_file_that_changes_while_it_is_ahead_is_noticed_at_the_next_step)
             self.file.require_own()
             self._filed = -1  # until the book has the charge too
         else:
-            self._charge_first(event, count, marks, releases, ahead)
-        added = book.add(event, count, marks, releases)
+            self._charge_first(event, count, adaptive, releases, ahead)
+        added = book.add(event, count, adaptive, releases)
         if added or releases:
             if not paid:
                 self.file.note(self._written.place)
@@ -137,7 +129,7 @@ class Journal:
         self,
         event: Event,
         count: int,
-        marks: Collection[str],
+        adaptive: bool,
         releases: Mapping[str, int],
         ahead: Callable[[], int] | None = None,
     ) -> None:
@@ -155,7 +147,7 @@ class Journal:
                 self._refile(self.book)
             steps = 1 if ahead is None else self._ahead(ahead)
             made = {n: k + (steps - 1) * (not n.endswith(OPEN)) for n, k in releases.items()}
-            self._write(event, count * steps, marks, made, run)
+            self._write(event, count * steps, adaptive, made, run)
         if run is not None:
             self.book.runs.append((run, at))
             self._charging = True
@@ -170,7 +162,7 @@ class Journal:
         self,
         event: Event,
         count: int,
-        marks: Collection[str],
+        adaptive: bool,
         releases: Mapping[str, int],
         run: str | None,
     ) -> None:
@@ -179,8 +171,8 @@ class Journal:
         at = len(written.ledger)
         start = time.perf_counter()
         self._filed = -1  # until the book has the charge too
-        self.file.append(charge_row(event, count, at, run, marks, releases))
-        written.add(event, count, marks, releases)
+        self.file.append(charge_row(event, count, at, run, adaptive, releases))
+        written.add(event, count, adaptive, releases)
         if run is not None:
             written.runs.append((run, at))
         self._since = time.perf_counter()
@@ -214,7 +206,8 @@ class Journal:
 
     def introduce(self) -> None:
         """Gives an empty file the name of its ledger, so that a checkpoint made now is known to go with it."""
-        if self.file is not None and self.file.awaits_name and os.getpid() == self._process:
+        file = self.file
+        if file and file.is_empty and file.is_open and os.getpid() == self._process:
             self.replace(self.book)
 
     @property
@@ -269,8 +262,17 @@ class Journal:
         """
         mine = self.book
         if mine.knows(book):
-            self._tell_of_rollback(len(mine.ledger) - len(book.ledger))
-            return  # a rolled-back run: what was charged since stays charged
+            # a rolled-back run: what was charged since stays charged
+            released = len(mine.ledger) - len(book.ledger)
+            if released and self.file is not None:
+                # PRIVACY: the file wins over the checkpoint (test_a_file_ahead_of_the_checkpoint_wins)
+                warn(
+                    f"ledger file {self.file.path!r} is {released} released events ahead of the"
+                    " checkpoint: they were rolled back but stay charged, and the run repeats them"
+                    " with fresh noise",
+                    stacklevel=4,
+                )
+            return
         if not book.knows(mine):
             raise PrivacyError(
                 "loading would forget events charged here: the two ledgers have different"
@@ -293,21 +295,10 @@ class Journal:
         self.book = book
         self._charging = False
 
-    def _tell_of_rollback(self, released: int) -> None:
-        # PRIVACY: the file wins over the checkpoint (test_a_file_ahead_of_the_checkpoint_wins)
-        if released and self.file is not None:
-            warnings.warn(
-                f"ledger file {self.file.path!r} is {released} released events ahead of the"
-                " checkpoint: they were rolled back but stay charged, and the run repeats them"
-                " with fresh noise",
-                UtilityWarning,
-                stacklevel=5,
-            )
-
 
 def _facts(book: Book) -> dict[str, Any]:
     """Returns what is known besides the charges and their marks, which each have a line of their own."""
-    return {name: value for name, value in book.config.items() if name not in MARKS}
+    return {name: value for name, value in book.config.items() if name != "adaptive"}
 
 
 def open_journal(

@@ -18,10 +18,11 @@ Lines are of two kinds. A *state* (the first line, and what a checkpoint that kn
 it; a *charge* adds an event:
 
     {"config": {..}, "digest": "..", "ledger": [..], "runs": [..]}
-    {"at": 7, "count": 1, "digest": "..", "event": {"type": ..}, "run": "..", "stepped": true}
+    {"at": 7, "count": 1, "digest": "..", "event": {"type": ..}, "run": "..", "adaptive": true}
 
-`at` is the number of events before the line. `run` names a new process, in its first charge. Facts about a charge are
-`MARKS`. `releases` names the run of an optimizer, and how many releases it may have made once the line is there.
+`at` is the number of events before the line. `run` names a new process, in its first charge. `adaptive` says that the
+parameters were chosen from what was released before. `releases` names the run of an optimizer, and how many releases it
+may have made once the line is there.
 """
 
 from __future__ import annotations
@@ -32,12 +33,11 @@ import stat
 import warnings
 import weakref
 from collections.abc import Callable
-from functools import partial
 from hashlib import sha256
 from typing import Any
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.book import Book, Place, Row
+from torch_dpsco.accounting.ledger import Book, Place, Row
 from torch_dpsco.errors import PrivacyError, UtilityWarning
 
 _SIZE = 256  # bytes: written at once, within one sector
@@ -84,7 +84,7 @@ class HighWater:
             ) from error
         return place
 
-    def write(self, place: Place, *, safe: bool = False) -> None:
+    def write(self, place: Place, safe: bool) -> None:
         """Moves the mark.
 
         Args:
@@ -176,11 +176,11 @@ class LedgerFile:
         self._mark_closer = weakref.finalize(self, self._mark.close)
         self._size = 0
         self._digest = ""
-        self._broken = False
+        self.is_open = True  # not closed, and no writing has failed
         try:
             known = self._mark.read()
             self.book = self._read(known)
-            self._sync(lambda: self._mark.write(self.book.place, safe=True))
+            self.note(self.book.place, safe=True)
             # PRIVACY: the name too must survive, whoever made or moved the file before it could see to that
             # (test_the_name_of_the_file_is_on_the_disk_before_anything_is_charged)
             self._sync(lambda: sync_folder(os.path.realpath(self.path)))
@@ -190,7 +190,7 @@ class LedgerFile:
 
     def close(self) -> None:
         """Closes and unlocks the file; a later `append` raises."""
-        self._broken = True
+        self.is_open = False
         self._mark_closer()
         self._closer()
 
@@ -198,16 +198,6 @@ class LedgerFile:
     def is_empty(self) -> bool:
         """Whether nothing was ever written."""
         return self._size == 0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it was not closed, and no writing has failed."""
-        return not self._broken
-
-    @property
-    def awaits_name(self) -> bool:
-        """Whether it is open and empty, so that it does not say which ledger it is."""
-        return self.is_empty and self.is_open
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -239,13 +229,11 @@ class LedgerFile:
         Raises:
             PrivacyError: it could not be written.
         """
-        options = {"safe": True} if safe else {}
-        self._sync(partial(self._mark.write, place, **options))
+        self._sync(lambda: self._mark.write(place, safe))
 
     def _sync(self, put: Callable[[], None]) -> None:
-        self._broken = (
-            True  # until it is safe: after a failed fsync nobody knows what the disk holds
-        )
+        # until it is safe: after a failed fsync nobody knows what the disk holds
+        self.is_open = False
         try:
             put()
         except OSError as error:
@@ -253,11 +241,11 @@ class LedgerFile:
                 f"ledger file {self.path!r} could not be written ({error}): nothing more can be"
                 " charged to it; make room, then a new accountant on the same file"
             ) from error
-        self._broken = False
+        self.is_open = True
 
     def require_own(self) -> None:
         """Raises PrivacyError if the file is closed or failed, or is not as it was left, under its name."""
-        if self._broken:
+        if not self.is_open:
             raise PrivacyError(
                 f"ledger file {self.path!r} is closed or failed: make a new accountant on the same"
                 " file"
@@ -385,7 +373,7 @@ class LedgerCopy(LedgerFile):
         self._mark = HighWater(self.path)
         self._size = 0
         self._digest = ""
-        self._broken = True
+        self.is_open = False
         known = self._mark.read()  # before the lines: a mark is never ahead of them
         self._fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:

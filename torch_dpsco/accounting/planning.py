@@ -22,10 +22,10 @@ Source: docs/proofs/accounting.md#planned-budgets.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.budgets import Budget, Filter, make_filter
@@ -91,6 +91,11 @@ class PlannedEvents:
         return cls(tuple(event_from_json(row) for row in ledger.to_json()))
 
     @property
+    def once(self) -> tuple[Event, ...]:
+        """The open event, if there is one."""
+        return () if self.open is None else (self.open,)
+
+    @property
     def is_plain(self) -> bool:
         """Whether it is one simple event, repeated: then the ledger says all."""
         return not self.fixed and isinstance(self.open, SimpleEvent)
@@ -105,9 +110,7 @@ class PlannedEvents:
         if times is None:
             return None
         if self.open is None or isinstance(self.open, SimpleEvent):
-            return Sequential(
-                (*self.fixed, *([Repeat(self.open, times)] if self.open is not None else []))
-            )
+            return Sequential((*self.fixed, *(Repeat(event, times) for event in self.once)))
         return Sequential(
             (*self.fixed, *(_renamed(self.open, f"repetition {k}") for k in range(times)))
         )
@@ -117,7 +120,7 @@ class PlannedEvents:
     ) -> int | None:
         """Returns how often the open event must be repeated to cover a ledger with the event; None if none will do."""
         fixed, slots = _shape(Ledger(self.fixed))
-        once, more = _shape(Ledger([self.open] if self.open is not None else ()))
+        once, more = _shape(Ledger(self.once))
         asked, partitions = _shape(ledger, event, count)
         uses = [0.0] * len(more)
         for parts in partitions:
@@ -148,19 +151,13 @@ class PlannedEvents:
 
     def to_row(self) -> dict[str, Any]:
         """Returns the plan as primitives."""
-        return {
-            "fixed": [event_to_json(event) for event in self.fixed],
-            "open": None if self.open is None else event_to_json(self.open),
-        }
+        return event_to_json(Sequential((Sequential(self.fixed), *self.once)))
 
     @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> PlannedEvents:
+    def from_row(cls, row: dict[str, Any]) -> PlannedEvents:
         """Builds a plan from primitives."""
-        once = row["open"]
-        return cls(
-            tuple(map(event_from_json, row["fixed"])),
-            None if once is None else event_from_json(once),
-        )
+        fixed, *once = cast(Sequential, event_from_json(row)).events
+        return cls(cast(Sequential, fixed).events, *once)
 
 
 def unit_of(event: Event) -> Event:
@@ -392,9 +389,8 @@ class Limit:
         """
         assert self.rule is not None
         plan = self.plan()
-        once = (plan.open,) if plan.open is not None else ()
-        cost = Ledger((*plan.fixed, *once, event)).cost(self.rule.adjacency)
-        return cost.mu_squared is not None and not cost.fails
+        cost = Ledger((*plan.fixed, *plan.once, event)).cost(self.rule.adjacency)
+        return not (math.isnan(cost.mu_squared) or cost.fails)
 
     # -- what fits ----------------------------------------------------------------------------------------------------
 

@@ -10,17 +10,18 @@ import math
 import tomllib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.risk import Risk
 from torch_dpsco.accounting.analysis.rounding import upper
-from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.budgets import Budget, adaptive_epsilon, quoted
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.curves import cost_of
 from torch_dpsco.accounting.designs import BaseEvent, Design
@@ -274,36 +275,29 @@ class PrivacyReport:
         return "\n".join(lines)
 
 
-def _assumptions(ledger: Ledger, unit: str, adjacency: Adjacency) -> tuple[str, ...]:
+def _assumptions(
+    ledger: Ledger, unit: str, adjacency: Adjacency, adaptive: bool
+) -> tuple[str, ...]:
     events = (event for _, _, event, _ in ledger.entries())
     parallel = (event for event, _ in ledger.events() if isinstance(event, Parallel))
     partitions = {(event.partition, event.partition_kind) for event in parallel}
-    words = Words(charged(events, adjacency, partitions), {})
+    words = Words(charged(events, adjacency, partitions) | {"adaptive": adaptive})
     return (whose(unit, unit), *words.said("assumed"))
 
 
 def _charges(ledger: Ledger) -> tuple[Charge, ...]:
     whole: list[Charge] = []
-    parts: dict[tuple[str, SimpleEvent], set[str]] = {}
-    largest: dict[tuple[str, SimpleEvent], int] = {}
-    for partition, part, event, count in ledger.entries():
-        if not partition:
+    parts: dict[tuple[str, SimpleEvent], list[int]] = {}  # how often, on each part
+    for partition, _, event, count in ledger.entries():
+        if partition:
+            parts.setdefault((partition, event), []).append(count)
+        else:
             whole.append(Charge(event, count))
-            continue
-        parts.setdefault((partition, event), set()).add(part)
-        largest[partition, event] = max(count, largest.get((partition, event), 0))
-    passes = Counter(
-        (event, count, len(parts[partition, event]))
-        for (partition, event), count in largest.items()
-    )
+    passes = Counter((event, max(counts), len(counts)) for (_, event), counts in parts.items())
     return (
         *whole,
         *(Charge(event, count, times, size) for (event, count, size), times in passes.items()),
     )
-
-
-def _quoted(epsilon: float, delta: float, budget: Budget | None) -> float:
-    return epsilon if budget is None else budget.quoted(epsilon, delta)
 
 
 def make_report(
@@ -313,6 +307,9 @@ def make_report(
     unit: str,
     budget: Budget | None,
     ahead: Event | None = None,
+    *,
+    adaptive: bool = False,
+    ledger_id: str = "",
 ) -> PrivacyReport:
     """Builds the report of a ledger.
 
@@ -323,60 +320,57 @@ def make_report(
         unit: what one record is.
         budget: the budget, if there is one.
         ahead: event of what is still planned, if there is a plan.
+        adaptive: whether parameters may depend on what was released.
+        ledger_id: random name of the ledger.
 
     Raises:
         AdjacencyError: some event has no guarantee under `adjacency`.
         InfeasibleError: delta is 0 and some event has no pure epsilon under `adjacency`.
     """
     evaluation = ledger.evaluate(delta, adjacency)
-    epsilons = {adjacency: _quoted(evaluation.epsilon, delta, budget)}
-    for other in ADJACENCIES:
-        if other == adjacency:
-            continue
-        try:
-            epsilons[other] = _quoted(ledger.epsilon(delta, other), delta, budget)
-        except (
-            AdjacencyError,
-            InfeasibleError,
-        ):  # an event has no guarantee there: the report leaves the line out
-            continue
-    method = (
-        evaluation.method
-        if evaluation.order is None
-        else f"{evaluation.method}, order {evaluation.order:.4g}"
+    at = (
+        partial(adaptive_epsilon, ledger, delta)
+        if adaptive
+        else partial(_composed, ledger, delta)
     )
-    return PrivacyReport(
+    epsilons = {adjacency: at(adjacency, budget)}
+    for other in ADJACENCIES:
+        # an event may have no guarantee there: the report leaves the line out
+        with suppress(AdjacencyError, InfeasibleError):
+            epsilons.setdefault(other, at(other, budget))
+    found = PrivacyReport(
         epsilons=epsilons,
         delta=delta,
         adjacency=adjacency,
         unit=unit,
-        method=method,
+        method="filter or odometer, parameters may depend on what was released",
         charges=_charges(ledger),
-        assumptions=_assumptions(ledger, unit, adjacency),
+        assumptions=_assumptions(ledger, unit, adjacency, adaptive),
         budget=budget,
-        advantage=min(
-            Risk.of_point(evaluation.epsilon, delta).advantage,
-            Risk(lambda e: ledger.delta(e, adjacency)).advantage,
-        ),
-        planned_epsilon=(
-            None if ahead is None else ledger.evaluate(delta, adjacency, extra=ahead).epsilon
-        ),
+        advantage=Risk.of_point(epsilons[adjacency], delta).advantage,
+        ledger_id=ledger_id,
+    )
+    if adaptive:  # PRIVACY: sums of events bound nothing (test_an_adaptive_card_draws_no_sums)
+        return found
+    order = "" if evaluation.order is None else f", order {evaluation.order:.4g}"
+    least = min(
+        Risk.of_point(evaluation.epsilon, delta).advantage,
+        Risk(lambda e: ledger.delta(e, adjacency)).advantage,
+    )
+    planned = None if ahead is None else ledger.evaluate(delta, adjacency, extra=ahead).epsilon
+    return replace(
+        found,
+        method=f"{evaluation.method}{order}",
+        advantage=least,
+        planned_epsilon=planned,
         spent=tuple(ledger.events()),
     )
 
 
-def of_adaptive_run(report: PrivacyReport, epsilons: dict[Adjacency, float]) -> PrivacyReport:
-    """Returns the report of a run whose parameters may depend on what was released, with its epsilons."""
-    fixed = "noise, rates and number of steps"  # what does not hold here
-    return replace(
-        report,
-        epsilons=epsilons,
-        method="filter or odometer, parameters may depend on what was released",
-        assumptions=tuple(line for line in report.assumptions if not line.startswith(fixed)),
-        advantage=Risk.of_point(epsilons[report.adjacency], report.delta).advantage,
-        planned_epsilon=None,
-        spent=(),  # PRIVACY: their sums bound nothing (test_an_adaptive_card_draws_no_sums)
-    )
+def _composed(
+    ledger: Ledger, delta: float, adjacency: Adjacency, budget: Budget | None
+) -> float:
+    return quoted(ledger.epsilon(delta, adjacency), delta, budget)
 
 
 class Spent(NamedTuple):
@@ -483,19 +477,15 @@ class Sentence(NamedTuple):
 @cache
 def sentences_of(*place: str) -> tuple[Sentence, ...]:
     """Returns the sentences of a part of sentences.toml, whose line breaks are spaces."""
-    part = _file()
+    part = sentence_file()
     for name in place:
         part = part[name]
     return tuple(Sentence(when, text.replace("\n", " "), *each) for when, text, *each in part)
 
 
-def titles() -> Iterable[str]:
-    """Returns the titles of the sections of a statement."""
-    return cast(Iterable[str], _file()["sections"])
-
-
 @cache
-def _file() -> Any:
+def sentence_file() -> Any:
+    """Returns sentences.toml."""
     text = Path(__file__).with_name("sentences.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
@@ -505,31 +495,25 @@ class Words:
     """What is true, and what fills the blanks of sentences.
 
     Args:
-        truths: whether each word that a `when` may have is true.
-        figures: what blanks that are no phrases stand for.
+        facts: what each word that a `when` may have says, if true, and what blanks that are no phrases stand for.
     """
 
-    truths: Mapping[str, bool]
-    figures: Mapping[str, Any]
+    facts: Mapping[str, Any]
 
     def holds(self, sentence: Sentence) -> bool:
         """Returns whether a sentence may be said."""
         words = sentence.when.split()
-        return all(self.truths[word.lstrip("!")] != word.startswith("!") for word in words)
+        return all(bool(self.facts[word.lstrip("!")]) != word.startswith("!") for word in words)
 
     def said(self, *place: str) -> Iterator[str]:
         """Yields the sentences of a part of the file that may be said, without blanks."""
         for sentence in filter(self.holds, sentences_of(*place)):
-            if not sentence.each:
-                yield sentence.text.format_map(self)
-                continue
-            for item in self.figures[sentence.each]:
-                words = replace(self, figures={**self.figures, "each": item})
-                yield sentence.text.format_map(words)
+            for item in self.facts[sentence.each] if sentence.each else ("",):
+                yield sentence.text.format_map(Words({**self.facts, "each": item}))
 
     def __getitem__(self, blank: str) -> Any:
-        if blank in self.figures:
-            return self.figures[blank]
+        if blank in self.facts:
+            return self.facts[blank]
         return next(self.said("phrases", blank))
 
 

@@ -8,10 +8,10 @@ Its sentences (sentences.toml) have blanks; here is what is true of a report and
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
+import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -60,8 +60,8 @@ from torch_dpsco.accounting.report import (
     group_guarantee,
     names_of,
     rows_of,
+    sentence_file,
     sentences_of,
-    titles,
     whose,
 )
 from torch_dpsco.acts import act
@@ -248,7 +248,7 @@ def make_statement(report: PrivacyReport, run: Run) -> Statement:
         The statement. It holds no number that was computed from records, and no figure rounded down.
     """
     # the package is loaded, or this module would not be; an import statement here would be a cycle
-    version = str(importlib.import_module(__name__.partition(".")[0]).__version__)
+    version = str(vars(sys.modules[__name__.partition(".")[0]])["__version__"])
     # PRIVACY: nothing but these two values enters (test_no_private_number_appears)
     words = words_of(report, run, version)
     warnings = tuple(words.said("warnings"))
@@ -286,10 +286,12 @@ _GUARANTEE = (
     "rows_of_unit",
     "method",
 )
+_TARGET = ("epsilon", "delta", "adjacency", "risk")
 
 
 def _facts(statement: Statement) -> dict[str, Any]:
     report = statement.figures
+    run = statement.run
     holds = math.isfinite(report.epsilon)
     return {
         "schema": _SCHEMA,
@@ -297,8 +299,22 @@ def _facts(statement: Statement) -> dict[str, Any]:
         "library": {"name": "torch_dpsco", "version": statement.version},
         "guarantee": {"holds": holds} | {name: getattr(report, name) for name in _GUARANTEE},
         "epsilons": dict(report.epsilons),
-        "budget": _budget(report),
-        **_facts_of_run(statement.run, report.planned_epsilon),
+        "budget": None
+        if report.budget is None
+        else {name: getattr(report.budget, name) for name in _TARGET},
+        "run": {
+            "optimizer": run.name,
+            "steps": run.steps,
+            "planned_steps": run.planned,
+            "planned_epsilon": report.planned_epsilon,
+            "finalized": run.finalized,
+            "step_event": event_to_json(run.event, exact=False),
+        },
+        "design": {
+            "type": type(run.design).__name__,
+            "batch_size": run.design.batch_size,
+            "n": None if isinstance(run.design, Undeclared) else run.design.n,
+        },
         "charges": [
             {
                 "count": c.count,
@@ -313,33 +329,6 @@ def _facts(statement: Statement) -> dict[str, Any]:
         "headline": statement.headline,
         "warnings": statement.warnings,
         "sections": [section._asdict() for section in statement.sections],
-    }
-
-
-def _budget(report: PrivacyReport) -> dict[str, Any] | None:
-    budget = report.budget
-    if budget is None:
-        return None
-    facts = {name: getattr(budget, name) for name in ("epsilon", "delta", "adjacency")}
-    return facts if budget.risk is None else {**facts, "risk": budget.risk}
-
-
-def _facts_of_run(run: Run, planned_epsilon: float | None) -> dict[str, Any]:
-    declared = not isinstance(run.design, Undeclared)
-    return {
-        "run": {
-            "optimizer": run.name,
-            "steps": run.steps,
-            "planned_steps": run.planned,
-            "planned_epsilon": planned_epsilon,
-            "finalized": run.finalized,
-            "step_event": event_to_json(run.event, exact=False),
-        },
-        "design": {
-            "type": type(run.design).__name__,
-            "batch_size": run.design.batch_size,
-            "n": run.design.n if declared else None,
-        },
     }
 
 
@@ -376,7 +365,7 @@ def table(report: PrivacyReport) -> tuple[tuple[str, str, str, str], ...]:
     for name, epsilon in report.epsilons.items():
         role = "the guarantee" if name == report.adjacency else "for information"
         words = Words(
-            {other: other == name for other in ADJACENCIES}, {"unit": report.unit_name}
+            {other: other == name for other in ADJACENCIES} | {"unit": report.unit_name}
         )
         figures = (rounded_up(epsilon), rounded_up(report.delta))
         rows.append((f"{name} ({role})", words["world"], *figures))
@@ -387,71 +376,71 @@ def words_of(report: PrivacyReport, run: Run, version: str) -> Words:
     """Returns what the sentences of a statement rest on."""
     return Words(
         {
+            **vars(run),
+            **vars(report),
             **charged((charge.event for charge in report.charges), report.adjacency),
-            **_true_of_report(report, run),
-            **_true_of_run(run),
-        },
-        {
+            **_of_report(report, run),
+            **_of_run(report, run),
             "report": report,
             "run": run,
-            "design": run.design,
             "version": version,
-            **_figures_of_report(report),
-            **_figures_of_run(report, run),
-        },
+        }
     )
 
 
 def sections(words: Words) -> Iterator[Section]:
     """Yields all sentences but headline and warnings, by topic."""
-    for title in titles():
+    for title in sentence_file()["sections"]:
         sentences = tuple(words.said("sections", title))
         if sentences:
             yield Section(title, sentences)
 
 
-def odds_factor(epsilon: float) -> float:
-    """Returns e^epsilon, rounded up; inf from epsilon = 700 on."""
-    return math.exp(epsilon) * _SLACK if epsilon < 700 else math.inf
+# -- what is true, and figures ----------------------------------------------------------------------------------------
 
 
-def accuracy(advantage: float) -> float:
-    """Returns how often a guess between two equally likely worlds is right, rounded up."""
-    return min(1.0, (0.5 + 0.5 * advantage) * _SLACK)
-
-
-# -- what is true -----------------------------------------------------------------------------------------------------
-
-
-def _true_of_report(report: PrivacyReport, run: Run) -> dict[str, bool]:
+def _of_report(report: PrivacyReport, run: Run) -> dict[str, Any]:
     budget = report.budget
-    comparable = budget is not None and budget.delta == report.delta
-    exceeded = comparable and budget is not None and report.epsilon > budget.epsilon
-    below = comparable and budget is not None and report.epsilon < 0.99 * budget.epsilon
+    epsilon = report.epsilon
+    record, records = report.named_unit or ("record", "records")
+    other_delta = budget is not None and budget.delta != report.delta
+    limit = math.nan if budget is None or other_delta else budget.epsilon
     declared = not isinstance(run.design, Undeclared)
+    ceiling = _ceiling(report)
+    planned = report.planned_epsilon
     return {adjacency: report.adjacency == adjacency for adjacency in ADJACENCIES} | {
-        "endless": math.isinf(report.epsilon),
-        "weak": _WEAK < report.epsilon < math.inf,
+        "endless": math.isinf(epsilon),
+        "weak": _WEAK < epsilon < math.inf,
         "pure": report.delta == 0,
-        "charged": bool(report.charges),
         # publishing one uniformly random record is (0, 1/n)-DP
         "delta_large": declared and report.delta > 0 and report.delta >= 1.0 / run.design.n,
         "told_add_remove": ADD_REMOVE in report.epsilons,
-        "named": bool(report.named_unit),
         "promised": report.rows_of_unit == PROMISED,
         "kept": report.rows_of_unit == KEPT,
         "example": report.unit == "example",
         "user": report.unit == "user",
         "called_example": report.unit_name == "example",
+        "other_delta": other_delta,
+        "exceeded": epsilon > limit,
+        "left_over": epsilon < 0.99 * limit and run.finalized,
+        "ideal_run": _is_ideal(report, run),
+        "unit": report.unit_name,
+        "units": report.unit_names,
+        "record": record,
+        "records": records,
+        "epsilon": rounded_up(epsilon),
+        "delta": rounded_up(report.delta),
+        "odds": _odds(epsilon),
+        "odds_twice": _odds(epsilon, 2.0),
+        "delta_twice": rounded_up(2.0 * report.delta),
+        "right": _guess(report.advantage),
+        "groups": "; ".join(_group(report, k) for k in GROUPS),
         # a rule that sees released values only truncates the planned run, which is post-processing
         # (test_an_early_stop_is_quoted_by_plan_or_budget)
-        "bounded": _ceiling(report) is not None,
-        "ahead": report.planned_epsilon is not None,
-        "budget": budget is not None,
-        "other_delta": budget is not None and not comparable,
-        "exceeded": exceeded,
-        "left_over": below and run.finalized,
-        "ideal_run": _is_ideal(report, run),
+        "ceiling": "" if ceiling is None else rounded_up(ceiling),
+        "planned_epsilon": "" if planned is None else rounded_up(planned),
+        "target": "" if budget is None else budget.target,
+        "charges": report.events,
     }
 
 
@@ -465,11 +454,14 @@ def _is_ideal(report: PrivacyReport, run: Run) -> bool:
     return isinstance(run, OneRelease) and (untold or not said)
 
 
-def _true_of_run(run: Run) -> dict[str, bool]:
+def _of_run(report: PrivacyReport, run: Run) -> dict[str, Any]:
     design = run.design
     event = run.event
     moves = isinstance(event, Gaussian) and any(dict(event.sens).values())
     silent = moves and isinstance(event, Gaussian) and event.sigma == 0
+    own = (line.replace("{units}", report.unit_names) for line in run.assumptions)
+    released = run.released if isinstance(run, StudyRun) else ()
+    parts = design.parts if isinstance(design, Parts) else ()
     return {kind.__name__: isinstance(design, kind) for kind in DESIGNS} | {
         "own_design": type(design) not in DESIGNS,
         "amplified": isinstance(design, Assigned) and design.amplifies(event),
@@ -482,52 +474,16 @@ def _true_of_run(run: Run) -> dict[str, bool]:
         # PRIVACY: random bits are those of a cipher (test_no_card_promises_unlimited_computing_power)
         "repeatable": run.repeatable,
         "silent": silent or isinstance(event, NonPrivate),
-        "finalized": run.finalized,
         "planned": run.planned is not None,
         "no_steps": run.planned == 0,
-        "unfinished": run.unfinished > 0,
+        "unfinished": run.unfinished,
         "made_all": run.planned is not None and not run.unfinished,
-    }
-
-
-# -- figures ----------------------------------------------------------------------------------------------------------
-
-
-def _figures_of_report(report: PrivacyReport) -> dict[str, Any]:
-    record, records = report.named_unit or ("record", "records")
-    epsilon = report.epsilon
-    return {
-        "unit": report.unit_name,
-        "units": report.unit_names,
-        "record": record,
-        "records": records,
-        "epsilon": rounded_up(epsilon),
-        "delta": rounded_up(report.delta),
-        "odds": _odds(epsilon),
-        "odds_twice": _odds(epsilon, 2.0),
-        "delta_twice": rounded_up(2.0 * report.delta),
-        "right": _guess(report.advantage),
-        "groups": "; ".join(_group(report, k) for k in GROUPS),
-        "ceiling": rounded_up(_ceiling(report) or 0.0),
-        "planned_epsilon": rounded_up(report.planned_epsilon or 0.0),
-        "target": _target(report),
-        "charges": report.events or ("nothing",),
-    }
-
-
-def _figures_of_run(report: PrivacyReport, run: Run) -> dict[str, Any]:
-    design = run.design
-    own = (line.replace("{units}", report.unit_names) for line in run.assumptions)
-    released = run.released if isinstance(run, StudyRun) else ()
-    parts = design.parts if isinstance(design, Parts) else ()
-    is_poisson = isinstance(design, Poisson)
-    return {
         "assumptions": [_sentence(line) for line in (*report.assumptions, *own)],
         "steps": _count(run.steps, "step"),
         "planned_steps": _count(run.planned or 0, "planned step"),
         "released": "; the ".join(released),
         "releases": len(released),
-        "rate": rounded_up(design.batch_size / design.n, 6) if is_poisson else "",
+        "rate": rounded_up(design.sample_rate, 6) if isinstance(design, Poisson) else "",
         "parts": len(parts),
         "cut_parts": [
             SimpleNamespace(
@@ -562,23 +518,17 @@ def _group(report: PrivacyReport, size: int) -> str:
     )
 
 
-def _target(report: PrivacyReport) -> str:
-    budget = report.budget
-    if budget is None:
-        return ""
-    if budget.risk is not None:
-        return budget.target
-    return f"epsilon {budget.epsilon:.15g} at delta {budget.delta:.15g}"
-
-
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _odds(epsilon: float, factor: float = 1.0) -> str:
-    return rounded_up(factor * odds_factor(epsilon)) if epsilon < 700 else "more than 1e304"
+    if epsilon >= 700:
+        return "more than 1e304"
+    return rounded_up(factor * math.exp(epsilon) * _SLACK)
 
 
 def _guess(advantage: float) -> str:
+    """Returns how often a guess between two equally likely worlds is right, in percent."""
     # PRIVACY: rounded up (test_no_figure_of_the_text_is_rounded_down)
-    return rounded_up(min(100.0, 100.0 * accuracy(advantage) * _SLACK), 3)
+    return rounded_up(min(100.0, (50.0 + 50.0 * advantage) * _SLACK * _SLACK), 3)

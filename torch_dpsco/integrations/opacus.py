@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
-from torch_dpsco.accounting.accountant import Accountant, know_opacus
+from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Poisson
 from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT
@@ -44,8 +44,6 @@ from torch_dpsco.rules import Groups, State, TorchRule, trained
 from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.step.checks import number_of_records, require_same_parameters
 from torch_dpsco.step.run import CommonOptimizer
-
-know_opacus()
 
 # ghost clipping saves memory, and so do the two factors of rows that "auto" keeps of common layers, in one backward
 _ROWS = {"hooks": "auto", "ew": "auto", "ghost": "auto", "functorch": "dense"}
@@ -123,7 +121,7 @@ class PrivacyEngine:
                 " the truth)"
             )
         else:
-            check.choice(("prv", "rdp", Accountant.mechanism()), accountant=accountant)
+            check.choice(("prv", "rdp"), accountant=accountant)
         self.secure_mode = secure_mode
         self.plan: ClippedPlan | None = None  # of the newest run; it prints
 

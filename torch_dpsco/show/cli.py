@@ -393,8 +393,8 @@ def _loaded(name: str, load: Callable[[str], Any], path: str) -> Any:
 def _report(args: argparse.Namespace) -> Result:
     """Says what was spent, from a ledger file, which is left as it is."""
     from torch_dpsco.accounting.accountant import Accountant
-    from torch_dpsco.accounting.book import write_state
     from torch_dpsco.accounting.events import check_adjacency
+    from torch_dpsco.accounting.ledger import write_state
     from torch_dpsco.accounting.ledger_file import LedgerCopy
     from torch_dpsco.accounting.statement import finite
     from torch_dpsco.show import card

@@ -21,6 +21,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -216,13 +217,12 @@ class StudyPlan:
         begin("rehearse on made-up rows")
         self._rehearse(charges)
         ledger = Accountant(self.budget, ledger_path=ledger_path)
-        model: Any = type(self.model)(
-            **{**self.model.get_params(deep=False), "accountant": ledger}
-        )
         # PRIVACY: a part of its own for each unit, drawn anew (test_where_a_unit_is_does_not_depend_on_others)
         held = split(units, self.held / self.n, self.budget.adjacency)[places]
 
-        def fitted() -> LinearModel:
+        def fitted(part: Accountant) -> LinearModel:
+            given = self.model.get_params(deep=False)
+            model: Any = type(self.model)(**{**given, "accountant": part})
             begin(f"fit {type(model).__name__}")
             found = model.fit(**_rows(table, ~held))
             return found.best_estimator_ if isinstance(found, PrivateSearch) else found
@@ -238,19 +238,19 @@ class StudyPlan:
         self,
         ledger: Accountant,
         charges: dict[str, tuple[Event, ...]],
-        fitted: Callable[[], LinearModel],
+        fitted: Callable[[Accountant], LinearModel],
         held: dict[str, Any],
         begin: Callable[[str], None] = lambda step: None,
     ) -> Study:
         """Returns the study: a fit that charges the first part, measured on the rows of the second."""
-        charged: dict[str, Any] = {"budget": self._shared, "accountant": ledger}
         positional = self.budget.adjacency != ADD_REMOVE
         name = f"{HELD}{secrets.token_hex(16)}"
         cut = ("positional", False) if positional else ("keyed", True)
         ledger.declare(Parallel(charges, name, *cut), 1)
-        with parts(), ledger.phase("fit", partition=name, kind=cut[0], key_public=cut[1]):
-            model = fitted()
-        with parts(), ledger.phase("held", partition=name, kind=cut[0], key_public=cut[1]):
+        part = partial(ledger.part, partition=name, kind=cut[0], key_public=cut[1])
+        charged: dict[str, Any] = {"budget": self._shared, "accountant": part("held")}
+        with parts():
+            model = fitted(part("fit"))
             bins = scores.default_bins(self._scored, self.held)
             scored = charged | {"budget": self._scored}
             begin(f"score {self.metric}")
@@ -284,9 +284,9 @@ class StudyPlan:
         (event,) = charges["fit"]
         model = _one_of(self.model)
 
-        def fitted() -> LinearModel:
-            ledger.authorize(event)
-            return stand_in(model, model.plan(len(schema.names), unit), ledger.report())
+        def fitted(part: Accountant) -> LinearModel:
+            part.authorize(event)
+            return stand_in(model, model.plan(len(schema.names), unit), part.report())
 
         target, *_ = schema.labels or schema.target_range or (0.0,)
         held = {

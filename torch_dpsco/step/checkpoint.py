@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.book import read_state
+from torch_dpsco.accounting.ledger import read_state
 from torch_dpsco.errors import PrivacyError, SequenceError, warn
 from torch_dpsco.noise import SecretState, Source
 from torch_dpsco.sampling import Partition

@@ -30,7 +30,6 @@ from torch.optim.optimizer import Optimizer
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import type_members
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.book import OPEN, OVER
 from torch_dpsco.accounting.budgets import warn_of_delta
 from torch_dpsco.accounting.designs import Design, Draw, Parts, Poisson, Undeclared
 from torch_dpsco.accounting.events import (
@@ -44,7 +43,7 @@ from torch_dpsco.accounting.events import (
     event_from_json,
     event_to_json,
 )
-from torch_dpsco.accounting.ledger import LOCK
+from torch_dpsco.accounting.ledger import LOCK, OPEN, OVER
 from torch_dpsco.accounting.report import Run as PublicRun
 from torch_dpsco.accounting.statement import Statement, make_statement
 from torch_dpsco.compat import OPTIMIZER_HOOKS, is_profiling
@@ -474,7 +473,7 @@ class Payments:
                 ahead=partial(self._ahead, charge, draw, steps),
             )
             if charge.covers > 1:
-                self._note(charge, steps, draw.partition + self._accountant.place)
+                self._note(charge, steps, draw.partition)
 
     def _price(self, draw: Draw, steps: int) -> Charge:
         """Returns the charge of a release: nothing where it is paid for."""
@@ -484,10 +483,8 @@ class Payments:
                 require_planned(charge.event, self._passes[self._part(steps)])
                 self._known = charge.event
             return charge
-        # PRIVACY: a charge to a part pays for no step on all records (test_a_pass_begun_on_a_part_stays_there)
-        where = draw.partition + self._accountant.place
         event = self._oracle.charge(self._design, draw).event if self.in_passes else None
-        self.paid.require(where, event)
+        self.paid.require(draw.partition, event)
         return Charge(Sequential(()))
 
     def _charges_left(self, draw: Draw, steps: int) -> int:
