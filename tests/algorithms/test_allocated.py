@@ -333,7 +333,7 @@ def check_that_draws_serve_once() -> None:
 
 def test_the_draws_of_a_pass_serve_once() -> None:
     def mutate(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(charges.Payments, "_require_fresh", nothing)
+        patch.setattr(charges.Run, "_require_fresh", nothing)
 
     assert_caught(check_that_draws_serve_once, mutate)
 
@@ -660,7 +660,7 @@ def test_a_crash_between_passes_goes_on_with_the_pass_that_was_begun(tmp_path: P
     )
     with pytest.warns(UserWarning, match="5 steps"):
         again.resume(state)
-    assert again._run.payments.paid == charges.Paid(2 * T, again._batch.partition_name, PASS)
+    assert again._progress.paid == charges.Paid(2 * T, again._batch.partition_name, PASS)
     train(model, again, 2 * T - 2, resume=True)
     assert (again.steps, charged(again)) == (3 * T, [(PASS, 3)])
 

@@ -36,7 +36,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_dpsco._validate import typed
+from torch_dpsco.accounting.book import OVER
 from torch_dpsco.accounting.designs import Draw
+from torch_dpsco.accounting.events import Sequential
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.problem import Phase
 from torch_dpsco.prox import Identity
@@ -155,7 +157,7 @@ class PrivateOptimizer(RunOptimizer):
         progress = self._progress
         ranks = self._world
         halted = False
-        marked = run.accountant.marked(run.payments.run)
+        marked = run.accountant.marked(progress.run)
         try:
             params = [p for p in self._params if p.requires_grad]
             draw = self._observe(params, users, partial=False, scale=scale, given=rows)
@@ -173,10 +175,10 @@ class PrivateOptimizer(RunOptimizer):
             )
             halted = release.halted
             if halted and not progress.halted:
-                run.payments.note_halt(progress.steps)
+                run.note_halt(progress)
         except BaseException as error:
             ranks.failed(self, in_progress=self.outstanding_rows is not None)
-            if run.accountant.marked(run.payments.run) > marked and run.payments.can_lose:
+            if run.accountant.marked(progress.run) > marked and run.can_lose:
                 self._lose(error, halted=halted)
             else:
                 # PRIVACY: a refused batch must not linger in the oracle (test_kept_refused_batch_is_caught)
@@ -201,23 +203,20 @@ class PrivateOptimizer(RunOptimizer):
 
     def _count_lost(self, *, halted: bool) -> None:
         """Counts the next step, which was charged, as one whose release is lost."""
-        payments = self._run.payments
+        run = self._run
+        progress = self._progress
         halted = self.oracle.lose(self.steps, halted=halted)
-        payments.note_lost(
-            self.steps, self._batch.partition_name, cut=self._batch.partition is not None
+        run.note_lost(
+            progress, self._batch.partition_name, cut=self._batch.partition is not None
         )
-        if (
-            halted
-            and not self.halted
-            and not self.accountant.marked(payments.halt_mark(self.steps))
-        ):
+        if halted and not self.halted and not self.accountant.marked(progress.halt_mark):
             # PRIVACY: a resumed run must know of a halt that is seen
             # (test_a_halt_of_a_lost_step_is_noted_before_it_is_seen)
-            payments.note_halt(self.steps)
+            run.note_halt(progress)
         self._apply(self._trained(), Release([], halted=halted, still=True))
 
     def _charge(self, draw: Draw) -> None:
-        self._run.payments.pay(draw, self._progress.steps)
+        self._run.pay(self._progress, draw)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -419,7 +418,8 @@ class PrivateOptimizer(RunOptimizer):
         self._world.end(self)
         with torch.no_grad():
             self._install_answer()
-        self._run.payments.end(self._progress.steps)
+        if self._run.in_passes and self.steps:  # no release of its passes follows
+            self.accountant.authorize(Sequential(()), releases={self.run + OVER: 1})
         self._progress.finalized = True
 
     # -- public data --------------------------------------------------------------------------------------------------
