@@ -72,15 +72,12 @@ class UpdateRule(ABC):
         for group in groups:
             params = trained(group)
             if params:
+                name = self.moved
                 compat.foreach_add_(
-                    self._points(params, state),
+                    params if name is None else [state[p][name] for p in params],
                     [p.grad for p in params],
                     alpha=-self.step_size(float(group["lr"]), k, phase),
                 )
-
-    def _points(self, params: Sequence[Tensor], state: State) -> Sequence[Tensor]:
-        """Returns the points that `update` moves."""
-        return params if self.moved is None else [state[p][self.moved] for p in params]
 
     def constrain(
         self,
@@ -91,7 +88,8 @@ class UpdateRule(ABC):
         phase: Phase,
     ) -> None:
         """Applies the proximal map after an update, with one step size per parameter."""
-        prox.apply_(self._points(params, state), steps)
+        name = self.moved
+        prox.apply_(params if name is None else [state[p][name] for p in params], steps)
 
     def settle(self, groups: Groups, state: State, k: int) -> None:  # noqa: B027  (most rules have nothing to do)
         """Leaves the next query in the parameters, which hold the new iterate (after the proximal map)."""
@@ -115,13 +113,9 @@ class UpdateRule(ABC):
         """Restores what `state_dict` returned; `groups` are the loaded ones of the private optimizer."""
 
 
-def trained(group: dict[str, Any]) -> list[Tensor]:
-    """Returns the parameters of a group that are not frozen."""
-    return [p for p in group["params"] if p.requires_grad]
-
-
-def _all_trained(groups: Groups) -> list[Tensor]:
-    return [p for group in groups for p in trained(group)]
+def trained(*groups: dict[str, Any]) -> list[Tensor]:
+    """Returns the parameters of groups that are not frozen."""
+    return [p for group in groups for p in group["params"] if p.requires_grad]
 
 
 def _begin(params: Sequence[Tensor], state: State, k: int, *names: str) -> None:
@@ -169,7 +163,7 @@ class SGD(UpdateRule):
 
     def update(self, groups: Groups, state: State, k: int, phase: Phase) -> None:
         """Makes one step with the lr of each group, or with that of the phase."""
-        absorb(_all_trained(groups), state, k, self.average)
+        absorb(trained(*groups), state, k, self.average)
         self._descend(groups, state, k, phase)
 
 
@@ -196,18 +190,18 @@ class Momentum(UpdateRule):
 
     def step_size(self, lr: float, k: int, phase: Phase) -> float:
         """Returns lr / (1 - momentum), the step size of the inner iterates."""
-        return super().step_size(lr, k, phase) / (1.0 - self.momentum)
+        return (lr if phase.lr is None else phase.lr) / (1.0 - self.momentum)
 
     def update(self, groups: Groups, state: State, k: int, phase: Phase) -> None:
         """Moves the inner iterates; the parameters stay until `settle`."""
-        params = _all_trained(groups)
+        params = trained(*groups)
         absorb(params, state, k, self.average)
         _begin(params, state, k, "inner")
         self._descend(groups, state, k, phase)
 
     def settle(self, groups: Groups, state: State, k: int) -> None:
         """Moves the parameters towards the inner iterates."""
-        for p in _all_trained(groups):
+        for p in trained(*groups):
             p.lerp_(state[p]["inner"], 1.0 - self.momentum)
 
     def settings(self) -> dict[str, Any]:
@@ -258,7 +252,7 @@ class TorchRule(UpdateRule):
     def update(self, groups: Groups, state: State, k: int, phase: Phase) -> None:
         """Lets the torch optimizer make one step; raises ValueError if it was given other groups since."""
         self.check_groups(groups)
-        absorb(_all_trained(groups), state, k, self.average)
+        absorb(trained(*groups), state, k, self.average)
         for group in groups:
             group["lr"] = super().step_size(group["lr"], k, phase)
         self.optimizer.step()
@@ -317,7 +311,7 @@ class ScheduledSGD(SGD):
 
     def settle(self, groups: Groups, state: State, k: int) -> None:
         """Adds the new iterates to the running averages (float64)."""
-        _blend(_all_trained(groups), state, k, self._shares[k])
+        _blend(trained(*groups), state, k, self._shares[k])
 
     def settings(self) -> dict[str, Any]:
         """Returns name, factors and weights."""
@@ -350,12 +344,12 @@ class Accelerated(UpdateRule):
 
     def update(self, groups: Groups, state: State, k: int, phase: Phase) -> None:
         """Moves the inner iterates; the parameters stay until `settle`."""
-        _begin(_all_trained(groups), state, k, "inner", "outer")
+        _begin(trained(*groups), state, k, "inner", "outer")
         self._descend(groups, state, k, phase)
 
     def settle(self, groups: Groups, state: State, k: int) -> None:
         """Moves the outer iterates, and leaves the next query in the parameters."""
-        for p in _all_trained(groups):
+        for p in trained(*groups):
             inner = state[p]["inner"]
             outer = state[p]["outer"].lerp_(inner, 2.0 / (k + 2))
             torch.lerp(outer, inner, 2.0 / (k + 3), out=p)
@@ -389,7 +383,7 @@ class Anchored(UpdateRule):
 
     def update(self, groups: Groups, state: State, k: int, phase: Phase) -> None:
         """Makes step k of a phase."""
-        _begin(_all_trained(groups), state, k, "anchor")
+        _begin(trained(*groups), state, k, "anchor")
         for group in groups:
             for p in trained(group):
                 p.lerp_(state[p]["anchor"], self._factor(float(group["lr"]), k, phase))

@@ -323,7 +323,7 @@ def test_parts_whose_passes_are_not_fixed_before_are_refused() -> None:
             refused(lambda pair=pair: built(oracles=pair), "amplification=False", AdjacencyError)  # type: ignore[misc]
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr("torch_dpsco.step.run.is_pass", lambda *args: True)
+        patch.setattr(charges.Run, "in_passes", True)
         patch.setattr(dp.Accountant, "require_adaptive", nothing)
 
     assert_caught(check, mutate)

@@ -28,7 +28,6 @@ from torch_dpsco.errors import (
 )
 from torch_dpsco.noise import SecretState
 from torch_dpsco.step.run import Run
-from torch_dpsco.step.step import PrivateOptimizer
 
 
 class Killed(BaseException):
@@ -44,11 +43,11 @@ def killed(
     released: bool = False,
 ) -> None:
     """Trains until so many steps are charged, before the noise of the last one, or after its release."""
-    real, made = PrivateOptimizer._charge, []
+    real, made = Run.pay, []
 
-    def charge(optimizer: PrivateOptimizer, draw: Any) -> None:
-        real(optimizer, draw)
-        made.append(optimizer)
+    def charge(run: Run, *args: Any) -> None:
+        real(run, *args)
+        made.append(run)
         if len(made) == charges and not released:
             raise Killed
 
@@ -59,7 +58,7 @@ def killed(
 
     saved_step = checkpoint.Checkpoint.step_made
     with monkeypatch.context() as patched:
-        patched.setattr(PrivateOptimizer, "_charge", charge)
+        patched.setattr(Run, "pay", charge)
         patched.setattr(checkpoint.Checkpoint, "step_made", step_made)
         with pytest.raises(Killed):
             train(CASES[case], folder)

@@ -38,7 +38,7 @@ from torch_dpsco.errors import (
     warn,
 )
 from torch_dpsco.rows import retire_forwards
-from torch_dpsco.rows.batch import count_of
+from torch_dpsco.rows.batch import GradBatch, count_of
 from torch_dpsco.rows.forwards import ONE_MODULE
 from torch_dpsco.sampling import (
     AssignedSampler,
@@ -232,15 +232,14 @@ class LogicalBatch:
         return self._log.taken
 
     def admit(
-        self, rows: int, passes: int, partial: bool, users: Tensor | None
+        self, rows: GradBatch | None, users: Tensor | None, *, partial: bool
     ) -> tuple[Tensor | slice | None, Tensor | None]:
         """Checks rows against the current chunk.
 
         Args:
-            rows: number of them, with the filling.
-            passes: number of backward passes that they come from.
-            partial: whether more rows of the chunk follow.
+            rows: of the step, with the filling; None if there are none.
             users: of the rows, as given to the step.
+            partial: whether more rows of the chunk follow.
 
         Returns:
             Which of them are records and no filling, None for all of them; and the users of the records as the loader
@@ -250,15 +249,16 @@ class LogicalBatch:
             SequenceError: more rows than were drawn, or more than one backward without a declared sampling.
             UnitError: other ids than delivered are given; or the loader drew no users, and ids are given.
         """
+        count = 0 if rows is None else len(rows)
         if not self.declared:
-            self._require_one(rows, passes, partial)
+            self._require_one(count, 0 if rows is None else rows.passes, partial)
             return None, users
         taken = self._log.taken
         assert taken is not None
         first = self.seen
-        kept = taken.records(first, rows)
-        self.seen += rows
-        self._draw_rows += rows if kept is None else count_of(kept)
+        kept = taken.records(first, count)
+        self.seen += count
+        self._draw_rows += count if kept is None else count_of(kept)
         if self.seen > taken.size or self._draw_rows > taken.draw.size:
             # PRIVACY: rows from elsewhere could hold a record twice (test_more_rows_than_drawn_are_refused)
             raise SequenceError(

@@ -611,9 +611,9 @@ class RunOptimizer(CommonOptimizer):
 
     # -- what the step adds -------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def _trained(self) -> list[nn.Parameter]:
         """Returns the parameters that are not frozen."""
+        return [p for p in self._params if p.requires_grad]
 
     @abstractmethod
     def _count_lost(self, *, halted: bool) -> None:

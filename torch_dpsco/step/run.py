@@ -117,7 +117,27 @@ class Run:
     @cached_property
     def in_passes(self) -> bool:
         """Whether passes of secret draws are charged as a whole, before their first step."""
-        return is_pass(self.oracle, self.design, self.charges)
+        if not any(self.passes):
+            return False
+        design = self.design
+        draws = _first_draws(self.oracle, design)
+        whole = all(
+            not charge.adaptive and charge.covers == design.covers(member.event(), draw)
+            for member, draw, charge in zip(
+                self.oracle.members, draws, self.charges, strict=True
+            )
+        )
+        # parts have their own passes
+        alike = isinstance(design, Parts) or len({charge.event for charge in self.charges}) == 1
+        if not (alike and whole):
+            # PRIVACY: the charge is of steps that are alike, and fixed before the first of them
+            # (test_a_pass_whose_steps_are_not_alike_is_refused)
+            raise AdjacencyError(
+                f"design must be given amplification=False for {type(self.oracle).__name__}, whose"
+                " steps of a pass are not all charged alike, as fixed before the first of them (got"
+                f" {design})"
+            )
+        return True
 
     @cached_property
     def passes(self) -> list[RandomAllocation | None]:
@@ -191,8 +211,7 @@ class Run:
             SequenceError: the release may have been made already, or is of another pass than was charged.
         """
         steps = progress.steps
-        where = draw.partition + self.accountant.place
-        charge = self._price(progress, draw, where)
+        charge = self._price(progress, draw)
         # PRIVACY: with the mark of this release, which no resumed run makes again (test_a_killed_run_goes_on_or_loses)
         marks = {progress.run: steps + 1}
         if self.design.one_pass:
@@ -216,19 +235,28 @@ class Run:
                 releases=marks,
                 ahead=partial(self._ahead, progress, charge, draw),
             )
-            self._note(progress, charge, where)
+            if charge.covers > 1:
+                self._note(progress, charge, draw.partition + self.accountant.place)
 
-    def _price(self, progress: Progress, draw: Draw, where: str) -> Charge:
+    def _price(self, progress: Progress, draw: Draw) -> Charge:
         """Returns the charge of a release: nothing where it is paid for."""
-        if not progress.is_paid:
-            charge = self.oracle.charge(self.design, draw)
-            require_planned(charge.event, self.passes[self._part(progress.steps)])
-            return charge
-        assert progress.paid is not None
-        # PRIVACY: a charge to a part pays for no step on all records (test_a_pass_begun_on_a_part_stays_there)
-        event = self.oracle.charge(self.design, draw).event if self.in_passes else None
-        progress.paid.require(where, event)
-        return Charge(Sequential(()))
+        paid = progress.paid
+        if paid is not None and progress.steps < paid.stop:
+            event = self.oracle.charge(self.design, draw).event if self.in_passes else None
+            # PRIVACY: a charge to a part pays for no step on all records (test_a_pass_begun_on_a_part_stays_there)
+            paid.require(draw.partition + self.accountant.place, event)
+            return Charge(Sequential(()))
+        charge = self.oracle.charge(self.design, draw)
+        planned = self.passes[self._part(progress.steps)]
+        if pass_of(charge.event) != planned:
+            # PRIVACY: a batch, and a pass over all batches of its part, would count as disjoint; and a run that was
+            # made without passes may be copied (test_a_charge_of_another_pass_than_planned_is_refused)
+            raise SequenceError(
+                "steps must be charged as was known when the optimizer was made, by"
+                f" {planned or 'no pass'} (got {charge.event}): give amplification=False to the"
+                " design"
+            )
+        return charge
 
     def _charges_left(self, draw: Draw, steps: int) -> int:
         """Returns how many equal charges a budget may expect."""
@@ -245,7 +273,7 @@ class Run:
         if self.planned is None or charge.covers > 1 or not self.can_lose:
             return 1
         left = self.planned - progress.steps
-        if progress.is_paid and progress.paid is not None:
+        if progress.paid is not None and progress.steps < progress.paid.stop:
             return min(left, progress.paid.stop - progress.steps)
         return 1 if self.in_passes else min(left, self._charges_left(draw, progress.steps))
 
@@ -260,9 +288,8 @@ class Run:
 
     def _note(self, progress: Progress, charge: Charge, where: str) -> None:
         """Notes what a charge of several releases, the next one and those after it, has paid for."""
-        if charge.covers > 1:
-            event = charge.event if self.in_passes else None
-            progress.paid = Paid(progress.steps + charge.covers, where, event)
+        event = charge.event if self.in_passes else None
+        progress.paid = Paid(progress.steps + charge.covers, where, event)
 
     @property
     def can_lose(self) -> bool:
@@ -290,8 +317,10 @@ class Run:
             partition: by which the ledger knows how records are cut into batches; "planned" before they are.
             cut: whether they are.
         """
-        if not progress.is_paid:
-            charge = self.oracle.charge(self.design, self._lost_draw(progress.steps, partition))
+        if progress.paid is not None and progress.steps < progress.paid.stop:
+            return
+        charge = self.oracle.charge(self.design, self._lost_draw(progress.steps, partition))
+        if charge.covers > 1:
             self._note(progress, charge, partition if cut else "")
 
     def _lost_draw(self, steps: int, partition: str) -> Draw:
@@ -337,11 +366,6 @@ class Progress:
     public: int = 0
     finalized: bool = False
     paid: Paid | None = None
-
-    @property
-    def is_paid(self) -> bool:
-        """Whether an earlier charge has paid for the next release."""
-        return self.paid is not None and self.steps < self.paid.stop
 
     @property
     def halt_mark(self) -> str:
@@ -438,52 +462,6 @@ def pass_of(event: Event) -> RandomAllocation | None:
     return event if isinstance(event, RandomAllocation) else None
 
 
-def require_planned(event: Event, planned: RandomAllocation | None) -> None:
-    """Raises SequenceError if a charge is not of the pass, or of none, that was known when the run was made."""
-    if pass_of(event) != planned:
-        # PRIVACY: a batch, and a pass over all batches of its part, would count as disjoint; and a run that was made
-        # without passes may be copied (test_a_charge_of_another_pass_than_planned_is_refused)
-        raise SequenceError(
-            "steps must be charged as was known when the optimizer was made, by"
-            f" {planned or 'no pass'} (got {event}): give amplification=False to the design"
-        )
-
-
-def is_pass(oracle: MeanOracle, design: Design, charges: Sequence[Charge]) -> bool:
-    """Returns whether passes of secret draws are charged as a whole, before their first step.
-
-    Args:
-        oracle: of the run.
-        design: how batches are drawn.
-        charges: of the members of the oracle, see `first_charges`.
-
-    Raises:
-        AdjacencyError: only a part of the steps of a pass has the noise that it is charged for.
-    """
-    if not any(pass_of(charge.event) for charge in charges):
-        return False
-    draws = _first_draws(oracle, design)
-    covered = [
-        design.covers(member.event(), draw)
-        for member, draw in zip(oracle.members, draws, strict=True)
-    ]
-    whole = all(
-        not charge.adaptive and charge.covers == most
-        for charge, most in zip(charges, covered, strict=True)
-    )
-    alike = (
-        isinstance(design, Parts) or len({charge.event for charge in charges}) == 1
-    )  # parts have their own passes
-    if not (alike and whole):
-        # PRIVACY: the charge is of steps that are alike, and fixed before the first of them
-        # (test_a_pass_whose_steps_are_not_alike_is_refused)
-        raise AdjacencyError(
-            f"design must be given amplification=False for {type(oracle).__name__}, whose steps of"
-            f" a pass are not all charged alike, as fixed before the first of them (got {design})"
-        )
-    return True
-
-
 def planned_event(
     oracle: MeanOracle, design: Design, start: int, stop: int, partition: str = "planned"
 ) -> Event:
@@ -494,15 +472,13 @@ def planned_event(
         )
     if isinstance(oracle, Phased):
         # PRIVACY: a later phase may cost more (test_what_is_ahead_of_a_run_is_what_it_spends)
-        parts = []
+        parts: list[Event] = []
         first = 0
         for member, steps in oracle.phases:
             begin = max(start, first)
-            end = min(stop, first + steps)
-            parts += (
-                [planned_event(member, design, begin, end, partition)] if begin < end else []
-            )
             first += steps
+            if begin < min(stop, first):
+                parts.append(planned_event(member, design, begin, min(stop, first), partition))
         return Sequential(tuple(parts))
     charge = oracle.charge(design, Draw(0, partition, "0"))
     if design.positional and charge.covers == 1:  # a pass is charged, not a draw
