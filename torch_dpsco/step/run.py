@@ -247,15 +247,7 @@ class Run:
             paid.require(draw.partition + self.accountant.place, event)
             return Charge(Sequential(()))
         charge = self.oracle.charge(self.design, draw)
-        planned = self.passes[self._part(progress.steps)]
-        if pass_of(charge.event) != planned:
-            # PRIVACY: a batch, and a pass over all batches of its part, would count as disjoint; and a run that was
-            # made without passes may be copied (test_a_charge_of_another_pass_than_planned_is_refused)
-            raise SequenceError(
-                "steps must be charged as was known when the optimizer was made, by"
-                f" {planned or 'no pass'} (got {charge.event}): give amplification=False to the"
-                " design"
-            )
+        require_planned(charge.event, self.passes[self._part(progress.steps)])
         return charge
 
     def _charges_left(self, draw: Draw, steps: int) -> int:
@@ -460,6 +452,17 @@ def pass_of(event: Event) -> RandomAllocation | None:
         passes = (pass_of(one) for _, inside in event.items() for one in inside)
         return next(filter(None, passes), None)
     return event if isinstance(event, RandomAllocation) else None
+
+
+def require_planned(event: Event, planned: RandomAllocation | None) -> None:
+    """Raises SequenceError if a charge is not of the pass, or of none, that was known when the run was made."""
+    if pass_of(event) != planned:
+        # PRIVACY: a batch, and a pass over all batches of its part, would count as disjoint; and a run that was made
+        # without passes may be copied (test_a_charge_of_another_pass_than_planned_is_refused)
+        raise SequenceError(
+            "steps must be charged as was known when the optimizer was made, by"
+            f" {planned or 'no pass'} (got {event}): give amplification=False to the design"
+        )
 
 
 def planned_event(
