@@ -647,32 +647,6 @@ def slack(dtype: torch.dtype) -> float:
     return 3e-2 if dtype in HALF or not products_are_exact() else 1e-3
 
 
-def coarse_setting(layers: Iterable[nn.Module], params: Sequence[Tensor]) -> Coarse | None:
-    """Returns the setting by which a backward rounds to fewer bits than float32 has; None if there is none.
-
-    Args:
-        layers: of the model; convolutions and recurrent layers have switches of their own.
-        params: its trained parameters. Products of float64 numbers have no shortcut.
-    """
-    if not params:
-        return None
-    layers = list(layers)
-    device = params[0].device.type
-    found = _coarse_products()
-    if torch.is_autocast_enabled(device):
-        found = Coarse(f"torch.autocast({device!r})", "leave it before loss and backward")
-    library = "cudnn" if device == "cuda" else "mkldnn"
-    for name, kind in _KERNELS.items():
-        if found is None and any(isinstance(layer, kind) for layer in layers):
-            found = _coarse_kernels(library, name)
-    if found is None or params[0].dtype != torch.float64:
-        return found
-    known = (*params, *(p for layer in layers for p in layer.parameters(recurse=False)))
-    # PRIVACY: frozen ones too lie between the loss and the rows
-    # (test_frozen_single_precision_counts_for_a_mean_loss)
-    return None if all(p.dtype == torch.float64 for p in known) else found
-
-
 def _coarse_kernels(library: str, kernels: str) -> Coarse | None:
     """Returns the switch by which convolutions or recurrent layers are rounded; torch < 2.9 has one for CUDA only."""
     backend = getattr(torch.backends, library)
@@ -701,8 +675,23 @@ def inexact_mean(layers: Iterable[nn.Module], params: Sequence[Tensor]) -> str |
         layers: of the model, as far as they are known.
         params: its trained parameters.
     """
-    found = coarse_setting(layers, params)
+    if not params:
+        return None
+    layers = list(layers)
+    device = params[0].device.type
+    found = _coarse_products()
+    if torch.is_autocast_enabled(device):
+        found = Coarse(f"torch.autocast({device!r})", "leave it before loss and backward")
+    library = "cudnn" if device == "cuda" else "mkldnn"
+    for name, kind in _KERNELS.items():
+        if found is None and any(isinstance(layer, kind) for layer in layers):
+            found = _coarse_kernels(library, name)
     if found is None:
+        return None
+    known = (*params, *(p for layer in layers for p in layer.parameters(recurse=False)))
+    # PRIVACY: frozen ones too lie between the loss and the rows
+    # (test_frozen_single_precision_counts_for_a_mean_loss)
+    if all(p.dtype == torch.float64 for p in known):  # products of these have no shortcut
         return None
     # PRIVACY: one record more moves all rows of a mean (test_a_mean_loss_in_reduced_matmul_precision_is_refused)
     return (

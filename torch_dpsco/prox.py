@@ -165,19 +165,15 @@ class L2(Prox):
 
     def _norms(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns, per tensor, the norms of the groups of its entries, to be multiplied with it."""
-        wide = [t.double() for t in tensors]
+        squares = [t.double().square() for t in tensors]
         if self.groups == "global":
-            norm = torch.stack([t.square().sum() for t in wide]).sum().sqrt()
-            return [norm] * len(wide)
+            return [torch.stack([t.sum() for t in squares]).sum().sqrt()] * len(squares)
         if self.groups == "per_tensor":
-            return [t.square().sum().sqrt() for t in wide]
+            return [t.sum().sqrt() for t in squares]
+        rows = [t.flatten(1).sum(1) if t.dim() > 1 else t for t in squares]
         return [
-            (
-                t.flatten(1).square().sum(1).sqrt().view(-1, *[1] * (t.dim() - 1))
-                if t.dim() > 1
-                else t.abs()
-            )
-            for t in wide
+            row.sqrt().view(-1, *[1] * (t.dim() - 1))
+            for row, t in zip(rows, tensors, strict=True)
         ]
 
     def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
@@ -316,7 +312,7 @@ class Simplex(Prox):
         if not tensors:
             return
         _finite_norm(tensors)
-        point = torch.cat([tensor.reshape(-1).double() for tensor in tensors])
+        point = _joined(tensors)
         point -= point.max()  # moves no answer, and keeps large numbers from hiding small ones
         falling = point.sort(descending=True).values
         excess = (falling.cumsum(0) - self.total) / torch.arange(
@@ -324,8 +320,7 @@ class Simplex(Prox):
         )
         support = int((falling > excess).sum())  # the first of all always is in it
         point = (point - excess[support - 1]).clamp_(min=0.0)
-        for tensor, part in zip(tensors, point.split([t.numel() for t in tensors]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+        _write(point, tensors)
 
 
 def project_on_two_balls_(
@@ -343,9 +338,8 @@ def project_on_two_balls_(
         centers: c, |c| <= radius (a hair more is forgiven).
         center_radius: > 0.
     """
-    sizes = [t.numel() for t in tensors]
-    v = torch.cat([t.reshape(-1).double() for t in tensors])
-    c = torch.cat([t.reshape(-1).double() for t in centers])
+    v = _joined(tensors)
+    c = _joined(centers)
     _finite_norm(tensors)
     first = v * min(1.0, radius / max(float(v.norm()), radius))
     shift = v - c
@@ -363,9 +357,17 @@ def project_on_two_balls_(
         answer = along * axis + across * (
             math.sqrt(max(0.0, radius**2 - along**2)) / max(float(across.norm()), 1e-300)
         )
-    for tensor, part in zip(tensors, answer.split(sizes), strict=True):
-        tensor.copy_(part.view(tensor.shape))
+    _write(answer, tensors)
     Ball(radius).apply_(tensors, [0.0] * len(tensors))
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1).double() for tensor in tensors])
+
+
+def _write(vector: Tensor, tensors: Sequence[Tensor]) -> None:
+    for tensor, part in zip(tensors, vector.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view(tensor.shape))
 
 
 def _finite_norm(tensors: Sequence[Tensor]) -> float:

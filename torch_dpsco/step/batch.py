@@ -209,18 +209,19 @@ class LogicalBatch:
     @property
     def outstanding_rows(self) -> int | None:
         """Rows of the chunk that comes next, its filling included."""
-        if self._log.taken is not None:
-            return self._log.taken.size
-        return self._log.waiting[0].size if self._log.waiting else None
+        due = self._due
+        return None if due is None else due.size
 
     @property
     def ends_draw(self) -> bool:
         """Whether the chunk that comes next is the last of its draw."""
-        return (
-            (self._log.taken or self._log.waiting[0]).last
-            if self._log.taken or self._log.waiting
-            else False
-        )
+        due = self._due
+        return due is not None and due.last
+
+    @property
+    def _due(self) -> Chunk | None:
+        waiting = self._log.waiting
+        return self._log.taken or (waiting[0] if waiting else None)
 
     def current(self) -> Chunk:
         """Returns the chunk in progress, or takes the next one; raises SequenceError if none is outstanding."""
@@ -328,12 +329,7 @@ class LogicalBatch:
     def sealed(self) -> Partition | None:
         """Returns the partition with a fingerprint of its records, all of which are read the first time."""
         known = self.partition
-        if (
-            known is not None
-            and not known.tag
-            and self._loader is not None
-            and self._sampler is not None
-        ):
+        if known is not None and not known.tag and self._sampler is not None:
             key = secrets.token_hex(16)
             self._sampler.partition = replace(
                 self._sampler.partition, key=key, tag=_tag(key, self._loader)
@@ -388,11 +384,12 @@ class LogicalBatch:
 def _tag(key: str, loader: Any) -> str:
     ids = getattr(getattr(loader, "batch_sampler", None), "ids", None)
     if ids is not None:
-        return fingerprint(key, ids.contents(loader.dataset))
-    return fingerprint(
-        key,
-        loader.contents() if isinstance(loader, PrivateLoader) else records_of(loader.dataset),
-    )
+        contents = ids.contents(loader.dataset)
+    elif isinstance(loader, PrivateLoader):
+        contents = loader.contents()
+    else:
+        contents = records_of(loader.dataset)
+    return fingerprint(key, contents)
 
 
 class Drawn(NamedTuple):
@@ -433,21 +430,24 @@ def who_is_drawn(
     held = records if owners is None else len(owners.unique())
     if owners is not None and shard is not None and world_size() > 1:
         named = RecordIds(users, records)
-    known = {"shard": shard, "ids": named}
+    own = {"shard": shard, "ids": named}
     problem = checks.problem_of_shard(shard, held, run.adjacency, run.oracle.unit)
-    if owners is not None:
-        problem = problem or checks.problem_of_users(owners, run.design, run.adjacency)
+    numbered = 0 if owners is None or not len(owners) else int(owners.max()) + 1
+    if numbered:
+        problem = problem or checks.problem_of_users(numbered, run.design, run.adjacency)
     size = world.compare_data(
         dataset,
         steps,
-        own=", ".join(name for name, given in known.items() if given is not None),
+        own=", ".join(name for name, given in own.items() if given is not None),
         counted=run.adjacency != ADD_REMOVE and owners is None,
         problem=problem,
     )
     if owners is None:
         return Drawn(size, None, named, shard, held)
-    number = checks.number_of_users(owners, run.design, run.adjacency)
-    return Drawn(number, owners, named, None if world_size() == 1 else shard, held)
+    counted = run.adjacency == ADD_REMOVE and numbered
+    return Drawn(
+        counted or run.design.n, owners, named, None if world_size() == 1 else shard, held
+    )
 
 
 def make_slots(

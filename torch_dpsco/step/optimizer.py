@@ -52,7 +52,7 @@ from torch_dpsco.rows import (
     forget_wrappers,
 )
 from torch_dpsco.rows.batch import GradBatch, note_owner
-from torch_dpsco.rules import UpdateRule
+from torch_dpsco.rules import UpdateRule, trained
 from torch_dpsco.sampling import Partition, PrivateLoader, UserLoader
 from torch_dpsco.sampling.loader import LEVELS, Isolation
 from torch_dpsco.step import checks
@@ -141,9 +141,8 @@ class RunOptimizer(CommonOptimizer):
     def _start(self, device: torch.device) -> None:
         """Begins in the feasible set, takes the oracle, and joins the other processes."""
         params = self._trained()
-        self.prox.apply_(
-            [p.detach().clone() for p in params], checks.step_sizes(self.param_groups)
-        )
+        sizes = [float(group["lr"]) for group in self.param_groups for _ in trained(group)]
+        self.prox.apply_([p.detach().clone() for p in params], sizes)
         self.prox.apply_(params, [0.0] * len(params))
         self.oracle.take()
         forget_wrappers(self._params)

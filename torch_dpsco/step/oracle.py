@@ -390,11 +390,8 @@ class ClippedMean(MeanOracle):
             parts = self.views(torch.empty(self._dim, device="meta"))
             self._cuts = [(part.shape, part.stride(), part.storage_offset()) for part in parts]
             self._summation = self._planned()
-            self._dtype = (
-                torch.float64
-                if any(dtype == torch.float64 for _, dtype, _ in form)
-                else torch.float32
-            )
+            wide = any(dtype == torch.float64 for _, dtype, _ in form)
+            self._dtype = torch.float64 if wide else torch.float32
             self._flat = None
             self._require_within_clip()
         if self._exact:
@@ -419,15 +416,16 @@ class ClippedMean(MeanOracle):
         """Raises PrivacyError if a subclass's weights let any of a range of norms past the clip."""
         if getattr(self.weights, "__func__", None) is ClippedMean.weights:
             return
-        device = self._form[0][2] if self._form else None
-        norms = torch.logspace(-300, 300, 601, dtype=torch.float64, device=device)
-        norms = torch.cat([norms, norms.new_tensor([self.clip, 0.0, math.inf, math.nan])])
+        powers = [10.0**k for k in range(-300, 301)]
+        norms = torch.tensor(
+            [*powers, self.clip, 0.0, math.inf, math.nan],
+            dtype=torch.float64,
+            device=self._form[0][2] if self._form else None,
+        )
         weights = self.weights(norms.clone(), self.clip)
-        reached = torch.where(
-            norms.isfinite(), weights * norms, weights * math.inf
-        )  # 0 * inf is NaN: nothing
+        passes = weights * norms.nan_to_num(math.inf, math.inf) > self.clip  # 0 * inf does not
         # PRIVACY: (test_weights_of_ones_own_that_pass_the_clip_are_refused)
-        if bool((weights < 0).any() or weights.isnan().any() or (reached > self.clip).any()):
+        if not bool((weights >= 0).all()) or bool(passes.any()):
             raise PrivacyError(
                 f"weights of {type(self).__name__} must be >= 0, keep weight * norm <= clip, and be"
                 " 0 where a norm is infinite or NaN: see oracles.clip_weights"
@@ -462,33 +460,28 @@ class ClippedMean(MeanOracle):
             self._refuse_many()
         self.__dict__["_n_rows"] = n_rows
         own = type(self)  # rows that fit have weight 1, and nobody else is to see them
-        kept = own.weights is ClippedMean.weights and own.observe is ClippedMean.observe
-        short = kept and "observe" not in self.__dict__ and "weights" not in self.__dict__
+        plain = own.weights is ClippedMean.weights and own.observe is ClippedMean.observe
         # PRIVACY: elsewhere weights that underflow are rounded up (test_rows_of_one_huge_feature_are_clipped)
-        linear = rows.linear() if short and in_float32(clip) else None
+        linear = rows.linear() if plain and in_float32(clip) else None
         if linear is not None:
             # PRIVACY: row i is w_i (x_i, 1) with the slope w_i cut to |w_i| |(x_i, 1)| <= C
             # (test_removed_clip_of_linear_rows_is_caught)
             total = linear.clipped_sum(clip * _ROUNDED, 1.0 / self.batch_size)
             if total is not None:
-                self._add_linear(total, linear.shapes)
+                if linear.shapes != self._shapes:
+                    self._refuse_shapes(linear.shapes)
+                if self._means is not None:
+                    self._add(self.views(total))
+                elif self._total is not None:
+                    self._total.add_(total)
+                else:
+                    self.__dict__["_total"] = total
                 return
         # PRIVACY: every row passes the clip, whatever was promised (test_removed_clip_is_caught)
         norms = rows.norms()
         weights = self.weights(norms, clip)
         precision = self._precision(clip, weights * norms)
         self._add(rows.weighted_sum(weights.div_(self.batch_size), precision))
-
-    def _add_linear(self, total: Tensor, shapes: list[torch.Size]) -> None:
-        """Adds a sum of linear rows, which is one vector."""
-        if shapes != self._shapes:
-            self._refuse_shapes(shapes)
-        if self._means is not None:
-            self._add(self.views(total))
-        elif self._total is not None:
-            self._total.add_(total)
-        else:
-            self.__dict__["_total"] = total
 
     def _add(self, means: list[Tensor]) -> None:
         shapes = [m.shape for m in means]
@@ -512,14 +505,10 @@ class ClippedMean(MeanOracle):
         if not plan.uses_float32 or not norms.shape[0] or not in_float32(clip):
             return FLOAT64
         mean = 1.0  # tiles that are large already need no reading of norms
-        if (
-            plan.has_small_tiles
-        ):  # the root of the mean square is no less than the mean; some room for its rounding
-            mean = (
-                math.sqrt(float(torch.dot(norms, norms)) / norms.shape[0])
-                * (1.0 + norms.shape[0] * 2.0**-23)
-                / clip
-            )
+        if plan.has_small_tiles:
+            # the root of the mean square is no less than the mean; some room for its rounding
+            n = norms.shape[0]
+            mean = math.sqrt(float(torch.dot(norms, norms)) / n) * (1.0 + n * 2.0**-23) / clip
         return plan.for_rows(self._n_rows * self._processes, mean)
 
     def discard(self) -> None:

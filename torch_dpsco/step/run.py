@@ -211,7 +211,16 @@ class Run:
             SequenceError: the release may have been made already, or is of another pass than was charged.
         """
         steps = progress.steps
-        charge = self._price(progress, draw)
+        paid = progress.paid
+        if paid is not None and steps < paid.stop:
+            event = self.oracle.charge(self.design, draw).event if self.in_passes else None
+            # PRIVACY: a charge to a part pays for no step on all records (test_a_pass_begun_on_a_part_stays_there)
+            paid.require(draw.partition + self.accountant.place, event)
+            charge = Charge(Sequential(()))
+        else:
+            charge = self.oracle.charge(self.design, draw)
+            part = self._part(steps) if len(self.passes) > 1 else 0
+            require_planned(charge.event, self.passes[part])
         # PRIVACY: with the mark of this release, which no resumed run makes again (test_a_killed_run_goes_on_or_loses)
         marks = {progress.run: steps + 1}
         if self.design.one_pass:
@@ -237,18 +246,6 @@ class Run:
             )
             if charge.covers > 1:
                 self._note(progress, charge, draw.partition + self.accountant.place)
-
-    def _price(self, progress: Progress, draw: Draw) -> Charge:
-        """Returns the charge of a release: nothing where it is paid for."""
-        paid = progress.paid
-        if paid is not None and progress.steps < paid.stop:
-            event = self.oracle.charge(self.design, draw).event if self.in_passes else None
-            # PRIVACY: a charge to a part pays for no step on all records (test_a_pass_begun_on_a_part_stays_there)
-            paid.require(draw.partition + self.accountant.place, event)
-            return Charge(Sequential(()))
-        charge = self.oracle.charge(self.design, draw)
-        require_planned(charge.event, self.passes[self._part(progress.steps)])
-        return charge
 
     def _charges_left(self, draw: Draw, steps: int) -> int:
         """Returns how many equal charges a budget may expect."""
@@ -490,7 +487,19 @@ def planned_event(
 
 
 _LARGEST = 1e100  # of what a plan is computed from
-_TYPED = ("__init__", "accumulate", "ahead", "load_state_dict", "loader", "plan")
+_TYPED = (
+    "__init__",
+    "accumulate",
+    "ahead",
+    "certify",
+    "load_state_dict",
+    "loader",
+    "plan",
+    "report",
+    "signal_skip_step",
+    "solve",
+    "step_on",
+)
 
 
 def check_call(closure: Any, users: Any = None) -> None:
@@ -514,16 +523,7 @@ class CommonOptimizer(Optimizer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        type_members(
-            cls,
-            *_TYPED,
-            "report",
-            "signal_skip_step",
-            "solve",
-            "certify",
-            "step_on",
-            largest=_LARGEST,
-        )
+        type_members(cls, *_TYPED, largest=_LARGEST)
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self.turn = Turn()
@@ -596,17 +596,13 @@ class Turn:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self._holder = 0  # the thread that was let in last
         self._depth = 0
 
     @property
     def taken_here(self) -> bool:
         """Whether this thread is in."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            return self._depth > 0
-        finally:
-            self._lock.release()
+        return self._depth > 0 and self._holder == threading.get_ident()
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
@@ -616,6 +612,7 @@ class Turn:
                 " one; an optimizer is for one thread at a time, and several optimizers may share"
                 " an accountant"
             )
+        self._holder = threading.get_ident()
         self._depth += 1
 
     def __exit__(self, *error: object) -> None:

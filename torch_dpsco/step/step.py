@@ -257,24 +257,9 @@ class PrivateOptimizer(RunOptimizer):
                 f" {chunk.draw.index}): after discard(), or to continue a run, use"
                 " optimizer.loader(dataset, resume=True)"
             )
-        rows = self._given
-        if rows is not None and has_rows(params):
-            # PRIVACY: rows that a backward has left would wait for a later step, another draw
-            # (test_given_rows_are_refused_beside_those_of_a_backward)
-            raise SequenceError(
-                "rows of a backward are waiting: make the step of that batch by step() or discard()"
-            )
         # none is missing of an empty draw, or after accumulate()
         due = (chunk.rows and not batch.seen) or not batch.declared
-        if rows is None and (due or has_rows(params)):
-            attachment = params[0].__dict__.get("dpsco")
-            if attachment is not None and self._checks is not attachment.first.verdicts:
-                self._checks = (
-                    attachment.first.verdicts
-                )  # reports quote them after dp.detach too
-            rows = GradBatch.consume(params)
-            if scale is not None:
-                rows = rows.unscaled(scale)
+        rows = self._taken(params, scale) if due or has_rows(params) else self._given
         retire_forwards(params)
         device = params[0].device
         kept, users = batch.admit(rows, users, partial=partial)
@@ -299,6 +284,23 @@ class PrivateOptimizer(RunOptimizer):
                 tell_of_scale(self, self._grad_scale, scale)
             self._grad_scale = scale
         return batch.close(chunk) if not partial else None
+
+    def _taken(self, params: list[nn.Parameter], scale: float | None) -> GradBatch:
+        """Returns the rows that are given, or that a backward has left on the parameters."""
+        if self._given is not None:
+            if has_rows(params):
+                # PRIVACY: rows that a backward has left would wait for a later step, another draw
+                # (test_given_rows_are_refused_beside_those_of_a_backward)
+                raise SequenceError(
+                    "rows of a backward are waiting: make the step of that batch by step() or"
+                    " discard()"
+                )
+            return self._given
+        attachment = params[0].__dict__.get("dpsco")
+        if attachment is not None and self._checks is not attachment.first.verdicts:
+            self._checks = attachment.first.verdicts  # reports quote them after dp.detach too
+        rows = GradBatch.consume(params)
+        return rows if scale is None else rows.unscaled(scale)
 
     def _apply(self, params: list[nn.Parameter], release: Release) -> None:
         """Counts the step, and moves by what was released, which is public."""
@@ -428,17 +430,13 @@ class PrivateOptimizer(RunOptimizer):
         if all(map(torch.equal, params, before)):
             return
         self.prox.apply_(params, [0.0] * len(params))
-        moves: dict[Tensor, Tensor] = {
-            p: p.detach() - old for p, old in zip(params, before, strict=True)
-        }
         for name in self.rule.kept:
-            points = {p: self.state[p][name] for p in params if name in self.state.get(p, {})}
-            for p, point in points.items():
-                point.add_(moves[p])
-            if len(points) == len(params) and all(
-                point.shape == p.shape for p, point in points.items()
-            ):
-                self.prox.apply_(list(points.values()), [0.0] * len(points))
+            points = []
+            for p, old in zip(params, before, strict=True):
+                if name in self.state.get(p, {}):
+                    points.append(self.state[p][name].add_(p.detach() - old))
+            if len(points) == len(params):
+                self.prox.apply_(points, [0.0] * len(points))
         self._progress.public += 1
         if self._lrs is not None:
             self._lrs = None
