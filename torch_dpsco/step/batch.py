@@ -183,13 +183,9 @@ class LogicalBatch:
 
     def _comes_again(self, partition: Partition) -> bool:
         """Whether a draw was given up with which the partition continues."""
-        if self._log.again is None:
-            return False
-        draw = self._log.again[0]
-        return (draw.partition, draw.index) == (
-            partition_name(self.design, partition),
-            partition.made,
-        )
+        again = self._log.again
+        place = partition_name(self.design, partition), partition.made
+        return again is not None and (again[0].partition, again[0].index) == place
 
     def _take(self, log: DrawLog) -> None:
         log.succeed(self._log)
@@ -207,19 +203,8 @@ class LogicalBatch:
         self._log.split(more=more)
 
     @property
-    def outstanding_rows(self) -> int | None:
-        """Rows of the chunk that comes next, its filling included."""
-        due = self._due
-        return None if due is None else due.size
-
-    @property
-    def ends_draw(self) -> bool:
-        """Whether the chunk that comes next is the last of its draw."""
-        due = self._due
-        return due is not None and due.last
-
-    @property
-    def _due(self) -> Chunk | None:
+    def due(self) -> Chunk | None:
+        """The chunk that comes next; None if there is none."""
         waiting = self._log.waiting
         return self._log.taken or (waiting[0] if waiting else None)
 

@@ -318,12 +318,14 @@ class RunOptimizer(CommonOptimizer):
     @property
     def outstanding_rows(self) -> int | None:
         """Rows of the batch that the next step must use (private); None if there is none."""
-        return self._batch.outstanding_rows
+        due = self._batch.due
+        return None if due is None else due.size
 
     @property
     def ends_draw(self) -> bool:
         """Whether the next step is given the last part of its draw, and so releases (private: it tells of its size)."""
-        return self._batch.ends_draw
+        due = self._batch.due
+        return due is not None and due.last
 
     @property
     def in_draw(self) -> bool:
