@@ -54,7 +54,7 @@ from torch_dpsco.step import checks
 from torch_dpsco.step.batch import GRAD_SCALE, show_zero_gradient, take_scale, tell_of_scale
 from torch_dpsco.step.optimizer import RunOptimizer
 from torch_dpsco.step.oracle import Release
-from torch_dpsco.step.run import check_call, in_turn, seldom_watched
+from torch_dpsco.step.run import check_call, in_turn, is_watched, seldom_watched
 
 _PRIVATE_MEAN = (
     "loss must be a sum where the number of rows is private and batches are not filled up, since a"
@@ -127,14 +127,18 @@ class PrivateOptimizer(RunOptimizer):
 
     @in_turn
     def step_on(self, rows: GradBatch) -> None:
-        """Makes a step like `step()`, from rows that were computed without a backward.
+        """Makes a step like `step()`, from rows that were computed without a backward; `fit` does it, in no_grad mode.
 
         Args:
             rows: of the outstanding batch, at the query that the parameters hold, in the order of the parameters.
         """
         self._given = rows
         try:
-            self.step()
+            if is_watched(self):
+                self.step()
+            else:  # what torch and autograd put around `step` costs a fifth of a small one
+                self._require_open()
+                self._make(None, None)
         finally:
             self._given = None
 
