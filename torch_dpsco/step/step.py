@@ -321,17 +321,15 @@ class PrivateOptimizer(RunOptimizer):
         progress.halted = release.halted
         if not release.still:
             # rules count the moves of a phase
-            self._move(params, release.mean, phase, k - progress.stills)
+            self._move(params, release, phase, k - progress.stills)
         if k + 1 == phase.steps and len(phases) > 1:
             self._install_answer()
             run.rule.end_phase(self.param_groups, self.state, phase)
 
-    def _move(
-        self, params: list[nn.Parameter], means: list[Tensor], phase: Phase, k: int
-    ) -> None:
+    def _move(self, params: list[nn.Parameter], release: Release, phase: Phase, k: int) -> None:
         run = self._run
         groups = self.param_groups
-        for p, mean in zip(params, means, strict=True):
+        for p, mean in zip(params, release.mean, strict=True):
             p.grad = mean.to(p.dtype)
             if run.reg:
                 p.grad.add_(p, alpha=run.reg)
