@@ -5,7 +5,7 @@
     python benchmarks/ledger_file.py --smoke
 
 Loops of ClippedSGD on made-up records take turns: without a file, with one as it is by default, and with one that has
-a line for each step, as before lines paid for several. "charge" are the milliseconds within `Payments.pay` alone, per
+a line for each step, as before lines paid for several. "charge" are the milliseconds within `Run.pay` alone, per
 step: they do not depend on how busy the machine is with other things than the disk. Medians over rounds.
 """
 
@@ -27,7 +27,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco.accounting import journal
-from torch_dpsco.step.run import Payments
+from torch_dpsco.step.run import Run
 
 RECORDS = 20_000
 MODELS = {
@@ -57,7 +57,7 @@ def run(sizes: Sequence[int], steps: int, path: Path | None) -> tuple[float, flo
     optimizer = dp.ClippedSGD(model.parameters(), plan, accountant=accountant)
     data = TensorDataset(torch.randn(RECORDS, sizes[0]), torch.randn(RECORDS, 1))
     charged = 0.0
-    pay = Payments.pay
+    pay = Run.pay
 
     def timed(*args: object) -> None:
         nonlocal charged
@@ -65,7 +65,7 @@ def run(sizes: Sequence[int], steps: int, path: Path | None) -> tuple[float, flo
         pay(*args)  # type: ignore[arg-type]
         charged += time.perf_counter() - begin
 
-    Payments.pay = timed  # type: ignore[method-assign]
+    Run.pay = timed  # type: ignore[method-assign]
     begin = time.perf_counter()
     try:
         for x, y in optimizer.loader(data, steps=steps):
@@ -73,7 +73,7 @@ def run(sizes: Sequence[int], steps: int, path: Path | None) -> tuple[float, flo
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
     finally:
-        Payments.pay = pay  # type: ignore[method-assign]
+        Run.pay = pay  # type: ignore[method-assign]
     whole = time.perf_counter() - begin
     accountant.close()
     lines = 0 if path is None else path.read_bytes().count(b"\n")

@@ -14,7 +14,7 @@ from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.rules import SGD
-from torch_dpsco.step.optimizer import make_slots
+from torch_dpsco.step.batch import make_slots
 from torch_dpsco.step.oracle import Clipped, MeanOracle
 
 REDUCTIONS = {"mean": torch.mean, "sum": torch.sum}

@@ -55,9 +55,6 @@ def test_removed_clip_of_linear_rows_is_caught(where, request):
         request.getfixturevalue("in_torch")
 
     def mutate(patch: Patch) -> None:
-        patch.setattr(
-            clipped, "clipped_slopes", lambda rows, clip: (rows, rows.slopes * rows.factors)
-        )
         patch.setattr(clipped, "_ROUNDED", 1e9)
 
     assert_caught(checks.check_that_no_row_of_a_fused_fit_passes_the_clip, mutate)

@@ -157,6 +157,14 @@ def suits(rows: Tensor, *, double: bool = False) -> bool:
     )
 
 
+def _call(name: str, *arguments: Any) -> Any:
+    """Calls a function of the library; tensors, which are held meanwhile, stand for their first number."""
+    function = getattr(_found()[0], f"dpsco_{name}")
+    return function(
+        *[part.data_ptr() if isinstance(part, Tensor) else part for part in arguments]
+    )
+
+
 def _require(part: Tensor | None, size: int, dtype: torch.dtype) -> None:
     """Raises ValueError for memory of another kind: C would take other numbers for these, or read beyond them."""
     # PRIVACY: the target of a record would be read from another one's (test_memory_of_another_kind_is_refused)
@@ -177,7 +185,7 @@ def _require(part: Tensor | None, size: int, dtype: torch.dtype) -> None:
 def norms(rows: Tensor) -> Tensor:
     """Returns upper bounds of the norms of rows that suit: (B,) float64; inf from 2^64 on, NaN for a row with one."""
     found = rows.new_empty(len(rows), dtype=torch.float64)
-    _found()[0].dpsco_norms(rows.data_ptr(), rows.stride(0), *rows.shape, found.data_ptr())
+    _call("norms", rows, rows.stride(0), *rows.shape, found)
     return found
 
 
@@ -192,14 +200,7 @@ def add_weighted(rows: Tensor, weights: Tensor, total: Tensor) -> Tensor:
     weights = weights.contiguous()
     _require(weights, rows.shape[0], torch.float64)
     _require(total, rows.shape[1], torch.float64)
-    arguments = (
-        rows.data_ptr(),
-        rows.stride(0),
-        *rows.shape,
-        weights.data_ptr(),
-        total.data_ptr(),
-    )
-    _found()[0].dpsco_sum(*arguments)
+    _call("sum", rows, rows.stride(0), *rows.shape, weights, total)
     return total
 
 
@@ -227,22 +228,12 @@ def outer_sums(
         raise ValueError(
             f"rows must be as many as backprops, and tile >= 1 (got {len(rows)}, {n}, {tile})"
         )
-    library = _found()[0]
-    space = rows.new_empty(library.dpsco_outer_space(n, out))
+    space = rows.new_empty(_call("outer_space", n, out))
     total = rows.new_empty(out, width)
     bias = rows.new_empty(out, dtype=torch.float64)
-    sizes = (
-        backprops.data_ptr(),
-        backprops.stride(0),
-        out,
-        rows.data_ptr(),
-        rows.stride(0),
-        n,
-        width,
-    )
-    library.dpsco_outer(
-        *sizes, weights.data_ptr(), tile, space.data_ptr(), total.data_ptr(), bias.data_ptr()
-    )
+    left = backprops, backprops.stride(0), out
+    right = rows, rows.stride(0), n, width
+    _call("outer", *left, *right, weights, tile, space, total, bias)
     return total, bias
 
 
@@ -290,30 +281,15 @@ class Linear:
         """
         n = self._n
         taken = n
-        first = at = None
         if index is not None:
             taken = index.numel()
-            first = index.data_ptr()
             _require(index, taken, torch.int64)
-        if weight is not None:
-            at = weight.data_ptr()
-            _require(weight, self._d, torch.float32)
+        _require(weight, self._d, torch.float32)
         total = torch.empty(self._d + 1, dtype=torch.float64)
         targets, factors = self._kept
-        bounds = None if factors is None else factors.data_ptr()
-        known = at, bias, self._slope, targets.data_ptr(), bounds
-        outside = _found()[0].dpsco_linear(
-            self._rows.data_ptr(),
-            self._stride,
-            n,
-            first,
-            taken,
-            self._d,
-            *known,
-            limit,
-            scale,
-            total.data_ptr(),
-        )
+        records = self._rows, self._stride, n, index, taken, self._d
+        known = weight, bias, self._slope, targets, factors
+        outside = _call("linear", *records, *known, limit, scale, total)
         if outside:
             raise IndexError(f"index must be in [0, {n}), the records of the data set")
         return total
@@ -325,8 +301,8 @@ def slopes(rows: Tensor, targets: Tensor, weight: Tensor, bias: float, slope: st
     found = torch.empty_like(targets)
     for part, size in (targets, n), (weight, d):
         _require(part, size, torch.float32)
-    given = weight.data_ptr(), bias, SLOPES[slope], targets.data_ptr(), found.data_ptr()
-    _found()[0].dpsco_slopes(rows.data_ptr(), rows.stride(0), n, d, *given)
+    given = weight, bias, SLOPES[slope], targets, found
+    _call("slopes", rows, rows.stride(0), n, d, *given)
     return found
 
 
@@ -360,12 +336,9 @@ class Table:
         _require(self._numbers, 5 + 2 * rows.shape[1], torch.float64)
         self.width = rows.shape[1] + (numbers[2] != 0)
         self._shares = self._numbers.new_empty(2, len(rows))
-        self.norms, scratch = (
-            self._shares.new_empty(len(rows)),
-            self._shares.new_empty(4, self.width),
-        )
-        memory = (part.data_ptr() for part in (scratch, self._shares, self.norms))
-        _found()[0].dpsco_measure(*self._place[:-1], len(rows), *memory)
+        self.norms = self._shares.new_empty(len(rows))
+        scratch = self._shares.new_empty(4, self.width)
+        _call("measure", *self._place[:-1], len(rows), scratch, self._shares, self.norms)
 
     def distances(self, center: Tensor) -> Tensor:
         """Returns distances of images from a point, (n,), where rows are cut and not moved; inf for bad rows."""
@@ -380,12 +353,10 @@ class Table:
         return self._shares[1]
 
     @property
-    def _place(self) -> tuple[int, ...]:
+    def _place(self) -> tuple[Any, ...]:
         rows = self._rows  # not kept: a copy of this has its own memory
         wide = rows.dtype is torch.float64
-        numbers = self._numbers.data_ptr()
-        norms = self.norms.data_ptr()
-        return rows.data_ptr(), wide, rows.stride(0), rows.shape[1], numbers, self.width, norms
+        return rows, wide, rows.stride(0), rows.shape[1], self._numbers, self.width, self.norms
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -403,8 +374,7 @@ class Table:
         """Returns images of rows from start up to stop: (m, width) float64; 0 for a row that is not finite."""
         start, stop, _ = slice(start, stop).indices(len(self))
         found = self._shares.new_empty(max(0, stop - start), self.width)
-        memory = self._shares.data_ptr(), found.data_ptr()
-        _found()[0].dpsco_images(*self._place, start, len(found), len(self), *memory)
+        _call("images", *self._place, start, len(found), len(self), self._shares, found)
         return found
 
     def gram(self, weights: Tensor, start: int, stop: int) -> Tensor:
@@ -420,11 +390,8 @@ class Table:
         padded = -(-self.width // 8) * 8
         scratch = weights.new_zeros(2 * _BATCH, padded)
         found = weights.new_zeros(padded, padded)
-        memory = (part.data_ptr() for part in (self._shares, weights))
-        more = padded, scratch.data_ptr(), found.data_ptr()
-        _found()[0].dpsco_gram(
-            *self._place, start, max(0, stop - start), len(self), *memory, *more
-        )
+        place = *self._place, start, max(0, stop - start), len(self)
+        _call("gram", *place, self._shares, weights, padded, scratch, found)
         return found[: self.width, : self.width]
 
     def keep(self, used: Tensor) -> None:
@@ -472,12 +439,8 @@ class Table:
             _require(part, size, torch.float64)
         padded, weight, sums = self._padded(point.view(1, -1), block)
         scratch = weight.new_zeros(_BATCH, padded)
-        memory = (
-            None if part is None else part.data_ptr() for part in (scratch, sums, bends, scores)
-        )
-        _found()[0].dpsco_scored(
-            *self._all(columns), LOSSES[kind], gain, weight.data_ptr(), padded, block, *memory
-        )
+        given = *self._all(columns), LOSSES[kind], gain
+        _call("scored", *given, weight, padded, block, scratch, sums, bends, scores)
         return sums
 
     def classes(self, columns: Tensor, points: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -496,10 +459,7 @@ class Table:
         _require(points, count * self.width, torch.float64)
         padded, weight, sums = self._padded(points, block)
         scratch = weight.new_zeros(_GROUP, padded + count)
-        memory = scratch.data_ptr(), sums.data_ptr()
-        _found()[0].dpsco_classes(
-            *self._all(columns), weight.data_ptr(), count, padded, block, *memory
-        )
+        _call("classes", *self._all(columns), weight, count, padded, block, scratch, sums)
         return sums[:, -1], sums[:, :-1].view(-1, count, padded)[:, :, : self.width]
 
     def _padded(self, points: Tensor, block: int) -> tuple[int, Tensor, Tensor]:
@@ -509,10 +469,9 @@ class Table:
         weight[:, : self.width] = points
         return padded, weight, points.new_zeros(-(-len(self) // block), weight.numel() + 1)
 
-    def _all(self, columns: Tensor) -> tuple[int | None, ...]:
+    def _all(self, columns: Tensor) -> tuple[Any, ...]:
         """Returns rows, shares, images and columns, as C wants them."""
-        kept = None if self._kept is None else self._kept.data_ptr()
-        return *self._place, len(self), self._shares.data_ptr(), kept, columns.data_ptr()
+        return *self._place, len(self), self._shares, self._kept, columns
 
 
 def below(values: Tensor, weights: Tensor, most: float, block: int) -> Tensor:
@@ -527,8 +486,7 @@ def below(values: Tensor, weights: Tensor, most: float, block: int) -> Tensor:
     for part in values, weights:
         _require(part, weights.numel(), torch.float64)
     sums = weights.new_zeros(-(-weights.numel() // block))
-    numbers = weights.numel(), most, block
-    _found()[0].dpsco_below(values.data_ptr(), weights.data_ptr(), *numbers, sums.data_ptr())
+    _call("below", values, weights, weights.numel(), most, block, sums)
     return sums
 
 
@@ -550,14 +508,13 @@ def gaps(
     n = len(bits) // 8
     places = bytearray(8 * n)  # whose address costs less than that of an array
     given = log_miss, room, size, last
-    found = _found()[0].dpsco_gaps(bits, n, *given, _Byte.from_buffer(places))
+    found = _call("gaps", bits, n, *given, _Byte.from_buffer(places))
     return None if found < 0 else np.frombuffer(places, np.int64, found)
 
 
 def logs(words: npt.NDArray[Any], low: float, high: float, out: npt.NDArray[Any]) -> bool:
     """Writes log V of words of 64 bits into float64 numbers; returns whether all are in (low, high)."""
-    outside = _found()[0].dpsco_logs(words.ctypes.data, len(words), low, high, out.ctypes.data)
-    return bool(outside == 0)
+    return bool(_call("logs", words.ctypes.data, len(words), low, high, out.ctypes.data) == 0)
 
 
 def gaussians(
@@ -590,10 +547,7 @@ def gaussians(
         # PRIVACY: what is read beyond them is not random (test_too_few_bits_are_refused)
         raise ValueError(f"bits must be enough for {n} numbers (got {len(bits)} bytes)")
     given = None if logarithms is None else logarithms.ctypes.data
-    plus = None if mean is None else mean.data_ptr()
-    outside: int = _found()[0].dpsco_gaussians(
-        bits, n, wide, scale, low, high, given, plus, out.data_ptr()
-    )
+    outside: int = _call("gaussians", bits, n, wide, scale, low, high, given, mean, out)
     return outside
 
 
@@ -647,32 +601,6 @@ def slack(dtype: torch.dtype) -> float:
     return 3e-2 if dtype in HALF or not products_are_exact() else 1e-3
 
 
-def coarse_setting(layers: Iterable[nn.Module], params: Sequence[Tensor]) -> Coarse | None:
-    """Returns the setting by which a backward rounds to fewer bits than float32 has; None if there is none.
-
-    Args:
-        layers: of the model; convolutions and recurrent layers have switches of their own.
-        params: its trained parameters. Products of float64 numbers have no shortcut.
-    """
-    if not params:
-        return None
-    layers = list(layers)
-    device = params[0].device.type
-    found = _coarse_products()
-    if torch.is_autocast_enabled(device):
-        found = Coarse(f"torch.autocast({device!r})", "leave it before loss and backward")
-    library = "cudnn" if device == "cuda" else "mkldnn"
-    for name, kind in _KERNELS.items():
-        if found is None and any(isinstance(layer, kind) for layer in layers):
-            found = _coarse_kernels(library, name)
-    if found is None or params[0].dtype != torch.float64:
-        return found
-    known = (*params, *(p for layer in layers for p in layer.parameters(recurse=False)))
-    # PRIVACY: frozen ones too lie between the loss and the rows
-    # (test_frozen_single_precision_counts_for_a_mean_loss)
-    return None if all(p.dtype == torch.float64 for p in known) else found
-
-
 def _coarse_kernels(library: str, kernels: str) -> Coarse | None:
     """Returns the switch by which convolutions or recurrent layers are rounded; torch < 2.9 has one for CUDA only."""
     backend = getattr(torch.backends, library)
@@ -701,8 +629,23 @@ def inexact_mean(layers: Iterable[nn.Module], params: Sequence[Tensor]) -> str |
         layers: of the model, as far as they are known.
         params: its trained parameters.
     """
-    found = coarse_setting(layers, params)
+    if not params:
+        return None
+    layers = list(layers)
+    device = params[0].device.type
+    found = _coarse_products()
+    if torch.is_autocast_enabled(device):
+        found = Coarse(f"torch.autocast({device!r})", "leave it before loss and backward")
+    library = "cudnn" if device == "cuda" else "mkldnn"
+    for name, kind in _KERNELS.items():
+        if found is None and any(isinstance(layer, kind) for layer in layers):
+            found = _coarse_kernels(library, name)
     if found is None:
+        return None
+    known = (*params, *(p for layer in layers for p in layer.parameters(recurse=False)))
+    # PRIVACY: frozen ones too lie between the loss and the rows
+    # (test_frozen_single_precision_counts_for_a_mean_loss)
+    if all(p.dtype == torch.float64 for p in known):  # products of these have no shortcut
         return None
     # PRIVACY: one record more moves all rows of a mean (test_a_mean_loss_in_reduced_matmul_precision_is_refused)
     return (

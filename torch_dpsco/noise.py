@@ -53,7 +53,6 @@ from torch_dpsco import native
 from torch_dpsco.errors import PrivacyError, UtilityWarning
 
 _PAIRS = 2**15  # of numbers at a time, that stay in cache
-_SMALL = 2**8  # numbers for which a call of torch is dear
 _EDGE = 2.0**-20  # V is refined that close to 0 or 1
 # of log V, where it is not
 _LOW = math.log(_EDGE)
@@ -62,7 +61,6 @@ _MORE = 192  # bits
 _SCALES = 2.0**-100, 2.0**100  # of a standard deviation that float32 holds with all its bits
 
 _Floats = npt.NDArray[np.float64]
-_Any = npt.NDArray[Any]
 
 
 def normal_(out: Tensor, std: float, source: Source, mean: Tensor | None = None) -> Tensor:
@@ -188,25 +186,12 @@ def _write(part: Tensor, std: float, stream: Stream, mean: Tensor | None = None)
 def _write_in_torch(part: Tensor, scale: float, stream: Stream, bits: bytes) -> None:
     count = (part.numel() + 1) // 2
     size = part.element_size()
-    radius: _Any = np.empty(count, np.float64 if size == 8 else np.float32)
-    radius[:] = _logarithms(np.frombuffer(bits, np.int64, count), stream, np.empty(count))
-    radius *= -2.0
-    np.sqrt(radius, out=radius)
-    radius *= scale
-    angle: _Any = np.empty_like(radius)
-    angle[:] = np.frombuffer(bits, np.int64 if size == 8 else np.int32, count, 8 * count)
-    angle *= math.pi * 2.0 ** (1 - 8 * size)
-    numbers = part.numpy()
-    for name, half in (("cos", numbers[:count]), ("sin", numbers[count:])):
-        _turned(name, angle[: len(half)], half)
-        half *= radius[: len(half)]
-
-
-def _turned(name: str, angle: _Any, out: _Any) -> None:
-    if len(angle) < _SMALL:
-        getattr(np, name)(angle, out=out)
-    else:  # numpy's are ten times as slow in float64
-        getattr(torch, name)(torch.from_numpy(angle), out=torch.from_numpy(out))
+    logs = _logarithms(np.frombuffer(bits, np.int64, count), stream, np.empty(count))
+    radius = torch.from_numpy(logs).to(part.dtype).mul_(-2.0).sqrt_().mul_(scale)
+    words = np.frombuffer(bits, f"i{size}", count, 8 * count).astype(f"f{size}")
+    angle = torch.from_numpy(words).mul_(math.pi * 2.0 ** (1 - 8 * size))
+    for turned, half in zip((angle.cos(), angle.sin_()), part.split(count), strict=False):
+        half.copy_(turned[: len(half)]).mul_(radius[: len(half)])
 
 
 def _logarithms(drawn: npt.NDArray[np.int64], stream: Stream, values: _Floats) -> _Floats:
@@ -313,7 +298,7 @@ class Keystream(Stream):
 
     def read(self, size: int) -> bytes:
         """Returns fresh bytes."""
-        return random_bytes(size)
+        return _random_bytes(size)
 
 
 class KeyedStream(Stream):

@@ -324,13 +324,6 @@ class Schedule:
             f"step must be < {self.steps}, the number of planned steps (got {step})"
         )
 
-    def position(self, steps: int) -> tuple[int, int]:
-        """Returns (phase, steps made in it) after that many steps; at the end of all, that of the last phase."""
-        if check.count(steps=steps) and steps == self.steps:
-            phase, k = self.locate(steps - 1)
-            return phase, k + 1
-        return self.locate(steps)
-
 
 def shared_bound(here: float, largest: float, share: float) -> float:
     """Returns the clip: a share of the largest bound, or of the bound here where there is no largest one.

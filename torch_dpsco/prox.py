@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torch_dpsco._validate import check_fields, choice, nonnegative, positive
+from torch_dpsco._validate import check_fields, choice, fields, nonnegative, positive
 
 
 class Prox(ABC):
@@ -98,11 +98,10 @@ class L1(Prox):
     strength: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "strength", nonnegative(strength=self.strength))
+        fields(self, strength=nonnegative)
 
     def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
-        for tensor, step in zip(tensors, steps, strict=True):
-            _soft_threshold_(tensor, step * self.strength)
+        ElasticNet(self.strength, 0.0)._apply(tensors, steps)
 
 
 @dataclass(frozen=True)
@@ -127,13 +126,12 @@ class ElasticNet(Prox):
     l2: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "l1", nonnegative(l1=self.l1))
-        object.__setattr__(self, "l2", nonnegative(l2=self.l2))
+        fields(self, l1=nonnegative, l2=nonnegative)
 
     def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
         for tensor, step in zip(tensors, steps, strict=True):
-            _soft_threshold_(tensor, step * self.l1)
-            tensor.div_(1 + step * self.l2)
+            kept = (tensor.abs() - step * self.l1).clamp(min=0)
+            tensor.copy_(tensor.sign() * kept).div_(1 + step * self.l2)
 
 
 _GROUPS = ("global", "per_tensor", "per_row")
@@ -162,24 +160,20 @@ class L2(Prox):
     groups: str = "global"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "strength", nonnegative(strength=self.strength))
+        fields(self, strength=nonnegative)
         choice(_GROUPS, groups=self.groups)
 
     def _norms(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns, per tensor, the norms of the groups of its entries, to be multiplied with it."""
-        wide = [t.double() for t in tensors]
+        squares = [t.double().square() for t in tensors]
         if self.groups == "global":
-            norm = torch.stack([t.square().sum() for t in wide]).sum().sqrt()
-            return [norm] * len(wide)
+            return [torch.stack([t.sum() for t in squares]).sum().sqrt()] * len(squares)
         if self.groups == "per_tensor":
-            return [t.square().sum().sqrt() for t in wide]
+            return [t.sum().sqrt() for t in squares]
+        rows = [t.flatten(1).sum(1) if t.dim() > 1 else t for t in squares]
         return [
-            (
-                t.flatten(1).square().sum(1).sqrt().view(-1, *[1] * (t.dim() - 1))
-                if t.dim() > 1
-                else t.abs()
-            )
-            for t in wide
+            row.sqrt().view(-1, *[1] * (t.dim() - 1))
+            for row, t in zip(rows, tensors, strict=True)
         ]
 
     def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
@@ -192,10 +186,6 @@ class L2(Prox):
                 (1 - step * self.strength / norm).clamp(min=0).nan_to_num(nan=0.0, neginf=0.0)
             )
             tensor.copy_(tensor.double() * shrink)
-
-
-def _soft_threshold_(tensor: Tensor, threshold: float) -> None:
-    tensor.copy_(tensor.sign() * (tensor.abs() - threshold).clamp(min=0))
 
 
 @dataclass(frozen=True)
@@ -225,30 +215,25 @@ class Ball(Prox):
     radius: float = field()  # no default: that of `Prox` is for other maps
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "radius", positive(radius=self.radius))
+        fields(self, radius=positive)
 
     def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
         if (
             _rough_norm_bound(tensors) <= self.radius
         ):  # plainly inside; a NaN fails the comparison
             return
-        norm = _joint_norm(tensors)
-        if not math.isfinite(norm):
-            raise ValueError(
-                f"parameters must be finite (got norm {norm}): they diverged; lower the learning"
-                " rate lr"
-            )
+        norm = _finite_norm(tensors)
         if norm <= self.radius:
             return
         points = [tensor.to(torch.float64, copy=True) for tensor in tensors]
         shrink = self.radius / norm
         slack = 0.0
-        least = _eighth_of_rounding(tensors)
+        least = max(torch.finfo(tensor.dtype).eps for tensor in tensors) / 8
         # Rounding may lift the norm over the radius: shrink a little more. The slack doubles, so that it ends at 0.
         while norm > self.radius:
             for tensor, point in zip(tensors, points, strict=True):
                 tensor.copy_(point * (shrink * max(0.0, 1 - slack)))
-            norm = _joint_norm(tensors)
+            norm = _finite_norm(tensors)
             slack = max(2 * slack, least)
 
 
@@ -288,7 +273,7 @@ class Box(Prox):
             )
 
     def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
-        _require_finite(tensors)
+        _finite_norm(tensors)
         for tensor in tensors:
             tensor.clamp_(self.low, self.high)
 
@@ -316,7 +301,7 @@ class Simplex(Prox):
     total: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "total", positive(total=self.total))
+        fields(self, total=positive)
 
     @property
     def radius(self) -> float:  # type: ignore[override]
@@ -326,8 +311,8 @@ class Simplex(Prox):
     def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
         if not tensors:
             return
-        _require_finite(tensors)
-        point = torch.cat([tensor.reshape(-1).double() for tensor in tensors])
+        _finite_norm(tensors)
+        point = _joined(tensors)
         point -= point.max()  # moves no answer, and keeps large numbers from hiding small ones
         falling = point.sort(descending=True).values
         excess = (falling.cumsum(0) - self.total) / torch.arange(
@@ -335,8 +320,7 @@ class Simplex(Prox):
         )
         support = int((falling > excess).sum())  # the first of all always is in it
         point = (point - excess[support - 1]).clamp_(min=0.0)
-        for tensor, part in zip(tensors, point.split([t.numel() for t in tensors]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+        _write(point, tensors)
 
 
 def project_on_two_balls_(
@@ -354,10 +338,9 @@ def project_on_two_balls_(
         centers: c, |c| <= radius (a hair more is forgiven).
         center_radius: > 0.
     """
-    sizes = [t.numel() for t in tensors]
-    v = torch.cat([t.reshape(-1).double() for t in tensors])
-    c = torch.cat([t.reshape(-1).double() for t in centers])
-    _require_finite(tensors)
+    v = _joined(tensors)
+    c = _joined(centers)
+    _finite_norm(tensors)
     first = v * min(1.0, radius / max(float(v.norm()), radius))
     shift = v - c
     second = c + shift * min(1.0, center_radius / max(float(shift.norm()), center_radius))
@@ -374,20 +357,28 @@ def project_on_two_balls_(
         answer = along * axis + across * (
             math.sqrt(max(0.0, radius**2 - along**2)) / max(float(across.norm()), 1e-300)
         )
-    for tensor, part in zip(tensors, answer.split(sizes), strict=True):
-        tensor.copy_(part.view(tensor.shape))
+    _write(answer, tensors)
     Ball(radius).apply_(tensors, [0.0] * len(tensors))
 
 
-def _require_finite(tensors: Sequence[Tensor]) -> None:
-    if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1).double() for tensor in tensors])
+
+
+def _write(vector: Tensor, tensors: Sequence[Tensor]) -> None:
+    for tensor, part in zip(tensors, vector.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view(tensor.shape))
+
+
+def _finite_norm(tensors: Sequence[Tensor]) -> float:
+    """Returns the joint norm in float64; raises ValueError for parameters that have diverged."""
+    norm = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
+    if not math.isfinite(norm):
         raise ValueError(
-            "parameters must be finite (got inf or nan): they diverged; lower the learning rate lr"
+            f"parameters must be finite (got norm {norm}): they diverged; lower the learning rate"
+            " lr"
         )
-
-
-def _joint_norm(tensors: Sequence[Tensor]) -> float:
-    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
+    return norm
 
 
 def _rough_norm_bound(tensors: Sequence[Tensor]) -> float:
@@ -398,7 +389,3 @@ def _rough_norm_bound(tensors: Sequence[Tensor]) -> float:
         norms.append(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)))
         size += tensor.numel()
     return math.hypot(*norms) * (1 + size * 2.0**-52)
-
-
-def _eighth_of_rounding(tensors: Sequence[Tensor]) -> float:
-    return max(torch.finfo(tensor.dtype).eps for tensor in tensors) / 8

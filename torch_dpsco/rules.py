@@ -67,6 +67,18 @@ class UpdateRule(ABC):
         """Returns the size of step k for the lr of a group: what a proximal map needs."""
         return lr if phase.lr is None else phase.lr
 
+    def _descend(self, groups: Groups, state: State, k: int, phase: Phase) -> None:
+        """Moves the points by a step against the private means."""
+        for group in groups:
+            params = trained(group)
+            if params:
+                name = self.moved
+                compat.foreach_add_(
+                    params if name is None else [state[p][name] for p in params],
+                    [p.grad for p in params],
+                    alpha=-self.step_size(float(group["lr"]), k, phase),
+                )
+
     def constrain(
         self,
         prox: Prox,
@@ -101,9 +113,17 @@ class UpdateRule(ABC):
         """Restores what `state_dict` returned; `groups` are the loaded ones of the private optimizer."""
 
 
-def trained(group: dict[str, Any]) -> list[Tensor]:
-    """Returns the parameters of a group that are not frozen."""
-    return [p for p in group["params"] if p.requires_grad]
+def trained(*groups: dict[str, Any]) -> list[Tensor]:
+    """Returns the parameters of groups that are not frozen."""
+    return [p for group in groups for p in group["params"] if p.requires_grad]
+
+
+def _begin(params: Sequence[Tensor], state: State, k: int, *names: str) -> None:
+    """Lets points start where the parameters are: in the first step, or the first after they were unfrozen."""
+    for p in params:
+        for name in names:
+            if k == 0 or name not in state[p]:
+                state[p][name] = p.detach().clone()
 
 
 def absorb(params: Sequence[Tensor], state: State, k: int, average: str) -> None:
@@ -143,15 +163,8 @@ class SGD(UpdateRule):
 
     def update(self, groups: Groups, state: State, k: int, phase: Phase) -> None:
         """Makes one step with the lr of each group, or with that of the phase."""
-        for group in groups:
-            params = trained(group)
-            absorb(params, state, k, self.average)
-            if params:
-                compat.foreach_add_(
-                    params,
-                    [p.grad for p in params],
-                    alpha=-self.step_size(float(group["lr"]), k, phase),
-                )
+        absorb(trained(*groups), state, k, self.average)
+        self._descend(groups, state, k, phase)
 
 
 class Momentum(UpdateRule):
@@ -181,22 +194,15 @@ class Momentum(UpdateRule):
 
     def update(self, groups: Groups, state: State, k: int, phase: Phase) -> None:
         """Moves the inner iterates; the parameters stay until `settle`."""
-        for group in groups:
-            params = trained(group)
-            absorb(params, state, k, self.average)
-            for p in params:
-                if k == 0 or "inner" not in state[p]:  # it may have been unfrozen since
-                    state[p]["inner"] = p.detach().clone()
-            if params:
-                step = self.step_size(float(group["lr"]), k, phase)
-                inner = [state[p]["inner"] for p in params]
-                compat.foreach_add_(inner, [p.grad for p in params], alpha=-step)
+        params = trained(*groups)
+        absorb(params, state, k, self.average)
+        _begin(params, state, k, "inner")
+        self._descend(groups, state, k, phase)
 
     def settle(self, groups: Groups, state: State, k: int) -> None:
         """Moves the parameters towards the inner iterates."""
-        for group in groups:
-            for p in trained(group):
-                p.lerp_(state[p]["inner"], 1.0 - self.momentum)
+        for p in trained(*groups):
+            p.lerp_(state[p]["inner"], 1.0 - self.momentum)
 
     def settings(self) -> dict[str, Any]:
         """Returns name, average and momentum."""
@@ -246,10 +252,9 @@ class TorchRule(UpdateRule):
     def update(self, groups: Groups, state: State, k: int, phase: Phase) -> None:
         """Lets the torch optimizer make one step; raises ValueError if it was given other groups since."""
         self.check_groups(groups)
+        absorb(trained(*groups), state, k, self.average)
         for group in groups:
-            absorb(trained(group), state, k, self.average)
-            if phase.lr is not None:
-                group["lr"] = phase.lr
+            group["lr"] = super().step_size(group["lr"], k, phase)
         self.optimizer.step()
 
     def settings(self) -> dict[str, Any]:
@@ -285,7 +290,7 @@ class ScheduledSGD(SGD):
                 f"weights must be one per factor, with a sum > 0 (got {len(self.weights)} for"
                 f" {len(self.factors)})"
             )
-        totals = [math.fsum(self.weights[: k + 1]) for k in range(len(self.weights))]
+        totals = [math.fsum(self.weights[: k + 1]) for k, _ in enumerate(self.weights)]
         # share of the newest iterate in the running average; before the first weight it is the whole
         self._shares = [
             w / total if total else 1.0 for w, total in zip(self.weights, totals, strict=True)
@@ -306,8 +311,7 @@ class ScheduledSGD(SGD):
 
     def settle(self, groups: Groups, state: State, k: int) -> None:
         """Adds the new iterates to the running averages (float64)."""
-        for group in groups:
-            _blend(trained(group), state, k, self._shares[k])
+        _blend(trained(*groups), state, k, self._shares[k])
 
     def settings(self) -> dict[str, Any]:
         """Returns name, factors and weights."""
@@ -340,41 +344,20 @@ class Accelerated(UpdateRule):
 
     def update(self, groups: Groups, state: State, k: int, phase: Phase) -> None:
         """Moves the inner iterates; the parameters stay until `settle`."""
-        for group in groups:
-            params = trained(group)
-            if k == 0:
-                for p in params:
-                    state[p].pop("inner", None)
-            if params:
-                step = self.step_size(float(group["lr"]), k, phase)
-                compat.foreach_add_(
-                    [_kept(state, p)["inner"] for p in params],
-                    [p.grad for p in params],
-                    alpha=-step,
-                )
+        _begin(trained(*groups), state, k, "inner", "outer")
+        self._descend(groups, state, k, phase)
 
     def settle(self, groups: Groups, state: State, k: int) -> None:
         """Moves the outer iterates, and leaves the next query in the parameters."""
-        for group in groups:
-            for p in trained(group):
-                kept = state[p]
-                inner = kept["inner"]
-                outer = kept["outer"]
-                outer.lerp_(inner, 2.0 / (k + 2))
-                torch.lerp(outer, inner, 2.0 / (k + 3), out=p)
+        for p in trained(*groups):
+            inner = state[p]["inner"]
+            outer = state[p]["outer"].lerp_(inner, 2.0 / (k + 2))
+            torch.lerp(outer, inner, 2.0 / (k + 3), out=p)
 
     def answer(self, p: Tensor, state: State) -> Tensor:
         """Returns the outer iterate."""
         outer: Tensor = state.get(p, {}).get("outer", p.detach())
         return outer
-
-
-def _kept(state: State, p: Tensor) -> dict[str, Tensor]:
-    """Returns the iterates of a parameter; they start where it is now (it may have been unfrozen since)."""
-    kept: dict[str, Tensor] = state[p]
-    if "inner" not in kept:
-        kept |= {"inner": p.detach().clone(), "outer": p.detach().clone()}
-    return kept
 
 
 class Anchored(UpdateRule):
@@ -400,19 +383,11 @@ class Anchored(UpdateRule):
 
     def update(self, groups: Groups, state: State, k: int, phase: Phase) -> None:
         """Makes step k of a phase."""
+        _begin(trained(*groups), state, k, "anchor")
         for group in groups:
-            params = trained(group)
-            if not params:
-                continue
-            lr = float(group["lr"])
-            for p in params:
-                if "anchor" not in state[p] or (k == 0):
-                    state[p]["anchor"] = p.detach().clone()
-            for p in params:
-                p.lerp_(state[p]["anchor"], self._factor(lr, k, phase))
-            compat.foreach_add_(
-                params, [p.grad for p in params], alpha=-self.step_size(lr, k, phase)
-            )
+            for p in trained(group):
+                p.lerp_(state[p]["anchor"], self._factor(float(group["lr"]), k, phase))
+        self._descend(groups, state, k, phase)
 
     def constrain(
         self,
@@ -426,7 +401,7 @@ class Anchored(UpdateRule):
         if math.isinf(phase.radius):
             prox.apply_(params, steps)
             return
-        params, anchors = list(params), [state[p]["anchor"] for p in params]
+        anchors = [state[p]["anchor"] for p in params]
         if isinstance(prox, Identity):
             compat.foreach_add_(params, anchors, alpha=-1)
             Ball(phase.radius).apply_(params, steps)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 import torch_dpsco
@@ -52,10 +52,8 @@ from torch_dpsco.step.step import PrivateOptimizer
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _LossFn = Callable[[Any, Any], Any]
-_SHOW_EVERY, _SHARE = (
-    0.5,
-    0.02,
-)  # seconds between two looks, and the share of the time that looks may take
+_SHOW_EVERY = 0.5  # seconds between two looks
+_SHARE = 0.02  # of the time, that looks may take
 
 
 @typed
@@ -147,7 +145,7 @@ def fit(
             " optimizer.solve(dataset) and finalize()"
         )
     require_same_parameters(model, optimizer)
-    saved = open_checkpoint(checkpoint, every, model, optimizer)
+    saved = Checkpoint(checkpoint, every, model, optimizer)
     if saved.is_over(dataset):
         return model.eval()
     left = steps_to_make(optimizer, steps)
@@ -213,7 +211,7 @@ def _closed_form(
 def _make_steps(
     optimizer: PrivateOptimizer,
     due: Iterable[Callable[[], Any]],
-    saved: Unsaved,
+    saved: Checkpoint,
     tell: Callable[[Any], None],
     left: int,
     *,
@@ -223,18 +221,22 @@ def _make_steps(
     goal = optimizer.steps + left
     bar = tqdm(total=left, disable=not progress, unit="step", mininterval=0, miniters=1)
     with optimizer, bar:
-        shown = _Progress(bar, optimizer)
+        show = _progress(bar, optimizer)
         optimizer.zero_grad()
         saved.save()  # what the first step needs to be resumed: partition and thresholds
         made = optimizer.steps
         for make_step in due:
-            if not _made(optimizer, make_step):
-                break
+            try:
+                make_step()
+            except BudgetExceeded:
+                if not optimizer.adaptive or not optimizer.steps:
+                    raise
+                break  # an adaptive budget has no room for it, which ends the run
             if optimizer.steps > made:  # else it was a part of a draw
                 made = optimizer.steps
                 saved.step_made()
                 tell(optimizer)
-            shown.show(goal - optimizer.steps)
+            show(goal - optimizer.steps)
     saved.save()
     tell(optimizer)
 
@@ -319,32 +321,31 @@ def _fit_row_free(
 def steps_to_make(optimizer: PrivateOptimizer, steps: int | None) -> int:
     """Returns the number of steps, after making sure that plan and budget admit them all."""
     planned = optimizer.schedule.steps
-    left = None if planned is None else planned - optimizer.steps
+    left = steps if planned is None else planned - optimizer.steps
     if optimizer.finalized:
         raise SequenceError("the optimizer is finalized: make a new one to train again")
-    if left is None and steps is None:
+    if left is None:
         raise ValueError(
             "steps must be given: the optimizer has no planned number of steps (got None)"
         )
-    if left == 0:
+    if left == 0 and planned:
         raise SequenceError(
             f"all {planned} planned steps are made: call optimizer.finalize(), or make a new"
             " optimizer"
         )
     wanted = check.positive_count(steps=left if steps is None else steps)
-    if left is not None and wanted > left:
+    if wanted > left:
         raise ValueError(
             f"steps must be <= {left}, what is left of the {planned} planned ones (got {wanted})"
         )
     if optimizer.adaptive:
         return wanted  # each step is decided when it comes
-    admits = optimizer.accountant.admits
-    admitted = wanted
-    if not admits(optimizer.ahead(wanted)):
-        admitted = bisect_left(
-            range(1, wanted), True, key=lambda count: not admits(optimizer.ahead(count))
-        )
-    if admitted < wanted:
+
+    def refuses(count: int) -> bool:
+        return not optimizer.accountant.admits(optimizer.ahead(count))
+
+    if refuses(wanted):
+        admitted = bisect_left(range(1, wanted), True, key=refuses)
         raise InfeasibleError(
             f"steps must be <= {admitted}, as many as the rest of the budget admits (got {wanted});"
             " give steps=, or make an optimizer with a larger budget or more noise"
@@ -372,11 +373,7 @@ def _agreed_reduction(model: nn.Module, asked: str | None, loss_fn: _LossFn) -> 
 
 
 def _require_pairs(dataset: Dataset[Any]) -> None:
-    if isinstance(dataset, IterableDataset):
-        raise ValueError(
-            "dataset must be map-style, to be sampled from (got a stream, IterableDataset)"
-        )
-    if not len(dataset):  # type: ignore[arg-type]
+    if not checks.number_of_records(dataset):
         return  # legal under add_remove; nothing shows what a record is like
     record = dataset[0]
     if not isinstance(record, (tuple, list)) or len(record) != 2:
@@ -410,58 +407,31 @@ def _compiled(
     return None
 
 
-def _made(optimizer: PrivateOptimizer, make_step: Callable[[], Any]) -> bool:
-    """Makes a step; returns False where an adaptive budget has no room for it, which ends the run."""
-    try:
-        make_step()
-    except BudgetExceeded:
-        if not optimizer.adaptive or not optimizer.steps:
-            raise
-        return False
-    return True
+def _progress(bar: Any, optimizer: PrivateOptimizer) -> Callable[[int], None]:
+    """Returns what shows steps made, epsilon and steps left, twice a second, or as often as takes 2 % of the time."""
+    accountant = optimizer.accountant
+    next_at = -math.inf
 
-
-class _Progress:
-    """Shows steps made, epsilon and steps left, twice a second, or as often as takes 2 % of the time."""
-
-    def __init__(self, bar: Any, optimizer: PrivateOptimizer) -> None:
-        self._bar = bar
-        self._optimizer = optimizer
-        self._next_at = -math.inf
-
-    def show(self, left: int) -> None:
-        """Draws the bar if it is time to, or nothing is left."""
+    def show(left: int) -> None:
+        nonlocal next_at
         now = time.monotonic()
-        if self._bar.disable or (left and now < self._next_at):
+        if bar.disable or (left and now < next_at):
             return
         figures: dict[str, Any] = {}
-        accountant = self._optimizer.accountant
         if accountant.budget is not None:
             # PRIVACY: shown figures are quoted (test_the_bar_never_shows_less_epsilon_than_was_spent)
             epsilon = accountant.get_epsilon(accountant.budget.quoted_delta)
             figures["epsilon"] = rounded_up(epsilon)
-        self._bar.set_postfix(figures | {"left": left}, refresh=False)
-        self._bar.update(self._bar.total - left - self._bar.n)
+        bar.set_postfix(figures | {"left": left}, refresh=False)
+        bar.update(bar.total - left - bar.n)
         done = time.monotonic()
-        self._next_at = done + max(_SHOW_EVERY, (done - now) / _SHARE)
+        next_at = done + max(_SHOW_EVERY, (done - now) / _SHARE)
+
+    return show
 
 
-class Unsaved:
-    """A run without checkpoints."""
-
-    def is_over(self, dataset: Dataset[Any]) -> bool:
-        """Returns whether the run that was taken up has no steps to make, after installing its answer."""
-        return False
-
-    def step_made(self) -> None:
-        """Saves if it is time to."""
-
-    def save(self) -> None:
-        """Saves the current state."""
-
-
-class Checkpoint(Unsaved):
-    """The checkpoint file of one run.
+class Checkpoint:
+    """The checkpoint file of one run; without a path there is none, and nothing is saved.
 
     CONFIDENTIAL: it may hold secret iterates, who was in which batch, and noise that is still to be used. It is written
     with rights for its owner only.
@@ -479,15 +449,18 @@ class Checkpoint(Unsaved):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | None,
         every: int,
         model: nn.Module,
         optimizer: PrivateOptimizer,
     ) -> None:
-        self.path = os.fspath(path)
+        self.path = "" if path is None else os.fspath(path)
         self.every = check.positive_count(every=every)
         self._model = model
         self._optimizer = optimizer
+        self._finished = False  # whether the file is of a run that was over
+        if path is None:
+            return
         if world_size() > 1:
             raise SequenceError(
                 f"checkpoint must be None in a run of several processes (got {world_size()})"
@@ -500,7 +473,6 @@ class Checkpoint(Unsaved):
                 " was released after the last one: accountant=dp.Accountant(budget,"
                 " ledger_path=...)"
             )
-        self._finished = False  # whether the file is of a run that was over
         if os.path.exists(self.path):
             self._take_up()
 
@@ -535,7 +507,8 @@ class Checkpoint(Unsaved):
         """
         optimizer = self._optimizer
         planned = optimizer.schedule.steps
-        if not optimizer.finalized and (planned is None or optimizer.steps < planned):
+        over = optimizer.finalized or (planned is not None and optimizer.steps >= planned)
+        if not self.path or not over:
             return False
         if optimizer.accountant.unit == "example":
             checks.require_universe(
@@ -560,6 +533,8 @@ class Checkpoint(Unsaved):
 
     def save(self) -> None:
         """Replaces the file by the current state, which is on the disk before it gets the name."""
+        if not self.path:
+            return
         state: dict[str, Any] = {
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
@@ -572,17 +547,3 @@ class Checkpoint(Unsaved):
             os.fsync(file.fileno())
         os.replace(draft, self.path)
         sync_folder(self.path)
-
-
-def open_checkpoint(
-    path: str | os.PathLike[str] | None,
-    every: int,
-    model: nn.Module,
-    optimizer: PrivateOptimizer,
-) -> Unsaved:
-    """Returns the checkpoint of a run, taken up if it is there; `Unsaved` without a path."""
-    every = check.positive_count(every=every)
-    if path is None:
-        return Unsaved()
-    require_same_parameters(model, optimizer)
-    return Checkpoint(path, every, model, optimizer)

@@ -304,7 +304,7 @@ def test_a_pass_whose_steps_are_not_alike_is_refused() -> None:
             )  # type: ignore[misc]
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr("torch_dpsco.step.run.is_pass", lambda *args: True)
+        patch.setattr(charges.Run, "in_passes", True)
 
     assert_caught(check, mutate)
 
@@ -332,7 +332,7 @@ def check_that_draws_serve_once() -> None:
 
 def test_the_draws_of_a_pass_serve_once() -> None:
     def mutate(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(charges.Payments, "_require_fresh", nothing)
+        patch.setattr(charges.Run, "_require_fresh", nothing)
 
     assert_caught(check_that_draws_serve_once, mutate)
 
@@ -653,7 +653,7 @@ def test_a_crash_between_passes_goes_on_with_the_pass_that_was_begun(tmp_path: P
     )
     with pytest.warns(UserWarning, match="5 steps"):
         again.resume(state)
-    assert again._run.payments.paid == charges.Paid(2 * T, again._batch.partition_name, PASS)
+    assert again._progress.paid == charges.Paid(2 * T, again._batch.partition_name, PASS)
     train(model, again, 2 * T - 2, resume=True)
     assert (again.steps, charged(again)) == (3 * T, [(PASS, 3)])
 

@@ -323,7 +323,7 @@ def test_parts_whose_passes_are_not_fixed_before_are_refused() -> None:
             refused(lambda pair=pair: built(oracles=pair), "amplification=False", AdjacencyError)  # type: ignore[misc]
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr("torch_dpsco.step.run.is_pass", lambda *args: True)
+        patch.setattr(charges.Run, "in_passes", True)
         patch.setattr(dp.Accountant, "require_adaptive", nothing)
 
     assert_caught(check, mutate)
@@ -346,7 +346,7 @@ def test_draws_in_parts_serve_once() -> None:
         )
 
     assert_caught(
-        check, lambda patch: patch.setattr(charges.Payments, "_require_fresh", nothing)
+        check, lambda patch: patch.setattr(charges.Run, "_require_fresh", nothing)
     )
 
 
@@ -594,22 +594,20 @@ def check_that_lost_steps_are_paid_to_the_end_of_their_pass() -> None:
     }
     for optimizer, before in ((whole_run()[1], 0), (built()[1], 2)):
         stops = []
+        progress = optimizer._progress
         for made in range(before + 2 * T):
-            optimizer._run.payments.paid = None
+            progress.paid = None
+            progress.steps = made
             optimizer.oracle.lose(made, halted=False)
             try:
-                optimizer._run.payments.note_lost(
-                    made,
+                optimizer._run.note_lost(
+                    progress,
                     optimizer._batch.partition_name,
                     cut=optimizer._batch.partition is not None,
                 )
             except ValueError as error:
                 raise AssertionError(made) from error
-            stops.append(
-                None
-                if optimizer._run.payments.paid is None
-                else optimizer._run.payments.paid.stop
-            )
+            stops.append(None if progress.paid is None else progress.paid.stop)
         assert stops == expected[before]
 
 
@@ -617,9 +615,9 @@ def test_a_lost_step_in_a_pass_is_paid_to_its_end_and_no_further() -> None:
     """The mutation takes a lost step for the first one of its pass."""
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
-        real = charges.Payments._lost_draw
+        real = charges.Run._lost_draw
         patch.setattr(
-            charges.Payments, "_lost_draw", lambda *args: replace(real(*args), index=0)
+            charges.Run, "_lost_draw", lambda *args: replace(real(*args), index=0)
         )
 
     assert_caught(check_that_lost_steps_are_paid_to_the_end_of_their_pass, mutate)
@@ -635,7 +633,7 @@ def test_a_run_that_is_resumed_inside_of_a_pass_has_paid_for_that_pass(
 ) -> None:
     _, again, _ = crashed(tmp_path / "ledger", DESIGN, kept, lost)
     name = again._batch.partition_name
-    assert again._run.payments.paid == charges.Paid(
+    assert again._progress.paid == charges.Paid(
         stop, name, DESIGN.draw_event(FULL, Draw(0, name, "1", stop - 1))
     )
 
@@ -644,8 +642,8 @@ def test_a_lost_pass_that_its_part_does_not_finish_is_paid_to_the_end_of_the_par
     tmp_path: Path,
 ) -> None:
     model, again, _ = crashed(tmp_path / "ledger", SHORT, 1, 2)  # the whole first part is made
-    assert again._run.payments.paid is not None
-    assert again._run.payments.paid.stop == 2
+    assert again._progress.paid is not None
+    assert again._progress.paid.stop == 2
     train(model, again, resume=True)
     assert parts(again) == [("0", RandomAllocation(Z, 2), 2), ("1", PASS, 1)]
 

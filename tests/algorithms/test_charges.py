@@ -197,7 +197,7 @@ def test_a_lost_release_of_an_oracle_that_does_not_expect_it_is_caught(tmp_path:
             refused(lambda: again.resume(state), "cannot go on")
 
     assert_caught(
-        check, lambda patch: patch.setattr(charges.Payments, "require_losable", nothing)
+        check, lambda patch: patch.setattr(charges.Run, "require_losable", nothing)
     )
 
 
@@ -233,5 +233,5 @@ def test_a_checkpoint_that_does_not_say_what_was_paid_for_is_refused(tmp_path: P
     del state["dpsco"]["paid"]
     optimizer.accountant.close()
     _, again = built(ledger=tmp_path / "ledger")
-    with pytest.raises(ValueError, match="without what was paid for"):
+    with pytest.raises(ValueError, match="got one without paid"):
         again.resume(state)

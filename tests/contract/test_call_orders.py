@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -130,17 +131,18 @@ def joins_two_draws(patch: Patch) -> None:
 
 
 def counts_no_rows(patch: Patch) -> None:
-    def admit(self: LogicalBatch, rows: int, *_: object) -> tuple[torch.Tensor | None, None]:
-        return self._log.taken.records(0, rows) if self.declared else None, None
+    def admit(
+        self: LogicalBatch, rows: Any, *_: object, **__: object
+    ) -> tuple[torch.Tensor | None, None]:
+        count = 0 if rows is None else len(rows)
+        return self._log.taken.records(0, count) if self.declared else None, None
 
     patch.setattr(LogicalBatch, "admit", admit)
 
 
 def clips_nothing(patch: Patch) -> None:
     patch.setattr(clipped, "clip_weights", lambda norms, clip: torch.ones_like(norms))
-    patch.setattr(
-        clipped, "clipped_slopes", lambda rows, clip: (rows, rows.slopes * rows.factors)
-    )
+    patch.setattr(clipped, "_ROUNDED", 1e9)
 
 
 def keeps_raw_gradients(patch: Patch) -> None:

@@ -30,6 +30,7 @@ from tests.algorithms import user_runs as runs
 from torch_dpsco import train as checkpoint
 from torch_dpsco.accounting import journal
 from torch_dpsco.errors import BudgetExceeded
+from torch_dpsco.step.run import Run
 from torch_dpsco.step.step import PrivateOptimizer
 
 EVERY = 3  # steps between checkpoints
@@ -151,15 +152,15 @@ class Watcher:
     def __init__(self, folder: Path, point: tuple[str, int] | None) -> None:
         self._out = os.open(folder / "published", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._point, self._charges, self._made = point, 0, 0
-        PrivateOptimizer._charge = self._charging(PrivateOptimizer._charge)  # type: ignore[method-assign]
+        Run.pay = self._charging(Run.pay)  # type: ignore[method-assign]
         checkpoint.Checkpoint.step_made = self._stepping(checkpoint.Checkpoint.step_made)  # type: ignore[method-assign]
 
     def _charging(self, real: Any) -> Any:
-        def charge(optimizer: Any, *args: Any) -> Any:
-            self._number = optimizer.steps
-            place = [args[0].partition, args[0].index] if optimizer.design.one_pass else None
-            return self._then(real, {"charged": optimizer.steps, "place": place})(
-                optimizer, *args
+        def charge(run: Run, progress: Any, draw: Any) -> Any:
+            self._number = progress.steps
+            place = [draw.partition, draw.index] if run.design.one_pass else None
+            return self._then(real, {"charged": progress.steps, "place": place})(
+                run, progress, draw
             )
 
         return charge

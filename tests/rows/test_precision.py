@@ -166,8 +166,8 @@ def test_switches_of_convolutions_count_where_there_are_some(
     on_device = SimpleNamespace(dtype=torch.float32, device=torch.device(device))
     for value, coarse in (("tf32", True), ("bf16", True), ("ieee", False), ("none", False)):
         _switch(monkeypatch, library, kernels, value)
-        assert (precision.coarse_setting([layer], [on_device]) is not None) == coarse
-        assert precision.coarse_setting([nn.Linear(1, 1)], [on_device]) is None
+        assert (precision.inexact_mean([layer], [on_device]) is not None) == coarse
+        assert precision.inexact_mean([nn.Linear(1, 1)], [on_device]) is None
 
 
 def test_a_refusal_names_what_switches_it_off(monkeypatch):
@@ -215,12 +215,14 @@ def test_what_switches_a_setting_off_does(name):
     before = [switch.fp32_precision for switch in kept]
     try:
         asked.fp32_precision = "tf32"
-        where, value = precision.coarse_setting([conv], [weight]).cure.split(" = ")
+        where, value = (
+            precision.inexact_mean([conv], [weight]).split("switch it off: ")[1].split(" = ")
+        )
         *path, field = where.split(".")[2:]
         setattr(
             operator.attrgetter(".".join(path))(torch.backends), field, ast.literal_eval(value)
         )
-        assert precision.coarse_setting([conv], [weight]) is None
+        assert precision.inexact_mean([conv], [weight]) is None
     finally:
         for switch, value in zip(kept, before, strict=True):
             switch.fp32_precision = value

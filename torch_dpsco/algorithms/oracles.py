@@ -723,7 +723,7 @@ class CorrelatedClipped(Clipped):
             self.forget()
         noise = self.strategy.correlated(fresh, self._past)
         answer = noise.clone()
-        self._add_to(answer, self.views(answer))
+        self.write_sum(answer)
         self.discard()
         self._past.appendleft(noise)
         self.__dict__.update(_released=self._charged, _charged=None, _since=self._since + 1)

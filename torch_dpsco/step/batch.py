@@ -19,14 +19,15 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.designs import Design, Draw, Undeclared, identify
+from torch_dpsco.accounting.designs import Assigned, Design, Draw, Undeclared, identify
+from torch_dpsco.accounting.events import ADD_REMOVE
 from torch_dpsco.errors import (
     AdjacencyError,
     PrivacyError,
@@ -37,23 +38,30 @@ from torch_dpsco.errors import (
     warn,
 )
 from torch_dpsco.rows import retire_forwards
-from torch_dpsco.rows.batch import count_of
+from torch_dpsco.rows.batch import GradBatch, count_of
 from torch_dpsco.rows.forwards import ONE_MODULE
 from torch_dpsco.sampling import (
     AssignedSampler,
     Chunk,
+    DesignSampler,
     DrawLog,
     OnePassSampler,
     Partition,
     PrivateLoader,
     RankAssignedSampler,
+    RecordIds,
+    Slots,
     adapt,
     fingerprint,
     partition_name,
     records_of,
+    user_ids,
 )
 from torch_dpsco.sampling.datasets import source_of
 from torch_dpsco.sampling.one_pass import AssignedPartsSampler, PartsSampler
+from torch_dpsco.step import checks
+from torch_dpsco.step.distributed import World, world_size
+from torch_dpsco.step.run import Run
 
 _SEVERAL = (
     "several backward passes per step need a declared sampling, since a record could be in two of"
@@ -175,13 +183,9 @@ class LogicalBatch:
 
     def _comes_again(self, partition: Partition) -> bool:
         """Whether a draw was given up with which the partition continues."""
-        if self._log.again is None:
-            return False
-        draw = self._log.again[0]
-        return (draw.partition, draw.index) == (
-            partition_name(self.design, partition),
-            partition.made,
-        )
+        again = self._log.again
+        place = partition_name(self.design, partition), partition.made
+        return again is not None and (again[0].partition, again[0].index) == place
 
     def _take(self, log: DrawLog) -> None:
         log.succeed(self._log)
@@ -199,20 +203,10 @@ class LogicalBatch:
         self._log.split(more=more)
 
     @property
-    def outstanding_rows(self) -> int | None:
-        """Rows of the chunk that comes next, its filling included."""
-        if self._log.taken is not None:
-            return self._log.taken.size
-        return self._log.waiting[0].size if self._log.waiting else None
-
-    @property
-    def ends_draw(self) -> bool:
-        """Whether the chunk that comes next is the last of its draw."""
-        return (
-            (self._log.taken or self._log.waiting[0]).last
-            if self._log.taken or self._log.waiting
-            else False
-        )
+    def due(self) -> Chunk | None:
+        """The chunk that comes next; None if there is none."""
+        waiting = self._log.waiting
+        return self._log.taken or (waiting[0] if waiting else None)
 
     def current(self) -> Chunk:
         """Returns the chunk in progress, or takes the next one; raises SequenceError if none is outstanding."""
@@ -224,15 +218,14 @@ class LogicalBatch:
         return self._log.taken
 
     def admit(
-        self, rows: int, passes: int, partial: bool, users: Tensor | None
+        self, rows: GradBatch | None, users: Tensor | None, *, partial: bool
     ) -> tuple[Tensor | slice | None, Tensor | None]:
         """Checks rows against the current chunk.
 
         Args:
-            rows: number of them, with the filling.
-            passes: number of backward passes that they come from.
-            partial: whether more rows of the chunk follow.
+            rows: of the step, with the filling; None if there are none.
             users: of the rows, as given to the step.
+            partial: whether more rows of the chunk follow.
 
         Returns:
             Which of them are records and no filling, None for all of them; and the users of the records as the loader
@@ -242,15 +235,16 @@ class LogicalBatch:
             SequenceError: more rows than were drawn, or more than one backward without a declared sampling.
             UnitError: other ids than delivered are given; or the loader drew no users, and ids are given.
         """
+        count = 0 if rows is None else len(rows)
         if not self.declared:
-            self._require_one(rows, passes, partial)
+            self._require_one(count, 0 if rows is None else rows.passes, partial)
             return None, users
         taken = self._log.taken
         assert taken is not None
         first = self.seen
-        kept = taken.records(first, rows)
-        self.seen += rows
-        self._draw_rows += rows if kept is None else count_of(kept)
+        kept = taken.records(first, count)
+        self.seen += count
+        self._draw_rows += count if kept is None else count_of(kept)
         if self.seen > taken.size or self._draw_rows > taken.draw.size:
             # PRIVACY: rows from elsewhere could hold a record twice (test_more_rows_than_drawn_are_refused)
             raise SequenceError(
@@ -320,12 +314,7 @@ class LogicalBatch:
     def sealed(self) -> Partition | None:
         """Returns the partition with a fingerprint of its records, all of which are read the first time."""
         known = self.partition
-        if (
-            known is not None
-            and not known.tag
-            and self._loader is not None
-            and self._sampler is not None
-        ):
+        if known is not None and not known.tag and self._sampler is not None:
             key = secrets.token_hex(16)
             self._sampler.partition = replace(
                 self._sampler.partition, key=key, tag=_tag(key, self._loader)
@@ -380,11 +369,153 @@ class LogicalBatch:
 def _tag(key: str, loader: Any) -> str:
     ids = getattr(getattr(loader, "batch_sampler", None), "ids", None)
     if ids is not None:
-        return fingerprint(key, ids.contents(loader.dataset))
-    return fingerprint(
-        key,
-        loader.contents() if isinstance(loader, PrivateLoader) else records_of(loader.dataset),
+        contents = ids.contents(loader.dataset)
+    elif isinstance(loader, PrivateLoader):
+        contents = loader.contents()
+    else:
+        contents = records_of(loader.dataset)
+    return fingerprint(key, contents)
+
+
+class Drawn(NamedTuple):
+    """Whom a loader draws.
+
+    Args:
+        size: records or users that may be drawn, of all processes together.
+        owners: (records,) user of each record; None where records are drawn.
+        named: ids of the records, by which they pick their batches or are known to other processes.
+        shard: most records or users of this process, where each has its own.
+        held: those that it has.
+    """
+
+    size: int
+    owners: Tensor | None
+    named: Any
+    shard: int | None
+    held: int
+
+
+def who_is_drawn(
+    run: Run,
+    world: World,
+    dataset: Dataset[Any],
+    users: Any,
+    ids: Any,
+    shard: int | None,
+    steps: int | None,
+) -> Drawn:
+    """Returns whom a loader of the run draws; all processes agree on it. See `PrivateOptimizer.loader`."""
+    records = checks.number_of_records(dataset)
+    if ids is not None and users is not None:
+        raise UnitError(
+            f"ids must not be given with users, who are drawn (got a {type(ids).__name__})"
+        )
+    named: Any = None if ids is None else RecordIds(ids, records)
+    owners = None if users is None else user_ids(users, records)
+    held = records if owners is None else len(owners.unique())
+    if owners is not None and shard is not None and world_size() > 1:
+        named = RecordIds(users, records)
+    own = {"shard": shard, "ids": named}
+    problem = checks.problem_of_shard(shard, held, run.adjacency, run.oracle.unit)
+    numbered = 0 if owners is None or not len(owners) else int(owners.max()) + 1
+    if numbered:
+        problem = problem or checks.problem_of_users(numbered, run.design, run.adjacency)
+    size = world.compare_data(
+        dataset,
+        steps,
+        own=", ".join(name for name, given in own.items() if given is not None),
+        counted=run.adjacency != ADD_REMOVE and owners is None,
+        problem=problem,
     )
+    if owners is None:
+        return Drawn(size, None, named, shard, held)
+    counted = run.adjacency == ADD_REMOVE and numbered
+    return Drawn(
+        counted or run.design.n, owners, named, None if world_size() == 1 else shard, held
+    )
+
+
+def make_slots(
+    run: Run,
+    sampler: DesignSampler,
+    *,
+    isolation: str | None,
+    most: int | None,
+    records: int | None,
+    dim: int,
+) -> Slots | None:
+    """Returns where rows stand in blocks of fixed size, None where they need not or must not be filled up.
+
+    Args:
+        run: it.
+        sampler: of the loader.
+        isolation: one of `LEVELS`; None for where batches must be filled up.
+        most: rows of a physical batch.
+        records: most records of this process, where each has its own.
+        dim: number of parameters.
+    """
+    # PRIVACY: neighbors draw batches of different sizes, or it shows who was drawn
+    # (test_a_record_more_moves_the_sum_of_a_kinked_net_by_one_clip)
+    if not run.sizes_are_private if isolation is None else isolation == "none":
+        return None
+    # PRIVACY: where each process has records of its own all may be on one, whose draws must fit as well
+    # (test_blocks_of_a_process_with_own_records_have_room_for_a_whole_draw)
+    spread = 1 if getattr(sampler, "own", False) else getattr(sampler, "processes", 1)
+    return Slots(
+        run.design,
+        of_users=run.oracle.unit == "user",
+        physical_batch_size=most,
+        processes=spread,
+        records=records,
+        dim=dim,
+    )
+
+
+def draws_left(
+    run: Run, made: int, steps: int | None, partition: Partition | None, *, of_users: bool
+) -> int | None:
+    """Returns how many draws an iteration over a loader has; None for an epoch.
+
+    Args:
+        run: it.
+        made: steps of the run.
+        steps: as given.
+        partition: that is continued.
+        of_users: whether users are drawn.
+    """
+    if steps is not None or run.planned is None:
+        return steps
+    left = run.planned - made
+    if not run.design.one_pass:
+        return max(1, left) if of_users else None
+    # batches that no step needs are left alone
+    more = run.design.steps_per_epoch - (0 if partition is None else partition.made)
+    if isinstance(run.design, Assigned):  # a loop over the loader is a pass
+        more = min(more, run.design.batches)
+    return max(1, min(more, left))
+
+
+def continued(run: Run, batch: LogicalBatch, made: int, *, resume: bool) -> Partition | None:
+    """Returns the partition that a loader goes on with; None for a fresh one.
+
+    Raises:
+        SequenceError: it must be continued, or is not known.
+    """
+    partition = batch.sealed() if resume else None
+    if not run.design.one_pass:
+        return partition
+    if resume and partition is None and made:
+        raise SequenceError(
+            "resume must be False: no partition of this run is known that could be continued"
+        )
+    if not resume and run.in_order and made:
+        # PRIVACY: draws that are made again, by the noise of a charge that has paid for others
+        # (test_a_pass_is_not_begun_again)
+        raise SequenceError(
+            "phases, and passes that are charged as a whole, must not start again after"
+            f" {made} steps: use optimizer.loader(dataset, resume=True)"
+        )
+    return partition
 
 
 GRAD_SCALE = "grad_scale"  # the attribute by which GradScaler hands over its scale

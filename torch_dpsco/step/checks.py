@@ -39,6 +39,8 @@ from torch_dpsco.step.distributed import world_size
 from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.phased import Phased
 
+_NOTHING = "params must hold a parameter that requires a gradient (got none)"
+
 
 def listed(params: Any) -> list[Any]:
     """Returns parameters, or groups of them, as a list; raises ValueError for anything else, a model for instance."""
@@ -74,7 +76,7 @@ def listed(params: Any) -> list[Any]:
                     " docs/distributed.md"
                 )
     if not items:
-        raise ValueError("params must hold a parameter that requires a gradient (got none)")
+        raise ValueError(_NOTHING)
     return items
 
 
@@ -120,9 +122,9 @@ _UNSHARED = (
 )
 
 
-def problem_of_users(ids: Tensor, design: Design, adjacency: Adjacency) -> str:
-    """Returns why users cannot be drawn, "" if they can: there are more than the universe, or the reference."""
-    if not len(ids) or int(ids.max()) < design.n:
+def problem_of_users(users: int, design: Design, adjacency: Adjacency) -> str:
+    """Returns why users with these numbers, 0 to users - 1, cannot be drawn, "" if they can."""
+    if users <= design.n:
         return ""
     if adjacency != ADD_REMOVE:
         return f"users must be < n_users={design.n} (got a larger id, or more users)"
@@ -132,15 +134,10 @@ def problem_of_users(ids: Tensor, design: Design, adjacency: Adjacency) -> str:
     )
 
 
-def number_of_users(ids: Tensor, design: Design, adjacency: Adjacency) -> int:
-    """Returns how many users may be drawn in one process."""
-    return design.n if adjacency != ADD_REMOVE or not len(ids) else int(ids.max()) + 1
-
-
 def one_device(params: Sequence[nn.Parameter]) -> torch.device:
     """Returns the device of the parameters; raises ValueError if they are on several, or not real floating tensors."""
     if not any(p.requires_grad for p in params):
-        raise ValueError("params must hold a parameter that requires a gradient (got none)")
+        raise ValueError(_NOTHING)
     for p in params:
         if p.is_meta:
             raise ValueError(
@@ -284,17 +281,11 @@ def require_same_parts(oracle: MeanOracle, design: Design, schedule: Schedule) -
         raise ValueError(
             f"oracle must be Phased, with the batch sizes and steps of {design} (got {oracle})"
         )
-    if [phase.steps for phase in schedule.phases] != [k for _, k in phases] and len(
-        schedule.phases
-    ) > 1:
+    steps = [phase.steps for phase in schedule.phases]
+    if len(steps) > 1 and steps != [k for _, k in phases]:
         raise ValueError(
             f"schedule must have the steps of the parts of {design} (got {schedule})"
         )
-
-
-def step_sizes(groups: Sequence[dict[str, Any]]) -> list[float]:
-    """Returns the step size of each parameter that is not frozen."""
-    return [float(group["lr"]) for group in groups for p in group["params"] if p.requires_grad]
 
 
 def require_universe(design: Design, adjacency: Adjacency, size: int) -> None:

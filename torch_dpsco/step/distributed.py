@@ -32,7 +32,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,17 +42,15 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from torch_dpsco import native
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.designs import Assigned, Design, Draw
+from torch_dpsco.accounting.designs import Assigned, Draw
 from torch_dpsco.errors import PrivacyError, SequenceError, UnitError, UnknownSamplerError
 from torch_dpsco.noise import Source, sampling_key
-from torch_dpsco.problem import Schedule
 from torch_dpsco.sampling import (
     DesignSampler,
     Partition,
     RankAssignedSampler,
     RankSampler,
     RecordIds,
-    UserLoader,
     make_sampler,
     require_divisible,
 )
@@ -130,21 +128,18 @@ class Group:
             problem: why this rank is not ready, if it is not.
             values: 64-bit integers, by the names in `_CALLS`.
         """
-        table = self.exchange(
-            call, ready=not problem, values=[values[name] for name in _CALLS[call]]
-        )
+        given = [values[name] for name in _CALLS[call]]
+        table = self.exchange(call, ready=not problem, values=given)
         if problem:
             raise SequenceError(problem)
-        names = list(_CALLS)
-        for rank, row in enumerate(table):
-            if names[row[0]] != call:
+        for rank, (number, ready, *_) in enumerate(table):
+            other = list(_CALLS)[number]
+            if other != call:
                 raise SequenceError(
                     f"all ranks must make the same calls in the same order (rank {rank} is in a"
-                    f" {names[row[0]]}, rank {self.rank} in a {call}): run the same script on every"
-                    " rank"
+                    f" {other}, rank {self.rank} in a {call}): run the same script on every rank"
                 )
-        for rank, row in enumerate(table):
-            if not row[1]:
+            if not ready:
                 raise SequenceError(
                     f"rank {rank} has given this {call} up, so that no rank makes it: see its error"
                 )
@@ -159,9 +154,8 @@ class Group:
     def exchange(self, call: str, *, ready: bool, values: Sequence[int] = ()) -> list[list[int]]:
         """Returns what each rank says: the number of the call, whether it is ready, and the values to compare."""
         said = [list(_CALLS).index(call), int(ready), *values]
-        message = torch.tensor(
-            said + [0] * (_WIDTH - len(said)), dtype=torch.int64, device=self.device
-        )
+        message = torch.zeros(_WIDTH, dtype=torch.int64)
+        message[: len(said)] = torch.tensor(said)
         return [row.tolist() for row in self.gather(message)]
 
     def gather(self, message: Tensor) -> list[Tensor]:
@@ -234,23 +228,6 @@ def sight(dataset: Dataset[Any]) -> Iterator[Any]:
             yield read_bytes(tensor[:: max(1, len(tensor) // _READ_ROWS)])
 
 
-class Run(Protocol):
-    """What the ranks compare of an optimizer."""
-
-    oracle: MeanOracle
-    design: Design
-    schedule: Schedule
-    accountant: Accountant
-    param_groups: list[dict[str, Any]]
-
-    @property
-    def steps(self) -> int:
-        """Steps made."""
-
-    def settings(self) -> dict[str, Any]:
-        """Returns the public constants of the mechanism."""
-
-
 def is_first() -> bool:
     """Returns whether this process is rank 0, or alone."""
     return world_size() == 1 or dist.get_rank() == 0
@@ -266,7 +243,7 @@ class World:
 
     alone = True
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: Any) -> None:
         """Makes sure that all ranks have built the same optimizer on the same parameters."""
 
     def compare_data(
@@ -294,7 +271,7 @@ class World:
 
     def sampler(
         self,
-        run: Run,
+        run: Any,
         size: int,
         steps: int | None,
         resume: Partition | None,
@@ -317,7 +294,7 @@ class World:
                 "loader must draw whole batches (got the part of one of several processes)"
             )
 
-    def agree(self, run: Run, draw: Draw) -> None:
+    def agree(self, run: Any, draw: Draw) -> None:
         """Makes sure that all ranks have the rows of the same step, before anything is charged."""
         self._require_alone()
 
@@ -325,10 +302,10 @@ class World:
         """Returns the noisy mean of the rows of all processes."""
         return oracle.release(noise)
 
-    def failed(self, run: Run, *, in_progress: bool) -> None:
+    def failed(self, run: Any, *, in_progress: bool) -> None:
         """Lets the other ranks fail too, if they wait for this one; its own error is raised by the caller."""
 
-    def end(self, run: Run) -> None:
+    def end(self, run: Any) -> None:
         """Makes sure that all ranks end with the same answer and the same ledger."""
 
     def _require_alone(self) -> None:
@@ -363,7 +340,7 @@ class Ranks(World):
         self._stage = _COLLECTING
         self._sampler: DesignSampler | None = None  # whose key these ranks have drawn
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: Any) -> None:
         """Raises SequenceError unless all ranks have the same settings, parameters and ledger.
 
         A rank with an empty ledger takes that of rank 0 over, which may come from a ledger file.
@@ -374,7 +351,7 @@ class Ranks(World):
         here = digest(torch.__version__, native.arithmetic())
         self._group.compare("construction", problem, arithmetic=here, **self._whole(run))
 
-    def _share(self, run: Run) -> None:
+    def _share(self, run: Any) -> None:
         if not isinstance(run.design, Assigned) or not run.design.amplification:
             require_divisible(run.design)
         oracle = run.oracle.adding()
@@ -461,7 +438,7 @@ class Ranks(World):
 
     def sampler(
         self,
-        run: Run,
+        run: Any,
         size: int,
         steps: int | None,
         resume: Partition | None,
@@ -487,8 +464,14 @@ class Ranks(World):
             self._require_own_ids(
                 ids, secret, run.design.n if run.oracle.unit == "user" else None
             )
-        place: dict[str, Any] = {"rank": group.rank, "processes": group.processes, "key": secret}
-        place |= {"size": size, "steps": steps, "own": shard}
+        place: dict[str, Any] = {
+            "rank": group.rank,
+            "processes": group.processes,
+            "key": secret,
+            "size": size,
+            "steps": steps,
+            "own": shard,
+        }
         if isinstance(run.design, Assigned):
             self._sampler = RankAssignedSampler(run.design, **place, resume=resume, ids=ids)
         else:
@@ -498,26 +481,16 @@ class Ranks(World):
     def require_own_draws(self, loader: Any) -> None:
         """Refuses loaders that were not made by `optimizer.loader` in this process."""
         sampler = getattr(loader, "batch_sampler", loader)
-        group = self._group
-        if isinstance(sampler, (RankSampler, RankAssignedSampler)) and sampler is self._sampler:
-            return
-        # PRIVACY: of a shard only ours, since ranks whose own samplers draw from one data set draw its records twice
-        # (test_a_sampler_of_a_shard_that_these_ranks_have_not_agreed_on_is_refused)
-        ours = (
-            isinstance(sampler, RankSampler)
-            and not sampler.own
-            and not isinstance(loader, UserLoader)
-        )
-        if ours and (sampler.rank, sampler.processes) == (group.rank, group.processes):
-            return
-        # PRIVACY: ranks that draw from all positions could draw a record twice
-        # (test_a_sampler_of_all_positions_is_refused)
-        raise UnknownSamplerError(
-            "loader must draw this rank's positions in a run of several processes (got"
-            f" {type(sampler).__name__}): use optimizer.loader(dataset) on every rank"
-        )
+        # PRIVACY: ranks that draw from all positions could draw a record twice, and so could ranks that have not
+        # agreed on what each of them has (test_a_sampler_of_all_positions_is_refused,
+        # test_a_sampler_of_a_shard_that_these_ranks_have_not_agreed_on_is_refused)
+        if sampler is None or sampler is not self._sampler:
+            raise UnknownSamplerError(
+                "loader must draw this rank's positions in a run of several processes (got"
+                f" {type(sampler).__name__}): use optimizer.loader(dataset) on every rank"
+            )
 
-    def agree(self, run: Run, draw: Draw) -> None:
+    def agree(self, run: Any, draw: Draw) -> None:
         """Raises SequenceError on all ranks if one has failed, or is at another step or draw, or has other settings."""
         adding = run.oracle.adding()
         if adding is None or adding.processes != self._group.processes:
@@ -553,11 +526,11 @@ class Ranks(World):
     def _answer(self, oracle: ClippedMean, noise: Source | None) -> list[Tensor]:
         """Adds the sums of all ranks up and noises them; without `noise` this rank has failed, and so has the step."""
         group = self._group
-        message = torch.zeros(
-            oracle.dim + 2, dtype=torch.float64, device=group.device
-        )  # sum, rows, ranks ready
+        # sum, rows, ranks ready
+        message = torch.zeros(oracle.dim + 2, dtype=torch.float64, device=group.device)
         if noise is not None:
-            message[-2], message[-1] = oracle.write_sum(message[:-2]), 1
+            message[-2] = oracle.write_sum(message[:-2])
+            message[-1] = 1
         group.add_up(message)
         released = False
         try:
@@ -572,7 +545,8 @@ class Ranks(World):
             if not released:
                 # PRIVACY: a sum that gets no noise goes nowhere (test_a_rank_that_cannot_charge_is_sent_no_sum)
                 message.zero_()
-            message[-2], message[-1] = 0, released
+            message[-2] = 0
+            message[-1] = released
             group.send(message)  # on the other ranks it overwrites partial sums
         if not message[-1]:
             raise SequenceError(
@@ -581,7 +555,7 @@ class Ranks(World):
             )
         return oracle.views(message[:-2].to(self._device))
 
-    def failed(self, run: Run, *, in_progress: bool) -> None:
+    def failed(self, run: Any, *, in_progress: bool) -> None:
         """Takes part in the call that the others wait in, and says that this rank has failed."""
         stage = self._stage
         self._stage = _COLLECTING
@@ -595,21 +569,27 @@ class Ranks(World):
             elif stage == _COLLECTING and in_progress:
                 self._group.exchange("step", ready=False)
 
-    def end(self, run: Run) -> None:
+    def end(self, run: Any) -> None:
         """Raises SequenceError unless all ranks have made the same steps and have the same parameters and ledger."""
         self._group.compare("finalize", steps=run.steps, **self._whole(run))
 
-    def _whole(self, run: Run) -> dict[str, Any]:
+    def _whole(self, run: Any) -> dict[str, Any]:
         ledger = run.accountant
+        tensors = [
+            part
+            for g in run.param_groups
+            for p in g["params"]
+            for part in (p.shape, read_bytes(p))
+        ]
         return {
             "settings": self._digest_of_settings(run),
-            "parameters": digest(*_contents(run)),
+            "parameters": digest(*tensors),
             "ledger": digest(
                 ledger.ledger.digest(), ledger.adjacency, ledger.unit, ledger.budget
             ),
         }
 
-    def _digest_of_settings(self, run: Run) -> int:
+    def _digest_of_settings(self, run: Any) -> int:
         if self._settings is None:  # constants of the optimizer
             groups = [
                 {key: value for key, value in g.items() if key not in ("params", "lr")}
@@ -619,10 +599,3 @@ class Ranks(World):
                 type(run).__name__, json.dumps(run.settings(), sort_keys=True), groups
             )
         return self._settings
-
-
-def _contents(run: Run) -> Iterator[Any]:
-    for group in run.param_groups:
-        for p in group["params"]:
-            yield p.shape
-            yield read_bytes(p)

@@ -3,76 +3,73 @@
 `PrivateOptimizer` adds the step.
 
 How a run gets its batches: a loader of its design, over records or users, in one process or several.
+
+Checkpoints: what they keep, what they are tied to, and how a run continues.
+
+Going on after a crash: which releases a run may have made, and what becomes of those that its checkpoint misses.
+
+The ledger file says it: each charge names the run and how many of its releases may have been made from then on, and
+is on the disk before their noise is drawn. A run that is resumed never makes one of these again, since a second answer
+under the charge of the first would be free. They are lost: time, not budget.
+
+| crash | charged | marked | after resume |
+|---|---|---|---|
+| before the charge of a step is on the disk | no | no | the step is made |
+| after it, before or after the release | yes | yes | the step is lost, and all that were charged ahead with it |
+| after a checkpoint | yes | yes | nothing is lost |
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.rounding import asks_exact
-from torch_dpsco.accounting.designs import Assigned, Design
-from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency, Event, Gaussian, NonPrivate
+from torch_dpsco.accounting.budgets import warn_of_delta
+from torch_dpsco.accounting.designs import Design, Undeclared
+from torch_dpsco.accounting.events import Adjacency, Event, Gaussian, NonPrivate
+from torch_dpsco.accounting.ledger import read_state
 from torch_dpsco.accounting.report import Run as PublicRun
 from torch_dpsco.accounting.statement import Statement
-from torch_dpsco.errors import SequenceError, UnitError
-from torch_dpsco.noise import noise_generator
+from torch_dpsco.errors import PrivacyError, SequenceError, UnitError, warn
+from torch_dpsco.noise import SecretState, noise_generator
 from torch_dpsco.problem import Schedule
-from torch_dpsco.prox import Prox
+from torch_dpsco.prox import Identity, Prox
 from torch_dpsco.rows import (
     attachments,
     clear_rows,
     forget_wrappers,
 )
 from torch_dpsco.rows.batch import GradBatch, note_owner
-from torch_dpsco.rules import UpdateRule
-from torch_dpsco.sampling import (
-    DesignSampler,
-    Partition,
-    PrivateLoader,
-    RecordIds,
-    Slots,
-    UserLoader,
-    user_ids,
-)
+from torch_dpsco.rules import UpdateRule, trained
+from torch_dpsco.sampling import Partition, PrivateLoader, UserLoader
 from torch_dpsco.sampling.loader import LEVELS, Isolation
 from torch_dpsco.step import checks
-from torch_dpsco.step.batch import LogicalBatch
-from torch_dpsco.step.checkpoint import (
-    add_private_state,
-    go_on_behind,
-    of_a_start,
-    private_state,
-    require_charged,
-    restore,
-    restore_averages,
-    split_private_state,
-    tell_of_lost,
-    unpacked,
+from torch_dpsco.step.batch import (
+    LogicalBatch,
+    continued,
+    draws_left,
+    make_slots,
+    who_is_drawn,
 )
-from torch_dpsco.step.distributed import World, join, world_size
+from torch_dpsco.step.distributed import join
 from torch_dpsco.step.oracle import MeanOracle
-from torch_dpsco.step.run import (
-    CommonOptimizer,
-    Progress,
-    Run,
-    in_turn,
-    make_run,
-    new_run,
-    part,
-    refuse_copy,
-    refuse_load,
-    require_room,
-)
+from torch_dpsco.step.run import CommonOptimizer, Paid, Progress, Run, in_turn, new_run, part
+
+_UNCHECKED = dict.fromkeys(("model", "loss"), "not checked, no model is attached")
+_KEY = "dpsco"
+_VERSION = 3
 
 
 class RunOptimizer(CommonOptimizer):
@@ -111,17 +108,21 @@ class RunOptimizer(CommonOptimizer):
         rule.check_groups(self.param_groups)
         if asks_exact(secure):
             oracle.use_exact_noise()
-        self._run = make_run(
+        adjacency = checks.agreed_adjacency(adjacency, accountant, design)
+        if accountant is None:  # an empty one has length 0 and would count as false
+            accountant = Accountant(adjacency=adjacency, unit=oracle.unit)
+        if getattr(self, "_plan", None) is None and not isinstance(design, Undeclared):
+            warn_of_delta(accountant.budget, design.n)
+        self._run = Run(
             oracle=oracle,
             rule=rule,
             design=design,
-            schedule=schedule,
-            prox=prox,
-            reg=reg,
-            accountant=accountant,
+            schedule=schedule or Schedule(),
+            prox=prox or Identity(),
+            reg=check.nonnegative(reg=reg),
             adjacency=adjacency,
+            accountant=accountant,
             secure=secure,
-            is_planned=getattr(self, "_plan", None) is not None,
         )
         self._progress = Progress()
         self._noise = noise_generator(device, generator)
@@ -130,24 +131,18 @@ class RunOptimizer(CommonOptimizer):
         self._isolation = Isolation()
         self._shown = False  # whether `released` runs
         self._in_public = False  # whether `dp.public` runs
-        self._given: GradBatch | None = (
-            None  # rows of the next step that no backward has recorded
-        )
+        self._given: GradBatch | None = None  # rows of the next step, without a backward
         self._grad_scale: float | None = None
         self._told_of_scale = False
-        self._checks: Mapping[str, str] = dict.fromkeys(
-            ("model", "loss"), "not checked, no model is attached"
-        )
+        self._checks: Mapping[str, str] = _UNCHECKED
         self._lrs: list[float] | None = None  # those of a utility theorem, until they change
-        require_room(self._run, self.ahead() if self._run.planned else self.ahead(1))
         self._start(device)
 
     def _start(self, device: torch.device) -> None:
         """Begins in the feasible set, takes the oracle, and joins the other processes."""
         params = self._trained()
-        self.prox.apply_(
-            [p.detach().clone() for p in params], checks.step_sizes(self.param_groups)
-        )
+        sizes = [float(group["lr"]) for group in self.param_groups for _ in trained(group)]
+        self.prox.apply_([p.detach().clone() for p in params], sizes)
         self.prox.apply_(params, [0.0] * len(params))
         self.oracle.take()
         forget_wrappers(self._params)
@@ -315,17 +310,19 @@ class RunOptimizer(CommonOptimizer):
     @property
     def run(self) -> str:
         """Random name of the run, by which the ledger knows its releases; a resumed run keeps it."""
-        return self._run.payments.run
+        return self._progress.run
 
     @property
     def outstanding_rows(self) -> int | None:
         """Rows of the batch that the next step must use (private); None if there is none."""
-        return self._batch.outstanding_rows
+        due = self._batch.due
+        return None if due is None else due.size
 
     @property
     def ends_draw(self) -> bool:
         """Whether the next step is given the last part of its draw, and so releases (private: it tells of its size)."""
-        return self._batch.ends_draw
+        due = self._batch.due
+        return due is not None and due.last
 
     @property
     def in_draw(self) -> bool:
@@ -388,7 +385,7 @@ class RunOptimizer(CommonOptimizer):
         )
         known = (
             self.design.one_pass
-            or self._run.payments.sharing
+            or self._run.sharing
             or not isinstance(run.event, (Gaussian, NonPrivate))
         )
         ahead = self.ahead() if known and run.planned else run.ahead()
@@ -430,12 +427,12 @@ class RunOptimizer(CommonOptimizer):
         Args:
             steps: number of steps; default all that are left of the schedule.
         """
-        return self._run.ahead(self.steps, steps, self._batch.partition_name)
+        return self._run.ahead(self._progress, steps, self._batch.partition_name)
 
     @property
     def adaptive(self) -> bool:
         """Whether what a step costs depends on what was released before."""
-        return self._run.payments.adaptive
+        return self._run.adaptive
 
     def settings(self) -> dict[str, Any]:
         """Returns the public constants that fix the mechanism; checkpoints of other ones are refused."""
@@ -451,8 +448,36 @@ class RunOptimizer(CommonOptimizer):
         noisy tests: it keeps their thresholds.
         """
         self._require_private()  # the iterates that are kept follow at the end of the block
-        private = private_state(self._run, self._progress, self._batch, self._noise)
-        return add_private_state(super().state_dict(), self.settings(), private)
+        run = self._run
+        progress = self._progress
+        # PRIVACY: a run that is resumed has the same threshold
+        # (test_a_checkpoint_of_the_start_gives_its_threshold_to_a_resumed_run_only)
+        self.oracle.prepare(self._noise)
+        oracle = self.oracle.state()
+        partition = None if self.finalized else self._batch.sealed()
+        # PRIVACY: with the keys known, a record less moves all later ones, and who has the key of a fingerprint can
+        # try records (test_the_keys_of_records_are_secret_where_removing_one_moves_the_others)
+        shared = bool(run.sharing) and not (
+            run.in_passes and self.finalized
+        )  # of passes no draw is left
+        confidential = shared or partition is not None or isinstance(oracle, SecretState)
+        settings = self.settings()
+        private = {
+            **vars(progress),
+            "paid": None if progress.paid is None else progress.paid.row,
+            "version": _VERSION,
+            "settings": settings,
+            "digest": _digest(settings),
+            "rule": self.rule.state_dict(),
+            "oracle": oracle,
+            "ledger": self.accountant.state_dict(),
+            "confidential": confidential,
+        }
+        if partition is not None:
+            private["partition"] = {**vars(partition), "cut": torch.from_numpy(partition.cut)}
+        # PRIVACY: (test_a_state_with_secrets_says_so_by_its_type_and_shows_none)
+        kind = SecretState if confidential else dict
+        return kind({**super().state_dict(), _KEY: kind(private)})
 
     @in_turn
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -463,21 +488,38 @@ class RunOptimizer(CommonOptimizer):
             PrivacyError: the state's ledger would forget events charged here.
             SequenceError: the run is charged as a whole and goes on by `resume` only.
         """
-        public, private = split_private_state(state_dict, self.settings())
-        sharing = self._run.payments.sharing
-        require_charged(private, shared=bool(sharing))
-        if private["t"] and not private["finalized"]:
-            refuse_load(sharing)
+        run = self._run
+        public, private = split(state_dict, self.settings(), shared=bool(run.sharing))
+        if private["steps"] and not private["finalized"]:
+            refuse_load(run.sharing)
         self.discard()
         self.accountant.load_state_dict(private["ledger"])
-        if not private["t"] and not self.steps:
-            private = of_a_start(self._run, private)
+        if not private["steps"] and not self.steps:
+            # PRIVACY: a threshold that nothing was charged for yet serves one run, the resumed one
+            # (test_a_checkpoint_of_the_start_gives_its_threshold_to_a_resumed_run_only)
+            private = private | {"oracle": None, "run": self.run}
+            if run.in_passes:
+                # PRIVACY: and so do secret draws
+                # (test_a_checkpoint_of_the_start_gives_its_draws_to_a_resumed_run_only)
+                private.pop("partition", None)
         self._restore(public, private)
 
     def _restore(self, public: dict[str, Any], private: dict[str, Any]) -> None:
         super().load_state_dict(public)
-        restore_averages(self.state, public, self._params)
-        restore(self._run, self._progress, self._batch, private, self.param_groups)
+        places = (i for group in public["param_groups"] for i in group["params"])
+        for p, place in zip(self._params, places, strict=True):
+            average = public["state"].get(place, {}).get("average")
+            if average is not None:  # torch casts what it loads to the dtype of the parameters
+                self.state[p]["average"] = average.to(p.device, copy=True)
+        self.rule.load_state_dict(private["rule"], self.param_groups)
+        if private["oracle"] is not None:
+            self.oracle.restore(private["oracle"])
+        if "partition" in private:
+            saved = private["partition"]
+            self._batch.resume(Partition(**{**saved, "cut": saved["cut"].numpy()}))
+        vars(self._progress).update((name, private[name]) for name in vars(self._progress))
+        if private["paid"] is not None:
+            self._progress.paid = Paid.of_row(private["paid"])
 
     @in_turn
     def resume(self, state_dict: dict[str, Any]) -> int:
@@ -497,26 +539,37 @@ class RunOptimizer(CommonOptimizer):
             SequenceError: the optimizer has made steps.
             PrivacyError: the ledger file is missing, of another ledger, or older than the checkpoint.
         """
-        public, private, marked = unpacked(self, self.settings(), state_dict)
-        payments = self._run.payments
-        require_charged(private, shared=bool(payments.sharing))
-        if payments.sharing and "paid" not in private:
-            raise ValueError(
-                "state_dict must be as it was written (got one without what was paid for)"
+        if self.steps or self.finalized:
+            raise SequenceError(
+                "resume must be called on a new optimizer (got one that has made steps)"
             )
+        run = self._run
+        batch = self._batch
+        public, private = split(state_dict, self.settings(), shared=bool(run.sharing))
+        # PRIVACY: only its own ledger knows what was released since
+        # (test_a_run_is_resumed_with_its_own_ledger_file_only)
+        marked = self.accountant.continue_from(private["ledger"])
         self.discard()
         self._restore(public, private)
-        go_on_behind(self._batch, marked)
+        if batch.partition is not None:  # behind all draws that releases may have used
+            used = max(batch.partition.made, marked.get(batch.partition_name, 0))
+            batch.resume(replace(batch.partition, made=used))
         made = self.steps
-        lost = 0 if self.finalized else max(0, marked.get(self.run, made) - made)
+        lost = 0 if private["finalized"] else max(0, marked.get(self.run, made) - made)
         if lost:
-            payments.require_losable(lost)
+            run.require_losable(lost)
         with torch.no_grad():
             for _ in range(lost):
                 # PRIVACY: a test that has failed answers no more (test_a_halt_that_the_checkpoint_missed_is_kept)
-                self._count_lost(halted=payments.halt_mark(self.steps) in marked)
-        tell_of_lost(lost, made)
-        if self.steps == self._run.planned:
+                self._count_lost(halted=self._progress.halt_mark in marked)
+        if lost:
+            warn(
+                f"{lost} steps after step {made} were lost to a crash: they were charged after the"
+                " checkpoint, or ahead, so that the run goes on without them and makes none of"
+                " them again",
+                stacklevel=3,
+            )
+        if self.steps == run.planned:
             self.finalize()
         return lost
 
@@ -528,7 +581,7 @@ class RunOptimizer(CommonOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._require_private()
         if not self.finalized:
-            refuse_copy(self._run.payments.sharing)
+            refuse_copy(self._run.sharing)
         # PRIVACY: a copy draws noise of its own; a shared stream could be subtracted (test_copies_draw_fresh_noise)
         # a scheduler's wrapper of `step` is bound to the original, which the copy must not step
         left_out = ("_noise", "_batch", "_world", "step")
@@ -550,154 +603,96 @@ class RunOptimizer(CommonOptimizer):
             self._batch.resume(partition)
         self.oracle.discard()
         # PRIVACY: a copy has releases of its own (test_a_copy_is_another_run_in_the_ledger)
-        self._run.payments.run = new_run()
+        self._progress.run = new_run()
         self._progress.since = self.steps
         note_owner(self._params, self)
 
     # -- what the step adds -------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def _trained(self) -> list[nn.Parameter]:
         """Returns the parameters that are not frozen."""
+        return [p for p in self._params if p.requires_grad]
 
     @abstractmethod
     def _count_lost(self, *, halted: bool) -> None:
         """Counts the next step, which was charged, as one whose release is lost."""
 
 
-class Drawn(NamedTuple):
-    """Whom a loader draws.
+def _digest(settings: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def split(
+    state: dict[str, Any], settings: dict[str, Any], *, shared: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns (torch's part, private part) of a state dict.
 
     Args:
-        size: records or users that may be drawn, of all processes together.
-        owners: (records,) user of each record; None where records are drawn.
-        named: ids of the records, by which they pick their batches or are known to other processes.
-        shard: most records or users of this process, where each has its own.
-        held: those that it has.
-    """
-
-    size: int
-    owners: Tensor | None
-    named: Any
-    shard: int | None
-    held: int
-
-
-def who_is_drawn(
-    run: Run,
-    world: World,
-    dataset: Dataset[Any],
-    users: Any,
-    ids: Any,
-    shard: int | None,
-    steps: int | None,
-) -> Drawn:
-    """Returns whom a loader of the run draws; all processes agree on it. See `PrivateOptimizer.loader`."""
-    records = checks.number_of_records(dataset)
-    if ids is not None and users is not None:
-        raise UnitError(
-            f"ids must not be given with users, who are drawn (got a {type(ids).__name__})"
-        )
-    named: Any = None if ids is None else RecordIds(ids, records)
-    owners = None if users is None else user_ids(users, records)
-    held = records if owners is None else len(owners.unique())
-    if owners is not None and shard is not None and world_size() > 1:
-        named = RecordIds(users, records)
-    known = {"shard": shard, "ids": named}
-    problem = checks.problem_of_shard(shard, held, run.adjacency, run.oracle.unit)
-    if owners is not None:
-        problem = problem or checks.problem_of_users(owners, run.design, run.adjacency)
-    size = world.compare_data(
-        dataset,
-        steps,
-        own=", ".join(name for name, given in known.items() if given is not None),
-        counted=run.adjacency != ADD_REMOVE and owners is None,
-        problem=problem,
-    )
-    if owners is None:
-        return Drawn(size, None, named, shard, held)
-    number = checks.number_of_users(owners, run.design, run.adjacency)
-    return Drawn(number, owners, named, None if world_size() == 1 else shard, held)
-
-
-def make_slots(
-    run: Run,
-    sampler: DesignSampler,
-    *,
-    isolation: str | None,
-    most: int | None,
-    records: int | None,
-    dim: int,
-) -> Slots | None:
-    """Returns where rows stand in blocks of fixed size, None where they need not or must not be filled up.
-
-    Args:
-        run: it.
-        sampler: of the loader.
-        isolation: one of `LEVELS`; None for where batches must be filled up.
-        most: rows of a physical batch.
-        records: most records of this process, where each has its own.
-        dim: number of parameters.
-    """
-    # PRIVACY: neighbors draw batches of different sizes, or it shows who was drawn
-    # (test_a_record_more_moves_the_sum_of_a_kinked_net_by_one_clip)
-    if not run.sizes_are_private if isolation is None else isolation == "none":
-        return None
-    # PRIVACY: where each process has records of its own all may be on one, whose draws must fit as well
-    # (test_blocks_of_a_process_with_own_records_have_room_for_a_whole_draw)
-    spread = 1 if getattr(sampler, "own", False) else getattr(sampler, "processes", 1)
-    return Slots(
-        run.design,
-        of_users=run.oracle.unit == "user",
-        physical_batch_size=most,
-        processes=spread,
-        records=records,
-        dim=dim,
-    )
-
-
-def draws_left(
-    run: Run, made: int, steps: int | None, partition: Partition | None, *, of_users: bool
-) -> int | None:
-    """Returns how many draws an iteration over a loader has; None for an epoch.
-
-    Args:
-        run: it.
-        made: steps of the run.
-        steps: as given.
-        partition: that is continued.
-        of_users: whether users are drawn.
-    """
-    if steps is not None or run.planned is None:
-        return steps
-    left = run.planned - made
-    if not run.design.one_pass:
-        return max(1, left) if of_users else None
-    # batches that no step needs are left alone
-    more = run.design.steps_per_epoch - (0 if partition is None else partition.made)
-    if isinstance(run.design, Assigned):  # a loop over the loader is a pass
-        more = min(more, run.design.batches)
-    return max(1, min(more, left))
-
-
-def continued(run: Run, batch: LogicalBatch, made: int, *, resume: bool) -> Partition | None:
-    """Returns the partition that a loader goes on with; None for a fresh one.
+        state: of `RunOptimizer.state_dict`.
+        settings: public constants that fix the mechanism, JSON-codable.
+        shared: whether steps share a charge.
 
     Raises:
-        SequenceError: it must be continued, or is not known.
+        ValueError: no private part, another version, or a mechanism with other settings.
+        PrivacyError: its ledger does not hold the charges of its steps.
     """
-    partition = batch.sealed() if resume else None
-    if not run.design.one_pass:
-        return partition
-    if resume and partition is None and made:
-        raise SequenceError(
-            "resume must be False: no partition of this run is known that could be continued"
+    if not isinstance(state, Mapping):
+        raise ValueError(f"state_dict must be a mapping (got {check.shown(state)})")
+    private = state.get(_KEY)
+    if private is None or private.get("version") != _VERSION:
+        raise ValueError(
+            f"state_dict must be a private optimizer's, version {_VERSION} (got {sorted(state)})"
         )
-    if not resume and run.in_order and made:
-        # PRIVACY: draws that are made again, by the noise of a charge that has paid for others
-        # (test_a_pass_is_not_begun_again)
-        raise SequenceError(
-            "phases, and passes that are charged as a whole, must not start again after"
-            f" {made} steps: use optimizer.loader(dataset, resume=True)"
+    if missing := {"digest", "settings", "ledger", *vars(Progress())} - set(private):
+        raise ValueError(
+            f"state_dict must be as it was written (got one without {', '.join(sorted(missing))})"
         )
-    return partition
+    if private["digest"] != _digest(settings):
+        saved = private["settings"]
+        details = [
+            f"{name}: {settings.get(name)!r:.80} here, {saved.get(name)!r:.80} there"
+            for name in sorted({*saved, *settings})
+            if saved.get(name) != settings.get(name)
+        ]
+        raise ValueError(
+            "state_dict must be of the same plan (got another one:"
+            f" {'; '.join(details) or 'its digest is wrong'}); make the optimizer with the"
+            " arguments of the saved run"
+        )
+    _require_charged(private, shared=shared)
+    return {key: value for key, value in state.items() if key != _KEY}, private
+
+
+def _require_charged(private: dict[str, Any], *, shared: bool) -> None:
+    steps = private["steps"]
+    ledger = read_state(private["ledger"])
+    marked = ledger.releases.get(private["run"], private["since"])
+    if len(ledger.ledger) < (min(steps, 1) if shared else steps) or marked < steps:
+        # PRIVACY: a checkpoint whose ledger was emptied or exchanged (test_steps_without_their_charges_are_refused)
+        raise PrivacyError(
+            f"state_dict must hold the charges of its {steps} steps (got a ledger of"
+            f" {len(ledger.ledger)} events): its ledger was emptied or is another one"
+        )
+
+
+def refuse_copy(sharing: Sequence[MeanOracle]) -> None:
+    """Raises SequenceError for a copy of a run with members whose releases share a charge."""
+    if sharing:
+        # PRIVACY: the copy's releases would have the secrets of the original's
+        # (test_a_copy_of_a_run_that_is_charged_as_a_whole_is_caught)
+        raise SequenceError(
+            "an optimizer whose run is charged as a whole must not be copied before finalize(): its"
+            " releases share a secret; make a new one, which is charged by itself"
+        )
+
+
+def refuse_load(sharing: Sequence[MeanOracle]) -> None:
+    """Raises SequenceError for a checkpoint of such a run that is loaded without its ledger file."""
+    if sharing:
+        # PRIVACY: one secret would answer for two runs, whose ledgers know nothing of each other
+        # (test_a_second_load_of_a_run_that_is_charged_as_a_whole_is_caught)
+        raise SequenceError(
+            "a run that is charged as a whole must be continued once: by resume(state_dict), with"
+            " an accountant that has the run's ledger file; or start another one, which is charged"
+            " again"
+        )

@@ -58,12 +58,10 @@ from torch_dpsco.errors import AdjacencyError, ConditionError, PrivacyError, Seq
 from torch_dpsco.noise import Source, add_normal_, normal_
 from torch_dpsco.rows import (
     FLOAT64,
-    FactoredBlock,
     GradBatch,
     Summation,
     plan_summation,
     row_norm,
-    weighted_rows,
 )
 from torch_dpsco.step.exact_noise import release_on_grid
 
@@ -274,7 +272,6 @@ def require_places(oracle: MeanOracle, design: Design) -> None:
         )
 
 
-Cut = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and place in a vector
 _ROUNDED = 1.0 - 8 * 2.0**-52  # covers the roundings of a weight, and of its product with a row
 
 
@@ -293,27 +290,6 @@ def clip_weights(norms: Tensor, clip: float) -> Tensor:
     return scaled.clamp_(max=1.0).nan_to_num_(nan=0.0)
 
 
-def clipped_slopes(rows: FactoredBlock, clip: float) -> tuple[FactoredBlock, Tensor]:
-    """Returns the rows that count, and s_i f_i clipped to [-C, C]: divided by f_i, the weights of (x_i, 1).
-
-    A weight w computed from it has |w| |(x, 1)| <= C: a product, the limit, a quotient, 1/B and a product are rounded,
-    and a float32 f has room for 14 roundings (see `linear_factors`); in float64 the limit has it, also for those of f.
-    What underflows in a product belongs to a row far shorter than C.
-
-    Args:
-        rows: s_i (x_i, 1) with the bounds f_i.
-        clip: C, far from overflow and underflow.
-    """
-    norms = rows.backprops[:, 0] * rows.bounds
-    if not math.isfinite(torch.dot(norms, norms)):
-        # PRIVACY: dropped, not multiplied by 0 (test_linear_rows_are_clipped_dropped_and_summed_as_all_others)
-        index = torch.isfinite(norms).nonzero().squeeze(1)
-        rows = rows.select(index)
-        norms = norms[index]
-    limit = clip * _ROUNDED  # within the clip after rounding
-    return rows, norms.clamp_(-limit, limit)
-
-
 def in_float32(clip: float) -> bool:
     """Returns whether such rows are far from overflow and underflow of float32, which its error bounds leave out."""
     return 2.0**-30 < clip < 2.0**40
@@ -327,22 +303,6 @@ def joint_norm(tensors: Sequence[Tensor]) -> float:
     )
     norm = math.hypot(*[row_norm(t.detach()) for t in flat]) * (1.0 + 2.0**-50)
     return norm if math.isfinite(norm) else math.inf
-
-
-def cuts(shapes: Sequence[torch.Size]) -> tuple[list[Cut], int]:
-    """Returns where tensors of some shapes lie in one vector, and its length."""
-    found = []
-    place = 0
-    for shape in shapes:
-        found.append((shape, torch.empty(shape, device="meta").stride(), place))
-        place += shape.numel()
-    return found, place
-
-
-def views(flat: Tensor, places: Sequence[Cut]) -> list[Tensor]:
-    """Returns parts of a contiguous vector as tensors of their shapes, without copying."""
-    start = int(flat.storage_offset())
-    return [flat.as_strided(shape, strides, start + place) for shape, strides, place in places]
 
 
 def split_like(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
@@ -379,9 +339,8 @@ class ClippedMean(MeanOracle):
         self._clip: float | None = None
         self._form: list[Any] = []  # of the parameters
         self._shapes: list[torch.Size] = []
-        self._cuts: list[Cut] = []
+        self._cuts: list[Any] = []  # shape, strides and place of each in one vector
         self._dim = 0
-        self._is_linear = False
         self._means: list[Tensor] | None = None
         self._total: Tensor | None = None  # of linear rows: one vector, instead of means
         self._n_rows = 0
@@ -427,16 +386,12 @@ class ClippedMean(MeanOracle):
         if form != self._form:
             self._form = form
             self._shapes = [p.shape for p in query]
-            self._cuts, self._dim = cuts(self._shapes)
-            self._is_linear = [len(shape) for shape in self._shapes] == [2, 1] and self._shapes[
-                0
-            ][0] == 1
+            self._dim = sum(map(math.prod, self._shapes))
+            parts = self.views(torch.empty(self._dim, device="meta"))
+            self._cuts = [(part.shape, part.stride(), part.storage_offset()) for part in parts]
             self._summation = self._planned()
-            self._dtype = (
-                torch.float64
-                if any(dtype == torch.float64 for _, dtype, _ in form)
-                else torch.float32
-            )
+            wide = any(dtype == torch.float64 for _, dtype, _ in form)
+            self._dtype = torch.float64 if wide else torch.float32
             self._flat = None
             self._require_within_clip()
         if self._exact:
@@ -461,15 +416,16 @@ class ClippedMean(MeanOracle):
         """Raises PrivacyError if a subclass's weights let any of a range of norms past the clip."""
         if getattr(self.weights, "__func__", None) is ClippedMean.weights:
             return
-        device = self._form[0][2] if self._form else None
-        norms = torch.logspace(-300, 300, 601, dtype=torch.float64, device=device)
-        norms = torch.cat([norms, norms.new_tensor([self.clip, 0.0, math.inf, math.nan])])
+        powers = [10.0**k for k in range(-300, 301)]
+        norms = torch.tensor(
+            [*powers, self.clip, 0.0, math.inf, math.nan],
+            dtype=torch.float64,
+            device=self._form[0][2] if self._form else None,
+        )
         weights = self.weights(norms.clone(), self.clip)
-        reached = torch.where(
-            norms.isfinite(), weights * norms, weights * math.inf
-        )  # 0 * inf is NaN: nothing
+        passes = weights * norms.nan_to_num(math.inf, math.inf) > self.clip  # 0 * inf does not
         # PRIVACY: (test_weights_of_ones_own_that_pass_the_clip_are_refused)
-        if bool((weights < 0).any() or weights.isnan().any() or (reached > self.clip).any()):
+        if not bool((weights >= 0).all()) or bool(passes.any()):
             raise PrivacyError(
                 f"weights of {type(self).__name__} must be >= 0, keep weight * norm <= clip, and be"
                 " 0 where a norm is infinite or NaN: see oracles.clip_weights"
@@ -504,49 +460,33 @@ class ClippedMean(MeanOracle):
             self._refuse_many()
         self.__dict__["_n_rows"] = n_rows
         own = type(self)  # rows that fit have weight 1, and nobody else is to see them
-        kept = own.weights is ClippedMean.weights and own.observe is ClippedMean.observe
-        short = kept and "observe" not in self.__dict__ and "weights" not in self.__dict__
+        plain = own.weights is ClippedMean.weights and own.observe is ClippedMean.observe
         # PRIVACY: elsewhere weights that underflow are rounded up (test_rows_of_one_huge_feature_are_clipped)
-        linear = rows.linear() if short and in_float32(clip) else None
+        linear = rows.linear() if plain and in_float32(clip) else None
         if linear is not None:
-            self._observe_linear(linear, clip)
-            return
+            # PRIVACY: row i is w_i (x_i, 1) with the slope w_i cut to |w_i| |(x_i, 1)| <= C
+            # (test_removed_clip_of_linear_rows_is_caught)
+            total = linear.clipped_sum(clip * _ROUNDED, 1.0 / self.batch_size)
+            if total is not None:
+                if linear.shapes != self._shapes:
+                    self._refuse_shapes(linear.shapes)
+                if self._means is not None:
+                    self._add(self.views(total))
+                elif self._total is not None:
+                    self._total.add_(total)
+                else:
+                    self.__dict__["_total"] = total
+                return
         # PRIVACY: every row passes the clip, whatever was promised (test_removed_clip_is_caught)
         norms = rows.norms()
         weights = self.weights(norms, clip)
         precision = self._precision(clip, weights * norms)
         self._add(rows.weighted_sum(weights.div_(self.batch_size), precision))
 
-    def _observe_linear(self, rows: FactoredBlock, clip: float) -> None:
-        """Does what `observe` does in fewer calls: row i is w_i (x_i, 1), w_i = s_i clipped to C / f_i.
-
-        f_i is the bound of |(x_i, 1)|; w_i = max(-C, min(C, s_i f_i)) / f_i, so that |w_i| f_i <= C.
-        """
-        # PRIVACY: (test_removed_clip_of_linear_rows_is_caught)
-        total = rows.clipped_sum(clip * _ROUNDED, 1.0 / self.batch_size)
-        if total is None:
-            rows, norms = clipped_slopes(rows, clip)
-            precision = self._precision(clip, norms)
-            weights = norms.div_(rows.bounds).mul_(1.0 / self.batch_size)
-            total = weighted_rows(rows.acts, weights, precision)
-            total = torch.cat((total, weights.sum(0, True, dtype=torch.float64)))
-        if total.shape[0] != self._dim or not self._is_linear:
-            raise ValueError(
-                f"rows must be of shapes {self._shapes}, those of the query (got one score)"
-            )
-        if self._means is not None:
-            self._add(self.views(total))
-        elif self._total is not None:
-            self._total.add_(total)
-        else:
-            self.__dict__["_total"] = total
-
     def _add(self, means: list[Tensor]) -> None:
-        if [m.shape for m in means] != self._shapes:
-            raise ValueError(
-                f"rows must be of shapes {self._shapes}, those of the query (got"
-                f" {[m.shape for m in means]})"
-            )
+        shapes = [m.shape for m in means]
+        if shapes != self._shapes:
+            self._refuse_shapes(shapes)
         known = self._means if self._total is None else self.views(self._total)
         if known is not None:
             before = [m.double() for m in known]
@@ -554,20 +494,21 @@ class ClippedMean(MeanOracle):
             means = before
         self.__dict__.update(_means=means, _total=None)
 
+    def _refuse_shapes(self, shapes: list[torch.Size]) -> NoReturn:
+        raise ValueError(
+            f"rows must be of shapes {self._shapes}, those of the query (got {shapes})"
+        )
+
     def _precision(self, clip: float, norms: Tensor) -> Summation:
         """Returns that of the sum of rows of these norms, after the clip: (B,), whatever their signs."""
         plan = self._summation
         if not plan.uses_float32 or not norms.shape[0] or not in_float32(clip):
             return FLOAT64
         mean = 1.0  # tiles that are large already need no reading of norms
-        if (
-            plan.has_small_tiles
-        ):  # the root of the mean square is no less than the mean; some room for its rounding
-            mean = (
-                math.sqrt(float(torch.dot(norms, norms)) / norms.shape[0])
-                * (1.0 + norms.shape[0] * 2.0**-23)
-                / clip
-            )
+        if plan.has_small_tiles:
+            # the root of the mean square is no less than the mean; some room for its rounding
+            n = norms.shape[0]
+            mean = math.sqrt(float(torch.dot(norms, norms)) / n) * (1.0 + n * 2.0**-23) / clip
         return plan.for_rows(self._n_rows * self._processes, mean)
 
     def discard(self) -> None:
@@ -625,7 +566,10 @@ class ClippedMean(MeanOracle):
 
         NOT private: for the process that adds the sums up.
         """
-        self._add_to(out, self.views(out))
+        if self._total is not None:
+            out.add_(self._total)
+        for part, mean in zip(self.views(out), self._means or (), strict=False):
+            part.add_(mean)
         return self._n_rows
 
     def replace_sum(self, total: Tensor, n_rows: int) -> None:
@@ -644,7 +588,7 @@ class ClippedMean(MeanOracle):
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Returns a (d,) vector cut into the shapes of the parameters."""
-        return views(flat, self._cuts)
+        return split_like(flat, self._shapes)
 
     def sensitivity(self, adjacency: Adjacency) -> float:
         """Returns the L2 sensitivity of the mean, with the worst-case error of its sum, and of its grid if exact."""
@@ -662,65 +606,41 @@ class ClippedMean(MeanOracle):
         noise_std = self.noise_std  # raises before open
         if self._exact:
             return self._release_exact(generator)
-        large = self._large_sums() if self._dim > _LARGE else []
+        means = self._means or []  # none of linear rows
+        # the memory of large sums, which are fresh, is that of the release: their noise stays in cache
+        large = self._dim > _LARGE and [
+            m.numel() > _LARGE and m.dtype == self._dtype and m.is_contiguous() for m in means
+        ]
+        shapes = self._shapes
+        size = self._dim
         if large:
-            answer = self._release_in_place(large, noise_std, generator)
-        else:
-            # mean + noise is rounded, so after the noise: post-processing
-            flat = normal_(self._memory(self._dim), noise_std, generator, self._total)
-            # PRIVACY: views of this release only: who holds an old one (p.grad) may have pointed it to other memory
-            # (test_a_gradient_that_is_pointed_elsewhere_leaves_the_noise_in_the_next_release)
-            answer = views(flat, self._cuts)
-            if self._total is None:
-                self._add_to(flat, answer)
+            shapes = [
+                torch.Size([0]) if in_place else shape
+                for in_place, shape in zip(large, shapes, strict=True)
+            ]
+            size = sum(map(math.prod, shapes))
+        # mean + noise is rounded once, so after the noise: post-processing
+        flat = normal_(self._memory(size), noise_std, generator, self._total)
+        # PRIVACY: views of this release only: who holds an old one (p.grad) may have pointed it to other memory
+        # (test_a_gradient_that_is_pointed_elsewhere_leaves_the_noise_in_the_next_release)
+        answer = (
+            split_like(flat, shapes) if large else [flat.as_strided(*cut) for cut in self._cuts]
+        )
+        for i, mean in enumerate(means):
+            if large and large[i]:
+                answer[i] = add_normal_(mean, noise_std, generator)
+            else:
+                answer[i].add_(mean)
         self.discard()
         return Release(answer)
 
     def _release_exact(self, generator: Source) -> Release:
         """Returns the mean on its grid with noise in integers; cast to the precision of releases after that."""
         vector = torch.zeros(self._dim, dtype=torch.float64, device=self._form[0][2])
-        self._add_to(vector, self.views(vector))
+        self.write_sum(vector)
         self.discard()
-        return Release(
-            self.views(
-                self._memory(self._dim).copy_(release_on_grid(vector, self._grid, generator))
-            )
-        )
-
-    def _large_sums(self) -> list[int]:
-        means = self._means or ()  # none of linear rows
-        fits = [
-            m.numel() > _LARGE and m.dtype == self._dtype and m.is_contiguous() for m in means
-        ]
-        return [i for i, large in enumerate(fits) if large]
-
-    def _release_in_place(
-        self, large: list[int], noise_std: float, generator: Source
-    ) -> list[Tensor]:
-        """Returns the release, of which large sums are the memory; their noise stays in cache.
-
-        Sum and noise are of one precision and rounded once, together, as in a flat release. The sums are fresh, so that
-        nobody else holds their memory.
-        """
-        assert self._means is not None
-        small = cuts(
-            [torch.Size([0]) if i in large else shape for i, shape in enumerate(self._shapes)]
-        )
-        flat = normal_(self._memory(small[1]), noise_std, generator)
-        answer = views(flat, small[0])
-        for i, mean in enumerate(self._means):
-            if i not in large:
-                answer[i].add_(mean)
-                continue
-            answer[i] = add_normal_(mean, noise_std, generator)
-        return answer
-
-    def _add_to(self, flat: Tensor, parts: list[Tensor]) -> None:
-        if self._total is not None:
-            flat.add_(self._total)
-        elif self._means is not None:
-            for part, mean in zip(parts, self._means, strict=True):
-                part.add_(mean)
+        found = release_on_grid(vector, self._grid, generator)
+        return Release(self.views(self._memory(self._dim).copy_(found)))
 
     def metrics(self) -> dict[str, float]:
         """Returns clip and noise_std of the last batch."""

@@ -18,11 +18,10 @@ import secrets
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, wraps
-from itertools import accumulate
-from types import TracebackType
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+from itertools import accumulate, compress
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, cast
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -30,7 +29,6 @@ from torch.optim.optimizer import Optimizer
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import type_members
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.budgets import warn_of_delta
 from torch_dpsco.accounting.designs import Design, Draw, Parts, Poisson, Undeclared
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
@@ -43,25 +41,25 @@ from torch_dpsco.accounting.events import (
     event_from_json,
     event_to_json,
 )
-from torch_dpsco.accounting.ledger import LOCK, OPEN, OVER
+from torch_dpsco.accounting.ledger import LOCK, OPEN
 from torch_dpsco.accounting.report import Run as PublicRun
 from torch_dpsco.accounting.statement import Statement, make_statement
 from torch_dpsco.compat import OPTIMIZER_HOOKS, is_profiling
 from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError
 from torch_dpsco.problem import Schedule
-from torch_dpsco.prox import Identity, Prox
+from torch_dpsco.prox import Prox
 from torch_dpsco.rules import UpdateRule
 from torch_dpsco.step import checks
 from torch_dpsco.step.checks import listed
 from torch_dpsco.step.oracle import Charge, MeanOracle
 from torch_dpsco.step.phased import Phased
 
-_T = TypeVar("_T")
-
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """The parts of a private optimizer.
+    """The parts of a private optimizer, checked against each other, and what its steps are charged.
+
+    Each release is charged before its noise is drawn, with the mark of its number.
 
     Args:
         oracle: how a logical batch becomes a private mean.
@@ -72,8 +70,10 @@ class Run:
         reg: lambda of (lambda/2) |w|^2.
         adjacency: of the guarantee.
         accountant: pays.
-        payments: what steps are charged.
         secure: "exact" for noise in integers on a public grid.
+
+    Raises:
+        AdjacencyError: passes of secret draws whose steps are not all charged alike.
     """
 
     oracle: MeanOracle
@@ -84,8 +84,19 @@ class Run:
     reg: float
     adjacency: Adjacency
     accountant: Accountant
-    payments: Payments
     secure: str | None
+
+    def __post_init__(self) -> None:
+        self.rule.check_schedule(self.schedule)
+        self.accountant.require_unit(self.oracle.unit)
+        checks.require_same_parts(self.oracle, self.design, self.schedule)
+        if self.adaptive:
+            self.accountant.require_adaptive()
+        first = planned_event(self.oracle, self.design, 0, 1)
+        checks.require_one_step(self.accountant, self.adjacency, first)
+        if self.planned and isinstance(self.design, Parts) and not self.adaptive:
+            whole = planned_event(self.oracle, self.design, 0, self.planned)
+            checks.require_one_step(self.accountant, self.adjacency, whole, "the planned phases")
 
     @cached_property
     def planned(self) -> int | None:
@@ -93,9 +104,59 @@ class Run:
         return self.schedule.steps
 
     @cached_property
+    def charges(self) -> list[Charge]:
+        """What the first release of each phase is charged, as known when the run was made."""
+        return first_charges(self.oracle, self.design)
+
+    @cached_property
+    def adaptive(self) -> bool:
+        """Whether what a step costs depends on what was released before."""
+        return any(charge.adaptive for charge in self.charges)
+
+    @cached_property
+    def in_passes(self) -> bool:
+        """Whether passes of secret draws are charged as a whole, before their first step."""
+        if not any(self.passes):
+            return False
+        design = self.design
+        draws = _first_draws(self.oracle, design)
+        whole = all(
+            not charge.adaptive and charge.covers == design.covers(member.event(), draw)
+            for member, draw, charge in zip(
+                self.oracle.members, draws, self.charges, strict=True
+            )
+        )
+        # parts have their own passes
+        alike = isinstance(design, Parts) or len({charge.event for charge in self.charges}) == 1
+        if not (alike and whole):
+            # PRIVACY: the charge is of steps that are alike, and fixed before the first of them
+            # (test_a_pass_whose_steps_are_not_alike_is_refused)
+            raise AdjacencyError(
+                f"design must be given amplification=False for {type(self.oracle).__name__}, whose"
+                " steps of a pass are not all charged alike, as fixed before the first of them (got"
+                f" {design})"
+            )
+        return True
+
+    @cached_property
+    def passes(self) -> list[RandomAllocation | None]:
+        """The pass of secret draws that each phase is charged by; None for others."""
+        return [pass_of(charge.event) for charge in self.charges]
+
+    @cached_property
+    def sharing(self) -> tuple[MeanOracle, ...]:
+        """Members of the oracle whose releases have a secret in common."""
+        # PRIVACY: so has a copy, if one batch of a pass is used (test_a_copy_of_one_batch_of_a_pass_is_refused)
+        secret = [
+            charge.covers > 1 or (known is not None and known.steps > 1)
+            for charge, known in zip(self.charges, self.passes, strict=True)
+        ]
+        return tuple(compress(self.oracle.members, secret))
+
+    @cached_property
     def in_order(self) -> bool:
         """Whether the run has one partition, and step k uses its draw k."""
-        return isinstance(self.design, Parts) or self.payments.in_passes
+        return self.in_passes or isinstance(self.design, Parts)
 
     @cached_property
     def sizes_are_private(self) -> bool:
@@ -109,19 +170,19 @@ class Run:
         exact = any(oracle.jumps for oracle in self.oracle.members)
         return self.oracle.unit == "example" and not exact
 
-    def ahead(self, made: int, steps: int | None, partition: str) -> Event:
+    def ahead(self, progress: Progress, steps: int | None, partition: str) -> Event:
         """Returns the event of the next steps, or of all that are planned.
 
         Args:
-            made: steps made.
+            progress: of the run.
             steps: how many follow; None for all that are left of the schedule.
             partition: by which the ledger knows how records are cut into batches.
         """
+        made = progress.steps
         if steps is None:
             steps = (self.planned or made) - made
         stop = made + check.count(steps=steps)
-        paid = self.payments.paid
-        start = made if paid is None else min(stop, max(made, paid.stop))
+        start = made if progress.paid is None else min(stop, max(made, progress.paid.stop))
         return planned_event(self.oracle, self.design, start, stop, partition)
 
     def settings(self) -> dict[str, Any]:
@@ -137,26 +198,167 @@ class Run:
             **({} if self.secure is None else {"secure": self.secure}),
         }
 
+    def pay(self, progress: Progress, draw: Draw) -> None:
+        """Charges the release of a draw, unless a charge before has paid for it.
+
+        Args:
+            progress: of the run.
+            draw: whose rows are released.
+
+        Raises:
+            BudgetExceeded: there is not enough left; nothing was charged.
+            SequenceError: the release may have been made already, or is of another pass than was charged.
+        """
+        steps = progress.steps
+        paid = progress.paid
+        if paid is not None and steps < paid.stop:
+            event = self.oracle.charge(self.design, draw).event if self.in_passes else None
+            # PRIVACY: a charge to a part pays for no step on all records (test_a_pass_begun_on_a_part_stays_there)
+            paid.require(draw.partition, event)
+            charge = Charge(Sequential(()))
+        else:
+            charge = self.oracle.charge(self.design, draw)
+            part = self._part(steps) if len(self.passes) > 1 else 0
+            require_planned(charge.event, self.passes[part])
+        # PRIVACY: with the mark of this release, which no resumed run makes again (test_a_killed_run_goes_on_or_loses)
+        marks = {progress.run: steps + 1}
+        if self.design.one_pass:
+            marks[draw.partition] = draw.index + 1
+        if self.in_passes:
+            marks[progress.run + OPEN] = 1
+        with LOCK:  # of two threads one must see the mark of the other
+            if self.sharing and self.accountant.marked(progress.run) > steps:
+                # PRIVACY: one threshold would answer in two places (test_a_run_of_noisy_tests_goes_on_in_one_place)
+                raise SequenceError(
+                    "this step may have been made already, by another optimizer that goes on with"
+                    " the same run or by a step that failed after its charge: resume the run from"
+                    " its last checkpoint, or finalize()"
+                )
+            if self.in_passes:
+                self._require_fresh(draw)
+            self.accountant.authorize(
+                charge.event,
+                planned=partial(self._charges_left, draw, steps),
+                adaptive=self.adaptive,
+                releases=marks,
+                ahead=partial(self._ahead, progress, charge, draw),
+            )
+            if charge.covers > 1:
+                self._note(progress, charge, draw.partition)
+
+    def _charges_left(self, draw: Draw, steps: int) -> int:
+        """Returns how many equal charges a budget may expect."""
+        if not self.in_passes and (
+            self.adaptive or self.sharing
+        ):  # the next event is another one
+            return 1
+        left = 1 if self.planned is None else self.planned - steps
+        return self.design.charges_left(draw, left, of_passes=self.in_passes)
+
+    def _ahead(self, progress: Progress, charge: Charge, draw: Draw) -> int:
+        """Returns how many releases from here on are charged alike: a crash may lose them, where they were not made."""
+        # PRIVACY: of a run that cannot lose one (test_a_run_that_can_lose_nothing_is_charged_step_by_step)
+        if self.planned is None or charge.covers > 1 or not self.can_lose:
+            return 1
+        left = self.planned - progress.steps
+        if progress.paid is not None and progress.steps < progress.paid.stop:
+            return min(left, progress.paid.stop - progress.steps)
+        return 1 if self.in_passes else min(left, self._charges_left(draw, progress.steps))
+
+    def _require_fresh(self, draw: Draw) -> None:
+        """Raises SequenceError for a batch of secret draws that this ledger knows, by this run or by another one."""
+        if self.accountant.marked(draw.partition) > draw.index:
+            # PRIVACY: the charge is of draws that nobody has used before (test_the_draws_of_a_pass_serve_once)
+            raise SequenceError(
+                "this batch may have been released already, and its pass was charged for one"
+                " release of each: make a new optimizer, whose draws are fresh"
+            )
+
+    def _note(self, progress: Progress, charge: Charge, where: str) -> None:
+        """Notes what a charge of several releases, the next one and those after it, has paid for."""
+        event = charge.event if self.in_passes else None
+        progress.paid = Paid(progress.steps + charge.covers, where, event)
+
+    @property
+    def can_lose(self) -> bool:
+        """Whether the run can go on without a release that was charged: by `lose`, or since it shares no secret."""
+        if self.in_passes:  # batches of a pass share nothing but their charge
+            return True
+        return all(type(member).lose is not MeanOracle.lose for member in self.sharing)
+
+    def require_losable(self, lost: int) -> None:
+        """Raises SequenceError where releases are lost, and a member does not say by `lose` what that means."""
+        if not self.can_lose:
+            # PRIVACY: what later releases share with a lost one is lost with it
+            # (test_a_lost_release_of_an_oracle_that_does_not_expect_it_is_caught)
+            raise SequenceError(
+                f"{lost} steps may have been made after the checkpoint, without which this oracle"
+                " cannot go on: make a new optimizer, which is charged by itself (an oracle of yours"
+                " says by `lose` what they mean)"
+            )
+
+    def note_lost(self, progress: Progress, partition: str, *, cut: bool) -> None:
+        """Notes what was charged with a lost step.
+
+        Args:
+            progress: before it.
+            partition: by which the ledger knows how records are cut into batches; "planned" before they are.
+            cut: whether they are.
+        """
+        if progress.paid is not None and progress.steps < progress.paid.stop:
+            return
+        charge = self.oracle.charge(self.design, self._lost_draw(progress.steps, partition))
+        if charge.covers > 1:
+            self._note(progress, charge, partition if cut else "")
+
+    def _lost_draw(self, steps: int, partition: str) -> Draw:
+        part = self._part(steps)
+        # PRIVACY: of the draw of this step, so that no more is paid for than what is left of its pass
+        # (test_a_lost_step_in_a_pass_is_paid_to_its_end_and_no_further)
+        return Draw(0, partition, str(part), steps)
+
+    def _part(self, steps: int) -> int:
+        """Returns the part of the next draw, 0 where a design has none."""
+        return self.design.part_of(steps) if isinstance(self.design, Parts) else 0
+
+    def note_halt(self, progress: Progress) -> None:
+        """Notes in the ledger that the next release is a halt, before anybody sees it."""
+        self.accountant.authorize(Sequential(()), releases={progress.halt_mark: 1})
+
+
+def new_run() -> str:
+    """Returns the random name of a run, by which ledgers know its releases."""
+    return secrets.token_hex(16)
+
 
 @dataclass
 class Progress:
-    """How far a run has come: public, and kept in checkpoints.
+    """How far a run has come: kept in checkpoints.
 
     Args:
+        run: random name, by which the ledger knows the releases.
         steps: made, or lost.
         halted: whether the oracle has answered for the last time in this phase.
         stills: releases of this phase that were no means.
         since: step from which the run has its name.
         public: blocks of public steps that moved the parameters.
         finalized: whether the answer is installed.
+        paid: what was charged for several releases.
     """
 
+    run: str = field(default_factory=new_run)
     steps: int = 0
     halted: bool = False
     stills: int = 0
     since: int = 0
     public: int = 0
     finalized: bool = False
+    paid: Paid | None = None
+
+    @property
+    def halt_mark(self) -> str:
+        """The mark by which the ledger knows that the next release is a halt."""
+        return f"{self.run}/halted/{self.steps}"
 
 
 def part(name: str) -> Any:
@@ -171,58 +373,6 @@ def part(name: str) -> Any:
     return property(lambda optimizer: getattr(optimizer._run, name), refuse)
 
 
-def make_run(  # noqa: D417 (the others are those of `PrivateOptimizer`)
-    *,
-    oracle: MeanOracle,
-    rule: UpdateRule,
-    design: Design,
-    schedule: Schedule | None,
-    prox: Prox | None,
-    reg: float,
-    accountant: Accountant | None,
-    adjacency: Adjacency | None,
-    secure: str | None,
-    is_planned: bool,
-) -> Run:
-    """Returns the parts, checked against each other; see `PrivateOptimizer` for all but the last.
-
-    Args:
-        is_planned: whether a plan has warned of a large delta already.
-    """
-    schedule = schedule or Schedule()
-    rule.check_schedule(schedule)
-    adjacency = checks.agreed_adjacency(adjacency, accountant, design)
-    if accountant is None:  # an empty one has length 0 and would count as false
-        accountant = Accountant(adjacency=adjacency, unit=oracle.unit)
-    accountant.require_unit(oracle.unit)
-    if not is_planned and not isinstance(design, Undeclared):
-        warn_of_delta(accountant.budget, design.n)
-    checks.require_same_parts(oracle, design, schedule)
-    payments = Payments(oracle, design, accountant, schedule.steps)
-    if payments.adaptive:
-        accountant.require_adaptive()
-    return Run(
-        oracle=oracle,
-        rule=rule,
-        design=design,
-        schedule=schedule,
-        prox=prox or Identity(),
-        reg=check.nonnegative(reg=reg),
-        adjacency=adjacency,
-        accountant=accountant,
-        payments=payments,
-        secure=secure,
-    )
-
-
-def require_room(run: Run, all_steps: Event) -> None:
-    """Raises InfeasibleError if the budget is too small for one step, or for phases of which a later one costs more."""
-    first = planned_event(run.oracle, run.design, 0, 1)
-    checks.require_one_step(run.accountant, run.adjacency, first)
-    if isinstance(run.design, Parts) and not run.payments.adaptive:
-        checks.require_one_step(run.accountant, run.adjacency, all_steps, "the planned phases")
-
-
 def sizes_are_private(design: Design, adjacency: str, unit: str) -> bool:
     """Returns whether nobody's row may depend on the number of rows of a draw: it is private, or tells who is in it."""
     if isinstance(design, Undeclared):
@@ -232,11 +382,6 @@ def sizes_are_private(design: Design, adjacency: str, unit: str) -> bool:
     # (test_who_is_in_a_batch_moves_nobody_else)
     by_chance = design.secret or any(isinstance(part, Poisson) for part in parts)
     return adjacency == ADD_REMOVE or unit == "user" or by_chance
-
-
-def new_run() -> str:
-    """Returns the random name of a run, by which ledgers know its releases."""
-    return secrets.token_hex(16)
 
 
 class Paid(NamedTuple):
@@ -253,19 +398,15 @@ class Paid(NamedTuple):
     event: Event | None = None
 
     @classmethod
-    def of_row(cls, row: Sequence[Any]) -> Paid:
+    def of_row(cls, row: Sequence[Any]) -> Self:
         """Returns what `row` has made."""
-        stop, partition, *event = row
-        return cls(stop, partition, event_from_json(event[0]) if event else None)
+        stop, partition, event = row
+        return cls(stop, partition, event and event_from_json(event))
 
     @property
     def row(self) -> list[Any]:
         """All of it as primitives."""
-        return [
-            self.stop,
-            self.partition,
-            *([] if self.event is None else [event_to_json(self.event)]),
-        ]
+        return [self.stop, self.partition, self.event and event_to_json(self.event)]
 
     def require(self, partition: str, event: Event | None = None) -> None:
         """Raises SequenceError for a batch of records that were cut in another way, or for a release of less noise."""
@@ -294,20 +435,19 @@ def first_charges(oracle: MeanOracle, design: Design) -> list[Charge]:
 
 
 def _first_draws(oracle: MeanOracle, design: Design) -> list[Draw]:
-    if not isinstance(design, Parts):
-        return [Draw(0, "planned", str(k)) for k, _ in enumerate(oracle.members)]
-    starts = accumulate((draws for _, draws in design.parts[:-1]), initial=0)
+    draws = [0 for _ in oracle.members]
+    if isinstance(design, Parts):
+        draws = [steps for _, steps in design.parts]
+    starts = accumulate(draws[:-1], initial=0)
     return [Draw(0, "planned", str(k), start) for k, start in enumerate(starts)]
 
 
 def pass_of(event: Event) -> RandomAllocation | None:
     """Returns the pass of secret draws that a charge is of, of all records or of a part; None for others."""
-    events = (
-        [one for _, inside in event.items() for one in inside]
-        if isinstance(event, Parallel)
-        else [event]
-    )
-    return next((one for one in events if isinstance(one, RandomAllocation)), None)
+    if isinstance(event, Parallel):
+        passes = (pass_of(one) for _, inside in event.items() for one in inside)
+        return next(filter(None, passes), None)
+    return event if isinstance(event, RandomAllocation) else None
 
 
 def require_planned(event: Event, planned: RandomAllocation | None) -> None:
@@ -321,41 +461,6 @@ def require_planned(event: Event, planned: RandomAllocation | None) -> None:
         )
 
 
-def is_pass(oracle: MeanOracle, design: Design, charges: Sequence[Charge]) -> bool:
-    """Returns whether passes of secret draws are charged as a whole, before their first step.
-
-    Args:
-        oracle: of the run.
-        design: how batches are drawn.
-        charges: of the members of the oracle, see `first_charges`.
-
-    Raises:
-        AdjacencyError: only a part of the steps of a pass has the noise that it is charged for.
-    """
-    if not any(pass_of(charge.event) for charge in charges):
-        return False
-    draws = _first_draws(oracle, design)
-    covered = [
-        design.covers(member.event(), draw)
-        for member, draw in zip(oracle.members, draws, strict=True)
-    ]
-    whole = all(
-        not charge.adaptive and charge.covers == most
-        for charge, most in zip(charges, covered, strict=True)
-    )
-    alike = (
-        isinstance(design, Parts) or len({charge.event for charge in charges}) == 1
-    )  # parts have their own passes
-    if not (alike and whole):
-        # PRIVACY: the charge is of steps that are alike, and fixed before the first of them
-        # (test_a_pass_whose_steps_are_not_alike_is_refused)
-        raise AdjacencyError(
-            f"design must be given amplification=False for {type(oracle).__name__}, whose steps of"
-            f" a pass are not all charged alike, as fixed before the first of them (got {design})"
-        )
-    return True
-
-
 def planned_event(
     oracle: MeanOracle, design: Design, start: int, stop: int, partition: str = "planned"
 ) -> Event:
@@ -366,15 +471,13 @@ def planned_event(
         )
     if isinstance(oracle, Phased):
         # PRIVACY: a later phase may cost more (test_what_is_ahead_of_a_run_is_what_it_spends)
-        parts = []
+        parts: list[Event] = []
         first = 0
         for member, steps in oracle.phases:
             begin = max(start, first)
-            end = min(stop, first + steps)
-            parts += (
-                [planned_event(member, design, begin, end, partition)] if begin < end else []
-            )
             first += steps
+            if begin < min(stop, first):
+                parts.append(planned_event(member, design, begin, min(stop, first), partition))
         return Sequential(tuple(parts))
     charge = oracle.charge(design, Draw(0, partition, "0"))
     if design.positional and charge.covers == 1:  # a pass is charged, not a draw
@@ -382,213 +485,20 @@ def planned_event(
     return Repeat(charge.event, math.ceil((stop - start) / charge.covers))
 
 
-def refuse_copy(sharing: Sequence[MeanOracle]) -> None:
-    """Raises SequenceError for a copy of a run with members whose releases share a charge."""
-    if sharing:
-        # PRIVACY: the copy's releases would have the secrets of the original's
-        # (test_a_copy_of_a_run_that_is_charged_as_a_whole_is_caught)
-        raise SequenceError(
-            "an optimizer whose run is charged as a whole must not be copied before finalize(): its"
-            " releases share a secret; make a new one, which is charged by itself"
-        )
-
-
-def refuse_load(sharing: Sequence[MeanOracle]) -> None:
-    """Raises SequenceError for a checkpoint of such a run that is loaded without its ledger file."""
-    if sharing:
-        # PRIVACY: one secret would answer for two runs, whose ledgers know nothing of each other
-        # (test_a_second_load_of_a_run_that_is_charged_as_a_whole_is_caught)
-        raise SequenceError(
-            "a run that is charged as a whole must be continued once: by resume(state_dict), with"
-            " an accountant that has the run's ledger file; or start another one, which is charged"
-            " again"
-        )
-
-
-class Payments:
-    """What the releases of one run are charged, each before its noise is drawn, with the mark of its number.
-
-    Args:
-        oracle: of the run.
-        design: how batches are drawn.
-        accountant: pays.
-        planned: steps of the run; None where their number is open.
-
-    Raises:
-        AdjacencyError: passes of secret draws whose steps are not all charged alike.
-    """
-
-    def __init__(
-        self, oracle: MeanOracle, design: Design, accountant: Accountant, planned: int | None
-    ) -> None:
-        self._oracle = oracle
-        self._design = design
-        self._accountant = accountant
-        self._planned = planned
-        self.run = new_run()  # random name, by which the ledger knows the releases
-        self.paid: Paid | None = None  # what was charged for several releases
-        self._known: Event | None = None  # of the last charge
-        charges = first_charges(oracle, design)
-        self.adaptive = any(charge.adaptive for charge in charges)
-        self.in_passes = is_pass(oracle, design, charges)
-        self._passes = tuple(pass_of(charge.event) for charge in charges)
-        # PRIVACY: so has a copy, if one batch of a pass is used (test_a_copy_of_one_batch_of_a_pass_is_refused)
-        secret = [
-            charge.covers > 1 or (known is not None and known.steps > 1)
-            for charge, known in zip(charges, self._passes, strict=True)
-        ]
-        # whose releases have a secret in common
-        self.sharing = tuple(
-            member for member, shares in zip(oracle.members, secret, strict=True) if shares
-        )
-
-    def pay(self, draw: Draw, steps: int) -> None:
-        """Charges the release of a draw, unless a charge before has paid for it.
-
-        Args:
-            draw: whose rows are released.
-            steps: releases made before.
-
-        Raises:
-            BudgetExceeded: there is not enough left; nothing was charged.
-            SequenceError: the release may have been made already, or is of another pass than was charged.
-        """
-        charge = self._price(draw, steps)
-        # PRIVACY: with the mark of this release, which no resumed run makes again (test_a_killed_run_goes_on_or_loses)
-        marks = {self.run: steps + 1}
-        if self._design.one_pass:
-            marks[draw.partition] = draw.index + 1
-        if self.in_passes:
-            marks[self.run + OPEN] = 1
-        with LOCK:  # of two threads one must see the mark of the other
-            if self.sharing:
-                self._require_unmade(steps)
-            if self.in_passes:
-                self._require_fresh(draw)
-            self._accountant.authorize(
-                charge.event,
-                planned=partial(self._charges_left, draw, steps),
-                adaptive=self.adaptive,
-                releases=marks,
-                ahead=partial(self._ahead, charge, draw, steps),
-            )
-            if charge.covers > 1:
-                self._note(charge, steps, draw.partition)
-
-    def _price(self, draw: Draw, steps: int) -> Charge:
-        """Returns the charge of a release: nothing where it is paid for."""
-        if self.paid is None or steps >= self.paid.stop:
-            charge = self._oracle.charge(self._design, draw)
-            if len(self._passes) > 1 or charge.event is not self._known:
-                require_planned(charge.event, self._passes[self._part(steps)])
-                self._known = charge.event
-            return charge
-        event = self._oracle.charge(self._design, draw).event if self.in_passes else None
-        self.paid.require(draw.partition, event)
-        return Charge(Sequential(()))
-
-    def _charges_left(self, draw: Draw, steps: int) -> int:
-        """Returns how many equal charges a budget may expect."""
-        if not self.in_passes and (
-            self.adaptive or self.sharing
-        ):  # the next event is another one
-            return 1
-        left = 1 if self._planned is None else self._planned - steps
-        return self._design.charges_left(draw, left, of_passes=self.in_passes)
-
-    def _ahead(self, charge: Charge, draw: Draw, steps: int) -> int:
-        """Returns how many releases from here on are charged alike: a crash may lose them, where they were not made."""
-        # PRIVACY: of a run that cannot lose one (test_a_run_that_can_lose_nothing_is_charged_step_by_step)
-        if self._planned is None or charge.covers > 1 or not self.can_lose:
-            return 1
-        left = self._planned - steps
-        if self.paid is not None and steps < self.paid.stop:
-            return min(left, self.paid.stop - steps)
-        return 1 if self.in_passes else min(left, self._charges_left(draw, steps))
-
-    def _require_unmade(self, steps: int) -> None:
-        """Raises SequenceError if the ledger knows of a later step of a run whose releases share a secret."""
-        if self._accountant.marked(self.run) > steps:
-            # PRIVACY: one threshold would answer in two places (test_a_run_of_noisy_tests_goes_on_in_one_place)
-            raise SequenceError(
-                "this step may have been made already, by another optimizer that goes on with"
-                " the same run or by a step that failed after its charge: resume the run from"
-                " its last checkpoint, or finalize()"
-            )
-
-    def _require_fresh(self, draw: Draw) -> None:
-        """Raises SequenceError for a batch of secret draws that this ledger knows, by this run or by another one."""
-        if self._accountant.marked(draw.partition) > draw.index:
-            # PRIVACY: the charge is of draws that nobody has used before (test_the_draws_of_a_pass_serve_once)
-            raise SequenceError(
-                "this batch may have been released already, and its pass was charged for one"
-                " release of each: make a new optimizer, whose draws are fresh"
-            )
-
-    def _note(self, charge: Charge, steps: int, where: str) -> None:
-        event = charge.event if self.in_passes else None
-        self.paid = Paid(steps + charge.covers, where, event)
-
-    @property
-    def can_lose(self) -> bool:
-        """Whether the run can go on without a release that was charged: by `lose`, or since it shares no secret."""
-        if self.in_passes:  # batches of a pass share nothing but their charge
-            return True
-        return all(type(member).lose is not MeanOracle.lose for member in self.sharing)
-
-    def require_losable(self, lost: int) -> None:
-        """Raises SequenceError where releases are lost, and a member does not say by `lose` what that means."""
-        if not self.can_lose:
-            # PRIVACY: what later releases share with a lost one is lost with it
-            # (test_a_lost_release_of_an_oracle_that_does_not_expect_it_is_caught)
-            raise SequenceError(
-                f"{lost} steps may have been made after the checkpoint, without which this oracle"
-                " cannot go on: make a new optimizer, which is charged by itself (an oracle of yours"
-                " says by `lose` what they mean)"
-            )
-
-    def note_lost(self, steps: int, partition: str, *, cut: bool) -> None:
-        """Notes what was charged with a lost step.
-
-        Args:
-            steps: made before it.
-            partition: by which the ledger knows how records are cut into batches; "planned" before they are.
-            cut: whether they are.
-        """
-        if self.paid is not None and steps < self.paid.stop:
-            return
-        charge = self._oracle.charge(self._design, self._lost_draw(steps, partition))
-        if charge.covers > 1:
-            self._note(charge, steps, partition if cut else "")
-
-    def _lost_draw(self, steps: int, partition: str) -> Draw:
-        part = self._part(steps)
-        # PRIVACY: of the draw of this step, so that no more is paid for than what is left of its pass
-        # (test_a_lost_step_in_a_pass_is_paid_to_its_end_and_no_further)
-        return Draw(0, partition, str(part), steps)
-
-    def _part(self, steps: int) -> int:
-        """Returns the part of the next draw, 0 where a design has none."""
-        return self._design.part_of(steps) if isinstance(self._design, Parts) else 0
-
-    def end(self, steps: int) -> None:
-        """Marks that no release of the run's passes follows."""
-        if self.in_passes and steps:
-            self._accountant.authorize(Sequential(()), releases={self.run + OVER: 1})
-
-    def note_halt(self, steps: int) -> None:
-        """Notes in the ledger that the release of a step is a halt, before anybody sees it."""
-        self._accountant.authorize(Sequential(()), releases={self.halt_mark(steps): 1})
-
-    def halt_mark(self, steps: int) -> str:
-        """Returns the mark of a halt after `steps` steps."""
-        return f"{self.run}/halted/{steps}"
-
-
 _LARGEST = 1e100  # of what a plan is computed from
-_TYPED = ("__init__", "accumulate", "ahead", "load_state_dict", "loader", "plan")
-
-_Self = TypeVar("_Self", bound="CommonOptimizer")
+_TYPED = (
+    "__init__",
+    "accumulate",
+    "ahead",
+    "certify",
+    "load_state_dict",
+    "loader",
+    "plan",
+    "report",
+    "signal_skip_step",
+    "solve",
+    "step_on",
+)
 
 
 def check_call(closure: Any, users: Any = None) -> None:
@@ -612,16 +522,7 @@ class CommonOptimizer(Optimizer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        type_members(
-            cls,
-            *_TYPED,
-            "report",
-            "signal_skip_step",
-            "solve",
-            "certify",
-            "step_on",
-            largest=_LARGEST,
-        )
+        type_members(cls, *_TYPED, largest=_LARGEST)
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self.turn = Turn()
@@ -647,15 +548,10 @@ class CommonOptimizer(Optimizer):
     def finalize(self) -> None:
         """Installs the private answer into the parameters, unless that was done; later steps raise."""
 
-    def __enter__(self: _Self) -> _Self:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, *error: object) -> None:
         if kind is None:
             self.finalize()
 
@@ -699,17 +595,13 @@ class Turn:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self._holder = 0  # the thread that was let in last
         self._depth = 0
 
     @property
     def taken_here(self) -> bool:
         """Whether this thread is in."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            return self._depth > 0
-        finally:
-            self._lock.release()
+        return self._depth > 0 and self._holder == threading.get_ident()
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
@@ -719,14 +611,10 @@ class Turn:
                 " one; an optimizer is for one thread at a time, and several optimizers may share"
                 " an accountant"
             )
+        self._holder = threading.get_ident()
         self._depth += 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._depth -= 1
         self._lock.release()
 

@@ -29,7 +29,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import overload
 
 import torch
 import torch.distributed as dist
@@ -37,6 +36,8 @@ from torch import Tensor, nn
 
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.designs import Draw
+from torch_dpsco.accounting.events import Sequential
+from torch_dpsco.accounting.ledger import OVER
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.problem import Phase
 from torch_dpsco.prox import Identity
@@ -90,12 +91,8 @@ class PrivateOptimizer(RunOptimizer):
 
     # -- stepping -----------------------------------------------------------------------------------------------------
 
-    @overload
-    def step(self, closure: None = None, *, users: Tensor | None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float], *, users: Tensor | None = None) -> float: ...
     @seldom_watched
-    def step(
+    def step(  # type: ignore[override]  # torch has overloads for the two kinds of closure
         self, closure: Callable[[], float] | None = None, *, users: Tensor | None = None
     ) -> float | None:
         """Makes one private step from the outstanding batch, or adds a physical batch that is not the last of its draw.
@@ -121,14 +118,11 @@ class PrivateOptimizer(RunOptimizer):
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            given = self._given
-            if given is not None:
-                self._given = None
             # checks and ledger are Python: nothing to compile, and caches that a tracer would look through
             compiling = torch.compiler.is_compiling()
             make = torch.compiler.disable(self._make) if compiling else self._make
             with torch.no_grad():
-                make(users, scale, given)
+                make(users, scale)
             return loss
 
     @in_turn
@@ -138,45 +132,43 @@ class PrivateOptimizer(RunOptimizer):
         Args:
             rows: of the outstanding batch, at the query that the parameters hold, in the order of the parameters.
         """
-        if not is_watched(self):  # torch's wrapper of `step` alone costs a fifth of a small step
-            self._require_open()
-            self._make(None, None, rows)
-            return
         self._given = rows
         try:
-            self.step()
+            if is_watched(self):
+                self.step()
+            else:  # what torch and autograd put around `step` costs a fifth of a small one
+                self._require_open()
+                self._make(None, None)
         finally:
             self._given = None
 
-    def _make(
-        self, users: Tensor | None, scale: float | None, rows: GradBatch | None = None
-    ) -> None:
+    def _make(self, users: Tensor | None, scale: float | None) -> None:
+        """Makes the step, or adds a part of a draw."""
         run = self._run
         progress = self._progress
         ranks = self._world
         halted = False
-        marked = run.accountant.marked(run.payments.run)
+        marked = run.accountant.marked(progress.run)
         try:
             params = [p for p in self._params if p.requires_grad]
-            draw = self._observe(params, users, partial=False, scale=scale, given=rows)
+            draw = self._observe(params, users, scale)
             if draw is None:
                 return
             if not ranks.alone or (dist.is_available() and dist.is_initialized()):
                 ranks.agree(self, draw)
             # PRIVACY: charged before the noise is drawn (test_skipped_charge_is_caught)
-            self._charge(draw)
-            oracle = run.oracle
+            run.pay(progress, draw)
             release = (
-                oracle.release(self._noise)
+                run.oracle.release(self._noise)
                 if ranks.alone
-                else ranks.release(oracle, self._noise)
+                else ranks.release(run.oracle, self._noise)
             )
             halted = release.halted
             if halted and not progress.halted:
-                run.payments.note_halt(progress.steps)
+                run.note_halt(progress)
         except BaseException as error:
             ranks.failed(self, in_progress=self.outstanding_rows is not None)
-            if run.accountant.marked(run.payments.run) > marked and run.payments.can_lose:
+            if run.accountant.marked(progress.run) > marked and run.can_lose:
                 self._lose(error, halted=halted)
             else:
                 # PRIVACY: a refused batch must not linger in the oracle (test_kept_refused_batch_is_caught)
@@ -201,32 +193,23 @@ class PrivateOptimizer(RunOptimizer):
 
     def _count_lost(self, *, halted: bool) -> None:
         """Counts the next step, which was charged, as one whose release is lost."""
-        payments = self._run.payments
+        run = self._run
+        progress = self._progress
         halted = self.oracle.lose(self.steps, halted=halted)
-        payments.note_lost(
-            self.steps, self._batch.partition_name, cut=self._batch.partition is not None
+        run.note_lost(
+            progress, self._batch.partition_name, cut=self._batch.partition is not None
         )
-        if (
-            halted
-            and not self.halted
-            and not self.accountant.marked(payments.halt_mark(self.steps))
-        ):
+        if halted and not self.halted and not self.accountant.marked(progress.halt_mark):
             # PRIVACY: a resumed run must know of a halt that is seen
             # (test_a_halt_of_a_lost_step_is_noted_before_it_is_seen)
-            payments.note_halt(self.steps)
+            run.note_halt(progress)
         self._apply(self._trained(), Release([], halted=halted, still=True))
-
-    def _charge(self, draw: Draw) -> None:
-        self._run.payments.pay(draw, self._progress.steps)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Asked by torch's GradScaler, right before its check for infinities: whether step() unscales by itself."""
         show_zero_gradient(self._trained())
         return True
-
-    def _trained(self) -> list[nn.Parameter]:
-        return [p for p in self._params if p.requires_grad]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients and per-sample gradients that no step has taken yet."""
@@ -264,11 +247,11 @@ class PrivateOptimizer(RunOptimizer):
         self,
         params: list[nn.Parameter],
         users: Tensor | None,
-        *,
-        partial: bool,
         scale: float | None = None,
-        given: GradBatch | None = None,
+        *,
+        partial: bool = False,
     ) -> Draw | None:
+        """Lets the oracle clip and add the rows of the chunk that is due; returns its draw if that is complete."""
         run = self._run
         batch = self._batch
         chunk = batch.current()
@@ -278,24 +261,15 @@ class PrivateOptimizer(RunOptimizer):
                 f" {chunk.draw.index}): after discard(), or to continue a run, use"
                 " optimizer.loader(dataset, resume=True)"
             )
-        rows = given
-        if given is None:
-            # none is missing of an empty draw, or after accumulate()
-            if (chunk.rows and not batch.seen) or not batch.declared or has_rows(params):
-                rows = self._taken(params, scale)
-        elif has_rows(params):
-            # PRIVACY: rows that a backward has left would wait for a later step, another draw
-            # (test_given_rows_are_refused_beside_those_of_a_backward)
-            raise SequenceError(
-                "rows of a backward are waiting: make the step of that batch by step() or discard()"
-            )
+        # none is missing of an empty draw, or after accumulate()
+        due = (chunk.rows and not batch.seen) or not batch.declared
+        rows = self._taken(params, scale) if due or has_rows(params) else self._given
         retire_forwards(params)
-        n_rows = 0 if rows is None else len(rows)
-        kept, users = batch.admit(n_rows, 1 if rows is None else rows.passes, partial, users)
+        device = params[0].device
+        kept, users = batch.admit(rows, users, partial=partial)
         if rows is not None and kept is not None:
             # PRIVACY: the filling is no record (test_rows_of_the_filling_contribute_exactly_nothing)
-            rows = rows.among(kept if isinstance(kept, slice) else kept.to(params[0].device))
-            n_rows = len(rows)
+            rows = rows.among(kept if isinstance(kept, slice) else kept.to(device))
         elif (
             rows is not None
             and rows.averaged
@@ -307,8 +281,8 @@ class PrivateOptimizer(RunOptimizer):
         if not batch.opened:
             run.oracle.open(params, self._progress.steps)
             batch.opened = True
-        if rows is not None and n_rows:
-            run.oracle.observe(rows, None if users is None else users.to(params[0].device))
+        if rows is not None and len(rows):
+            run.oracle.observe(rows, None if users is None else users.to(device))
         if scale != self._grad_scale:
             if scale is not None and self._grad_scale is not None:
                 tell_of_scale(self, self._grad_scale, scale)
@@ -316,7 +290,16 @@ class PrivateOptimizer(RunOptimizer):
         return batch.close(chunk) if not partial else None
 
     def _taken(self, params: list[nn.Parameter], scale: float | None) -> GradBatch:
-        """Returns the rows that a backward has left on the parameters."""
+        """Returns the rows that are given, or that a backward has left on the parameters."""
+        if self._given is not None:
+            if has_rows(params):
+                # PRIVACY: rows that a backward has left would wait for a later step, another draw
+                # (test_given_rows_are_refused_beside_those_of_a_backward)
+                raise SequenceError(
+                    "rows of a backward are waiting: make the step of that batch by step() or"
+                    " discard()"
+                )
+            return self._given
         attachment = params[0].__dict__.get("dpsco")
         if attachment is not None and self._checks is not attachment.first.verdicts:
             self._checks = attachment.first.verdicts  # reports quote them after dp.detach too
@@ -324,14 +307,15 @@ class PrivateOptimizer(RunOptimizer):
         return rows if scale is None else rows.unscaled(scale)
 
     def _apply(self, params: list[nn.Parameter], release: Release) -> None:
+        """Counts the step, and moves by what was released, which is public."""
         run = self._run
         progress = self._progress
         phases = run.schedule.phases
-        index = 0
+        phase = phases[0]
         k = progress.steps
         if len(phases) > 1:
             index, k = run.schedule.locate(k)
-        phase = phases[index]
+            phase = phases[index]
         progress.stills = (progress.stills if k else 0) + release.still
         progress.steps += 1
         progress.halted = release.halted
@@ -344,22 +328,21 @@ class PrivateOptimizer(RunOptimizer):
 
     def _move(self, params: list[nn.Parameter], release: Release, phase: Phase, k: int) -> None:
         run = self._run
-        rule = run.rule
         groups = self.param_groups
         for p, mean in zip(params, release.mean, strict=True):
-            p.grad = mean if mean.dtype == p.dtype else mean.to(p.dtype)
+            p.grad = mean.to(p.dtype)
             if run.reg:
                 p.grad.add_(p, alpha=run.reg)
         if self._lrs is not None and [float(group["lr"]) for group in groups] != self._lrs:
             self._lrs = None
             checks.warn_of_void_theorem("lr was changed after construction", 4)
-        rule.update(groups, self.state, k, phase)
+        run.rule.update(groups, self.state, k, phase)
         if phase.radius < math.inf or not isinstance(run.prox, Identity):
             steps = [
-                rule.step_size(float(g["lr"]), k, phase) for g in groups for _ in trained(g)
+                run.rule.step_size(float(g["lr"]), k, phase) for g in groups for _ in trained(g)
             ]
-            rule.constrain(run.prox, params, steps, self.state, phase)
-        rule.settle(groups, self.state, k)
+            run.rule.constrain(run.prox, params, steps, self.state, phase)
+        run.rule.settle(groups, self.state, k)
 
     @in_turn
     def accumulate(self, *, users: Tensor | None = None) -> None:
@@ -419,7 +402,8 @@ class PrivateOptimizer(RunOptimizer):
         self._world.end(self)
         with torch.no_grad():
             self._install_answer()
-        self._run.payments.end(self._progress.steps)
+        if self._run.in_passes and self.steps:  # no release of its passes follows
+            self.accountant.authorize(Sequential(()), releases={self.run + OVER: 1})
         self._progress.finalized = True
 
     # -- public data --------------------------------------------------------------------------------------------------
@@ -448,17 +432,13 @@ class PrivateOptimizer(RunOptimizer):
         if all(map(torch.equal, params, before)):
             return
         self.prox.apply_(params, [0.0] * len(params))
-        moves: dict[Tensor, Tensor] = {
-            p: p.detach() - old for p, old in zip(params, before, strict=True)
-        }
         for name in self.rule.kept:
-            points = {p: self.state[p][name] for p in params if name in self.state.get(p, {})}
-            for p, point in points.items():
-                point.add_(moves[p])
-            if len(points) == len(params) and all(
-                point.shape == p.shape for p, point in points.items()
-            ):
-                self.prox.apply_(list(points.values()), [0.0] * len(points))
+            points = []
+            for p, old in zip(params, before, strict=True):
+                if name in self.state.get(p, {}):
+                    points.append(self.state[p][name].add_(p.detach() - old))
+            if len(points) == len(params):
+                self.prox.apply_(points, [0.0] * len(points))
         self._progress.public += 1
         if self._lrs is not None:
             self._lrs = None
