@@ -39,7 +39,6 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
 from copy import deepcopy
 from hashlib import shake_256
 from typing import Any, NoReturn
@@ -143,17 +142,6 @@ def exponential_sum(count: int, source: Source) -> float:
     return -math.fsum(
         float(_logarithms(stream.words(size), stream, np.empty(size)).sum()) for size in sizes
     )
-
-
-def uniform(shape: Sequence[int], source: Source) -> Tensor:
-    """Returns uniform multiples of 2^-53 in [0, 1): float64, on the source's device."""
-    return words(shape, 53, source).double().mul_(2.0**-53)
-
-
-def words(shape: Sequence[int], bits: int, source: Source) -> Tensor:
-    """Returns uniform integers of `bits` bits, at most 63: int64, on the source's device."""
-    drawn = stream_of(source).words(math.prod(shape)).view(np.uint64) >> np.uint64(64 - bits)
-    return torch.from_numpy(drawn.view(np.int64)).view(tuple(shape)).to(source.device)
 
 
 def _write(part: Tensor, std: float, stream: Stream, mean: Tensor | None = None) -> None:

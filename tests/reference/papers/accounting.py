@@ -48,8 +48,8 @@ from torch_dpsco.accounting.analysis.rdp import (
     gaussian_divergence,
     nodes,
 )
-from torch_dpsco.accounting.analysis.shuffle import _composed, _shifts, _shuffle_window, _Window
 from torch_dpsco.errors import ConditionError
+from torch_dpsco.shuffle_model.numbers import _composed, _shifts, _shuffle_window, _Window
 
 _LEAST_NOISE = 1e-4  # times size^1.5, as in `mixtures`: below, noise counts as none
 _SPELLED_OUT = {"P=mixture,Q=N(0)": "remove", "P=N(0),Q=mixture": "add"}

@@ -13,7 +13,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
-from tests.accounting.exact_shuffle import delta_bounds
 from tests.reference.papers import heavy_tailed as papers
 from tests.reference.papers.heavy_tailed import (
     analyze_scalar_sum,
@@ -23,22 +22,26 @@ from tests.reference.papers.heavy_tailed import (
     vector_parameters_paper,
     vector_sum,
 )
-from torch_dpsco.accounting.analysis.rdp import zcdp_epsilon, zcdp_rho
-from torch_dpsco.algorithms import mechanisms as shuffle_noise
-from torch_dpsco.algorithms import mechanisms as shuffle_sizing
-from torch_dpsco.algorithms.mechanisms import (
+from tests.shuffle_model.exact_shuffle import delta_bounds
+from torch_dpsco.accounting.analysis.rdp import zcdp_epsilon
+from torch_dpsco.errors import ConditionError, InfeasibleError
+from torch_dpsco.shuffle_model import (
     COORDINATES,
     VECTORS,
-    BinomialNoise,
+    ShuffledClipped,
     ShuffleParameters,
-    centered_sum,
-    grid_values,
-    round_randomly,
     shuffle_cost,
     shuffle_parameters,
 )
-from torch_dpsco.algorithms.oracles import ShuffledClipped
-from torch_dpsco.errors import ConditionError, InfeasibleError
+from torch_dpsco.shuffle_model import numbers as shuffle_sizing
+from torch_dpsco.shuffle_model import oracles as shuffle_noise
+from torch_dpsco.shuffle_model.numbers import zcdp_rho
+from torch_dpsco.shuffle_model.oracles import (
+    BinomialNoise,
+    centered_sum,
+    grid_values,
+    round_randomly,
+)
 
 RUNS = 100_000
 ALARM = 1e-9  # chance that a true law fails a test
