@@ -345,31 +345,22 @@ def lower_tail(k: int, trials: int, p: float) -> float:
         >>> 1 <= lower_tail(0, 10, 0.5) * 2**10 < 1 + 1e-11
         True
     """
-    return _upper_tail(trials - k, trials, 1 - Fraction(p))
+    return upper_tail(trials - k, trials, 1 - Fraction(p))
 
 
-def upper_tail(k: int, trials: int, p: float) -> float:
-    """Returns P[Bin(trials, p) >= k], rounded up by at most 3e-8 of itself (1e-11 for up to 1e6 trials).
-
-    Args:
-        k: any integer.
-        trials: in 0..1e13.
-        p: in [0, 1].
-    """
-    return _upper_tail(k, trials, Fraction(p))
-
-
-def _upper_tail(k: int, n: int, p: Fraction) -> float:
-    if n > _MOST_TRIALS:
+def upper_tail(k: int, trials: int, p: float | Fraction) -> float:
+    """Returns P[Bin(trials, p) >= k], as `lower_tail` that of at most k."""
+    if trials > _MOST_TRIALS:
         raise InfeasibleError(
-            f"trials of a binomial law must be <= {_MOST_TRIALS:.0e} (got {n})"
+            f"trials of a binomial law must be <= {_MOST_TRIALS:.0e} (got {trials})"
         )
-    if k <= 0 or k > n or p in (0, 1):
-        return float(k <= 0 or (k <= n and p == 1))
-    if k <= n * p:
-        low, error = _beyond_the_mean(n - k + 1, n, 1 - p)
+    p = Fraction(p)
+    if k <= 0 or k > trials or p in (0, 1):
+        return float(k <= 0 or (k <= trials and p == 1))
+    if k <= trials * p:
+        low, error = _beyond_the_mean(trials - k + 1, trials, 1 - p)
         return min(1.0, (1 - low * (1 - error)) * (1 + 2 * _UNIT))
-    tail, error = _beyond_the_mean(k, n, p)
+    tail, error = _beyond_the_mean(k, trials, p)
     return min(1.0, tail * (1 + error))
 
 

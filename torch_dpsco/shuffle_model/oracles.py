@@ -4,7 +4,7 @@
 clips coordinates, sums each of m groups by Algorithm 14 and takes medians over the groups; the bits are all its noise.
 
 THIS IS A CENTRAL SIMULATION of the shuffle model: one process sees all rows and draws the number of ones that honest
-users would have sent, which has the law of the bits (`BinomialNoise`). The guarantee is that of the released
+users would have sent, which has the law of the bits (`binomial_noise`). The guarantee is that of the released
 mean; that it would hold against the server too, behind a shuffler, takes honest users (`honest_fraction`) and real
 messages.
 
@@ -52,6 +52,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import lru_cache
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -101,53 +102,45 @@ _GUARD = 128  # more bits, for the recurrence
 _LARGEST = 2 * 10**10  # trials: a table of two million points
 
 
-class BinomialNoise:
-    """Draws from Bin(N, p).
+def binomial_noise(
+    trials: int, noise_probability: float, shape: tuple[int, ...], generator: Source
+) -> Tensor:
+    """Returns independent draws from Bin(N, p): int64, on the generator's device.
 
     Args:
         trials: N >= 0, at most 2 10^10.
         noise_probability: p in (0, 1).
+        shape: of the draws.
+        generator: of the bits.
 
     Example:
-        >>> noise = BinomialNoise(1000, 0.5)
-        >>> counts = noise.draw((20000,), torch.Generator().manual_seed(0))
+        >>> counts = binomial_noise(1000, 0.5, (20000,), torch.Generator().manual_seed(0))
         >>> counts.dtype, abs(counts.double().mean().item() - 500) < 0.6
         (torch.int64, True)
     """
-
-    def __init__(self, trials: int, noise_probability: float) -> None:
-        self.trials = check.count(trials=trials)
-        self.noise_probability = check.open_interval(
-            0.0, 1.0, noise_probability=noise_probability
-        )
-        if self.trials > _LARGEST:
-            raise InfeasibleError(
-                f"trials must be at most {_LARGEST} to be drawn (got {trials})"
-            )
-        self._first, self._high, self._low = _table(self.trials, self.noise_probability)
-
-    def draw(self, shape: tuple[int, ...], generator: Source) -> Tensor:
-        """Returns independent draws: int64, on the generator's device."""
-        if not self.trials:
-            return torch.zeros(shape, dtype=torch.int64, device=generator.device)
-        high = self._high.to(generator.device)
-        top = words(shape, _WORD, generator)
-        # the number drawn is that of entries <= the uniform integer; most are decided by its upper half
-        index = torch.searchsorted(high, top)
-        undecided = (index < len(high)) & (high[index.clamp(max=len(high) - 1)] == top)
-        for place in undecided.nonzero():
-            where = tuple(place.tolist())
-            # PRIVACY: the lower half decides ties (test_the_noise_is_binomial_to_all_its_bits)
-            bottom = words((), _WORD, generator)
-            tied = self._low[self._high.numpy() == int(top[where])]
-            index[where] += int(np.searchsorted(tied, int(bottom), side="right"))
-        return index + self._first
+    first, high, low = binomial_table(trials, noise_probability)
+    top = words(shape, _WORD, generator)
+    # the number drawn is that of entries <= the uniform integer; most are decided by its upper half
+    index = torch.searchsorted(high.to(top.device), top)
+    undecided = (index < len(high)) & (
+        high.to(top.device)[index.clamp(max=len(high) - 1)] == top
+    )
+    for place in undecided.nonzero():
+        where = tuple(place.tolist())
+        # PRIVACY: the lower half decides ties (test_the_noise_is_binomial_to_all_its_bits)
+        bottom = words((), _WORD, generator)
+        tied = low[high.numpy() == int(top[where])]
+        index[where] += int(np.searchsorted(tied, int(bottom), side="right"))
+    return index + first
 
 
-def _table(
+@lru_cache(maxsize=4)
+def binomial_table(
     trials: int, p: float
 ) -> tuple[int, Tensor, np.ndarray[tuple[int, ...], np.dtype[np.int64]]]:
     """Returns the least number drawn and, split in two halves, P(Y <= y) in units of 2^-124 for all y but the last."""
+    if trials > _LARGEST:
+        raise InfeasibleError(f"trials must be at most {_LARGEST} to be drawn (got {trials})")
     won, whole = p.as_integer_ratio()
     lost = whole - won
     mode = min(trials, (trials + 1) * won // whole)
@@ -240,7 +233,6 @@ class _Shuffled(GroupedMean):
         if parameters.noise_bits:
             cost = self.cost()
             self._event = ZCDP(cost.rho, cost.failure, (REPLACE_ONE, ZERO_OUT))
-        self._noise: BinomialNoise | None = None
         self._places: list[Tensor] = []
 
     @classmethod
@@ -343,12 +335,14 @@ class _Shuffled(GroupedMean):
             raise SequenceError(
                 f"a logical batch must have exactly {self.batch_size} rows (got another number)"
             )
-        if self._noise is None:
-            trials = self.group_size * self.parameters.noise_bits
-            self._noise = BinomialNoise(trials, self.parameters.noise_probability)
         ones = round_randomly(torch.cat(places)[: self.groups * self.group_size], generator)
         # PRIVACY: group_size * noise_bits coins in each group and coordinate (test_halved_noise_bits_are_caught)
-        noise = self._noise.draw((self.groups, self.dim), generator)
+        noise = binomial_noise(
+            self.group_size * self.parameters.noise_bits,
+            self.parameters.noise_probability,
+            (self.groups, self.dim),
+            generator,
+        )
         return ones.view(self.groups, self.group_size, self.dim).sum(dim=1) + noise
 
     def release(self, generator: Source) -> Release:

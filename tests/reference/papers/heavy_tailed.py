@@ -42,7 +42,7 @@ from torch_dpsco.errors import AdjacencyError, ConditionError
 from torch_dpsco.noise import Source
 from torch_dpsco.shuffle_model import VECTORS, ShuffleParameters, shuffle_parameters
 from torch_dpsco.shuffle_model.oracles import (
-    BinomialNoise,
+    binomial_noise,
     centered_sum,
     grid_values,
     round_randomly,
@@ -431,8 +431,13 @@ def scalar_sum(
     ones = round_randomly(
         grid_values(values, check.positive(upper=upper), parameters.grid), generator
     )
-    noise = BinomialNoise(len(values) * parameters.noise_bits, parameters.noise_probability)
-    return ones.sum(0) + noise.draw(tuple(values.shape[1:]), generator)
+    noise = binomial_noise(
+        len(values) * parameters.noise_bits,
+        parameters.noise_probability,
+        tuple(values.shape[1:]),
+        generator,
+    )
+    return ones.sum(0) + noise
 
 
 def vector_sum(
