@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import get_worker_info
 
 from torch_dpsco.errors import PrivacyError, UnitError
 from torch_dpsco.sampling.datasets import Gathered
@@ -111,10 +110,9 @@ def _place(system: Any, path: str) -> Hashable:
 _AT_A_TIME = 2048  # rows: the system maps up to 64 KiB around each, 128 MiB
 # elsewhere it means more
 _GIVE_BACK = getattr(mmap, "MADV_DONTNEED", None) if sys.platform == "linux" else None
-_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
-    torch.float32: np.dtype(np.float32),
-    torch.float64: np.dtype(np.float64),
-    torch.int64: np.dtype(np.int64),
+_NUMPY = {
+    dtype: torch.empty(0, dtype=dtype).numpy().dtype
+    for dtype in (torch.float32, torch.float64, torch.int64)
 }
 
 
@@ -125,12 +123,14 @@ def row_dtype(
     target_shape: Sequence[int],
 ) -> np.dtype[Any]:
     """Returns the dtype of a row with inputs and a target; raises ValueError for others than a file can hold."""
-    if dtype not in (torch.float32, torch.float64):  # null records have inputs of NaN
-        raise ValueError(f"dtype must be torch.float32 or torch.float64 (got {dtype})")
-    if target_dtype not in _NUMPY:
-        raise ValueError(
-            f"target_dtype must be torch.float32, torch.float64 or torch.int64 (got {target_dtype})"
-        )
+    kinds = list(_NUMPY)
+    # null records have inputs of NaN
+    for name, given, known in (
+        ("dtype", dtype, kinds[:2]),
+        ("target_dtype", target_dtype, kinds),
+    ):
+        if given not in known:
+            raise ValueError(f"{name} must be {' or '.join(map(str, known))} (got {given})")
     return np.dtype(
         [
             ("inputs", _NUMPY[dtype], tuple(shape)),
@@ -146,9 +146,6 @@ class RowFile(Gathered):
         blocks: arrays of `row`, read here.
         row: fields "inputs" and "target".
         folder: in which the file is; default that of `tempfile`.
-
-    Raises:
-        UnitError: the blocks are read inside of a worker of a DataLoader, which may have a part of them only.
     """
 
     def __init__(
@@ -157,10 +154,6 @@ class RowFile(Gathered):
         row: np.dtype[Any],
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
-        if get_worker_info() is not None:
-            raise UnitError(
-                "rows must be read in the main process: a worker may have a part of them only"
-            )
         if folder is not None and not os.path.isdir(folder):
             raise ValueError(f"folder must be one that is there (got {os.fspath(folder)!r})")
         self._map: mmap.mmap | None = None

@@ -264,6 +264,7 @@ class _Window:
         return _Pair(losses, self._log_weight, -math.log1p(-self.lost), self._each, 2 * shift)
 
 
+@dataclass
 class _Pair:
     """The law P on a window and Q = its shift, in both directions.
 
@@ -275,33 +276,28 @@ class _Pair:
         steps: of which there are in each of the two logarithms of a loss, together.
     """
 
-    def __init__(
-        self,
-        losses: list[FloatArray],
-        log_weight: FloatArray,
-        missing: float,
-        each: float,
-        steps: int,
-    ) -> None:
-        self._losses = losses
-        self._log_weight = log_weight
-        self._weight = np.exp(log_weight)
-        self._largest = [float(np.abs(one).max()) for one in losses]
-        self._missing = missing
-        self._error = steps * each
-        self._sum_error = 2 * (log_weight.size + steps + 1) * each
+    losses: list[FloatArray]
+    log_weight: FloatArray
+    missing: float
+    each: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        self._weight = np.exp(self.log_weight)
+        self._largest = [float(np.abs(one).max()) for one in self.losses]
+        self._error = self.steps * self.each
 
     def worst_loss(self) -> float:
         """Returns a bound of log P_W / Q on the window, for both directions."""
-        return max(self._largest) + 2 * self._error + self._missing
+        return max(self._largest) + 2 * self._error + self.missing
 
     def divergence(self, order: float) -> float:
         """Returns D_a(P_W || Q) for the worse direction of the shift, rounded up."""
         bounds = [
             self._one_way(losses, largest, order - 1)
-            for losses, largest in zip(self._losses, self._largest, strict=True)
+            for losses, largest in zip(self.losses, self._largest, strict=True)
         ]
-        return max(0.0, *bounds) + self._missing
+        return max(0.0, *bounds) + self.missing
 
     def _one_way(self, losses: FloatArray, largest: float, power: float) -> float:
         terms = power * losses
@@ -311,13 +307,14 @@ class _Pair:
             log_mean = math.log1p(float(self._weight @ terms))
             spread = float(self._weight @ np.abs(terms, out=terms)) / math.exp(log_mean)
         else:
-            terms += self._log_weight
+            terms += self.log_weight
             peak = float(terms.max())
             terms -= peak
             log_mean = peak + math.log(float(np.exp(terms, out=terms).sum()))
             spread = 1.0
         # margin: errors of losses, weights and sums (docs/proofs/heavy_tailed.md#shuffle-accountant)
-        error = (self._sum_error + 16 * _UNIT * (1 + largest)) * spread / power
+        sums = 2 * (self.log_weight.size + self.steps + 1) * self.each
+        error = (sums + 16 * _UNIT * (1 + largest)) * spread / power
         return log_mean / power + self._error + error
 
 

@@ -118,6 +118,8 @@ def binomial_noise(
         >>> counts.dtype, abs(counts.double().mean().item() - 500) < 0.6
         (torch.int64, True)
     """
+    if not trials:
+        return torch.zeros(shape, dtype=torch.int64, device=generator.device)
     first, high, low = binomial_table(trials, noise_probability)
     top = words(shape, _WORD, generator)
     # the number drawn is that of entries <= the uniform integer; most are decided by its upper half
