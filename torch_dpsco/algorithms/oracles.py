@@ -146,7 +146,36 @@ def group_size(batch_size: int, groups: int) -> int:
     return batch_size // groups
 
 
-class GroupedMean(MeanOracle):
+class VectorMean(MeanOracle):
+    """A mean that is made as one vector of the shapes, precision and device of the query."""
+
+    _shapes: Sequence[torch.Size] = ()
+
+    def open(self, query: Sequence[Tensor], step: int = 0) -> None:
+        """Starts a logical batch like the query; forgets an unfinished one."""
+        self._shapes = [p.shape for p in query]
+        self._device = query[0].device
+        self._dtype = (
+            torch.float64 if any(p.dtype == torch.float64 for p in query) else torch.float32
+        )
+        self.discard()
+
+    def _require_open(self) -> None:
+        if not self._shapes:
+            raise SequenceError(
+                "no logical batch was opened: call open(query) first, which fixes the dimension"
+            )
+
+    @property
+    def _dim(self) -> int:
+        self._require_open()
+        return sum(shape.numel() for shape in self._shapes)
+
+    def _released(self, mean: Tensor) -> Release:
+        return Release(split_like(mean.to(self._dtype), self._shapes))
+
+
+class GroupedMean(VectorMean):
     """Medians over groups of consecutive rows of batches of a fixed size.
 
     Args:
@@ -161,22 +190,6 @@ class GroupedMean(MeanOracle):
         self.clip = check.between(1e-200, 1e200, clip=check.positive(clip=clip))
         self.groups = groups
         self.group_size = group_size(batch_size, groups)
-        self._shapes: list[torch.Size] = []
-
-    def open(self, query: Sequence[Tensor], step: int = 0) -> None:
-        """Starts a logical batch of the shapes of the query; forgets an unfinished one."""
-        self._shapes = [p.shape for p in query]
-        self._device = query[0].device
-        self._dtype = (
-            torch.float64 if any(p.dtype == torch.float64 for p in query) else torch.float32
-        )
-        self.discard()
-
-    def _require_open(self) -> None:
-        if not self._shapes:
-            raise SequenceError(
-                "no logical batch was opened: call open(query) first, which fixes the dimension"
-            )
 
     def _dense(self, rows: GradBatch) -> list[Tensor]:
         """Returns rows per parameter, after a check of their shapes."""
@@ -246,11 +259,6 @@ class Coordinatewise(GroupedMean):
         self._event = Gaussian(self.noise_multiplier, _UNITS)
         self._n_rows = 0
 
-    @property
-    def _dim(self) -> int:
-        self._require_open()
-        return sum(shape.numel() for shape in self._shapes)
-
     def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
         """Clips rows and adds them to the sums of their groups."""
         dense = self._dense(rows)
@@ -306,7 +314,7 @@ class Coordinatewise(GroupedMean):
         else:
             flat = self._noisy(medians(means), generator)
         self.discard()
-        return Release(split_like(flat.to(self._dtype), self._shapes))
+        return self._released(flat)
 
     def _noisy(self, values: Tensor, generator: Source) -> Tensor:
         if not self.noise_multiplier:

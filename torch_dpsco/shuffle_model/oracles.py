@@ -82,7 +82,7 @@ from torch_dpsco.shuffle_model.numbers import (
     shuffle_cost,
     shuffle_parameters,
 )
-from torch_dpsco.step.oracle import Release, clip_weights, split_like
+from torch_dpsco.step.oracle import Release, clip_weights
 
 
 def uniform(shape: Sequence[int], source: Source) -> Tensor:
@@ -225,7 +225,8 @@ class _Shuffled(GroupedMean):
         self.parameters = parameters
         self.dim = check.positive_count(dim=dim)
         self.failure = check.open_interval(0.0, 1.0, failure=failure)
-        self.honest_fraction = check.between(0.0, 1.0, honest_fraction=honest_fraction)
+        self.honest_fraction = honest_fraction
+        self._honest = honest_users(self.group_size, honest_fraction)
         most = self.group_size * (parameters.grid + parameters.noise_bits)
         if most >= 2**53:
             raise ValueError(
@@ -283,8 +284,7 @@ class _Shuffled(GroupedMean):
         """Returns what a release costs: rho of all orders, and a failure probability."""
         # PRIVACY: the noise of one group hides a record, not that of the batch
         # (test_a_record_is_hidden_by_the_noise_of_its_group_alone)
-        users = honest_users(self.group_size, self.honest_fraction)
-        return shuffle_cost(self._reach, self.parameters, users, self.dim, self.failure)
+        return shuffle_cost(self._reach, self.parameters, self._honest, self.dim, self.failure)
 
     @abstractmethod
     def _clipped(self, rows: GradBatch, dense: Sequence[Tensor]) -> Tensor:
@@ -353,7 +353,7 @@ class _Shuffled(GroupedMean):
         means = (
             centered_sum(counts, self.group_size, self.clip, self.parameters) / self.group_size
         )
-        return Release(split_like(medians(means).to(self._dtype), self._shapes))
+        return self._released(medians(means))
 
     def _moves(self, adjacency: Adjacency, spread: float) -> float:
         """Returns a bound of the L2 move of the released mean, for values that move by `spread` grids in L2 norm."""
