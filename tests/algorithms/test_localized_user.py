@@ -430,7 +430,6 @@ def test_the_report_says_what_the_whole_run_will_cost_at_each_point() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "reach": ({"reach": 1e9}, "reach must be"),
     "min-items": ({"min_items": 0}, "min_items must be"),
     "prox": ({"prox": 1.0}, "prox must be"),
 }

@@ -30,7 +30,7 @@ radius tau and the numbers of `algorithms.user_numbers`:
 | user | counted as |
 |---|---|
 | no rows, or fewer than min_items | isolated: own only neighbor, f_j = 1, weight 0, counted in n |
-| NaN, inf, overflow, or farther than reach tau from 0 | isolated |
+| NaN, inf, overflow, or farther than 10^6 tau from 0 | isolated |
 | at exactly tau from another one | neighbors (<=), decided by the two means alone |
 | halted | later steps read no rows and release nothing |
 
@@ -77,6 +77,7 @@ from torch_dpsco.rows.neighbors import mean_rounding, neighbor_counts, read, til
 from torch_dpsco.step.oracle import Charge, ClippedMean, Release
 
 _UNIT = 2.0**-53
+_REACH = 1e6  # pair radii from 0, past which users are isolated
 
 
 class UserMean(VectorMean):
@@ -309,7 +310,6 @@ class UserFiltered(UserMean):
     Args:
         filter: its public numbers. The noise on the released mean is enlarged by the rounding errors (see `noise_std`),
             so that the event is that of these numbers.
-        reach: B in [1, 1e6]: users farther than B tau from 0 are isolated.
         min_items: rows that a user must have, public.
         ids: user ids are in [0, ids); default n_users. More than n_users for a phase on some of the users.
 
@@ -334,14 +334,12 @@ class UserFiltered(UserMean):
         self,
         filter: UserFilter,
         *,
-        reach: float = 1000.0,
         min_items: int = 1,
         ids: int | None = None,
     ) -> None:
         n = filter.n_users
         super().__init__(n, n if ids is None else check.positive_count(ids=ids), min_items)
         self.filter = filter
-        self.reach = check.between(1.0, 1e6, reach=reach)
         # PRIVACY: of the very numbers that the ledger is told (test_the_phase_is_charged_for_what_is_drawn)
         self.noise_multiplier = filter.noise_std / filter.sensitivity
         # PRIVACY: 2 (n - 1)/n, not 1 (test_one_user_moves_the_score_by_at_most_its_sensitivity)
@@ -372,7 +370,7 @@ class UserFiltered(UserMean):
         own = self.filter
         tau = own.pair_radius
         nominal = own.sensitivity * (1.0 + 8 * (self._dim + 16) * _UNIT)
-        return nominal + mean_rounding(own.n_users, 2 * tau * 1.01, self.reach * tau * 1.01)
+        return nominal + mean_rounding(own.n_users, 2 * tau * 1.01, _REACH * tau * 1.01)
 
     @property
     def bad_pass(self) -> float:
@@ -415,7 +413,7 @@ class UserFiltered(UserMean):
             return self._halt()
         own = self.filter
         # PRIVACY: one by one, from own rows and public numbers (test_isolated_users_count_themselves_and_nobody_else)
-        joined = (items >= self.min_items) & within(means, self.reach * own.pair_radius)
+        joined = (items >= self.min_items) & within(means, _REACH * own.pair_radius)
         counts = neighbor_counts(means, own.pair_radius, joined)
         absent = own.n_users - len(means)  # each its own only neighbor
         if absent < 0:
@@ -450,7 +448,6 @@ class UserFiltered(UserMean):
         """Returns the fixed numbers."""
         return self._named(
             "noise_multiplier",
-            "reach",
             "min_items",
             filter=repr(self.filter),
         )
