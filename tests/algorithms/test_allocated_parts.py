@@ -432,7 +432,7 @@ def test_copies_of_a_sampler_of_parts_draw_anew() -> None:
 class InOrder(AssignedPartsSampler):
     """Draws in the order of the records, and says that it assigns."""
 
-    def _parts(self, cut: Any) -> Any:
+    def _all_parts(self, cut: Any) -> Any:
         yield from [("0", np.arange(8))] * 2
         yield from [
             (f"1/{k}", part)

@@ -123,7 +123,7 @@ def names_of_permutations(cut_of: Any) -> bool:
     """Returns whether the name in the ledger is that of a permutation of so few records."""
     design = Parts(((Assigned(2, 5), 3),), 5)
     sampler = PartsSampler(design)
-    sampler.partition = Partition(cut_of(sampler), size=5)
+    sampler.partition = Partition(cut_of(sampler), 5)
     name = one_pass.partition_name(design, sampler.partition)
     orders = (np.array(order) for order in permutations(range(5)))
     return any(

@@ -54,15 +54,15 @@ class Partition:
 
     Args:
         cut: what fixes the parts: a permutation of the positions, or the secret key of an `Assigned` design (uint8).
+        size: number of records it is about.
         made: draws used so far.
-        size: number of records it is about; default len(cut).
         key: secret key of the tag, hexadecimal.
         tag: keyed fingerprint of the records; "" if it was not computed.
     """
 
     cut: _Indices = field(repr=False)
+    size: int = field(repr=False)
     made: int = 0
-    size: int | None = field(default=None, repr=False)
     key: str = field(default="", repr=False)
     tag: str = field(default="", repr=False)
 
@@ -104,16 +104,13 @@ class OnePassSampler(DesignSampler):
                 f"steps must be <= {left}, what is left of one pass over the data (got"
                 f" {self.steps})"
             )
-        known = self.size
-        if resume is not None:
-            known = len(resume.cut) if resume.size is None else resume.size
-        if self.size != known:
+        if resume is not None and self.size != resume.size:
             # PRIVACY: parts go with positions (test_resuming_a_data_set_of_another_size_is_refused)
             raise ValueError(
                 "resume must be with the data set of the run (got one of another size)"
             )
         # drawn now: a checkpoint made before the first draw knows it
-        self.partition = Partition(self._new_cut(), size=self.size) if resume is None else resume
+        self.partition = Partition(self._new_cut(), self.size) if resume is None else resume
         self._used = False
 
     def _without_secret(self, design: Design) -> Design:
@@ -129,8 +126,8 @@ class OnePassSampler(DesignSampler):
         """Yields the draws of one iteration with their positions."""
         first = self._begin()
         name = partition_name(self.design, self.partition)
-        parts = self._parts_from(self.partition.cut, first)
-        for index, (part, indices) in enumerate(islice(parts, self.steps), first):
+        parts = islice(self._parts(self.partition.cut, first), self.steps)
+        for index, (part, indices) in enumerate(parts, first):
             yield Draw(len(indices), name, part, index), indices
 
     def _begin(self) -> int:
@@ -141,16 +138,12 @@ class OnePassSampler(DesignSampler):
         self._used = True
         return self.partition.made
 
-    def _parts_from(self, cut: _Indices, first: int) -> Iterator[tuple[str, _Indices]]:
-        """Yields (part, positions) of the draws from the first one on."""
-        return islice(self._parts(cut), first, None)
-
     def _new_cut(self) -> _Indices:
         return self.rng.permutation(self.size)
 
     @abstractmethod
-    def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
-        """Yields (part, positions) of all draws."""
+    def _parts(self, cut: _Indices, first: int) -> Iterator[tuple[str, _Indices]]:
+        """Yields (part, positions) of the draws from the first one on."""
 
 
 _EXHAUSTED = (
@@ -164,9 +157,9 @@ class DisjointSampler(OnePassSampler):
 
     kind: ClassVar[type[Design]] = Disjoint
 
-    def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
+    def _parts(self, cut: _Indices, first: int) -> Iterator[tuple[str, _Indices]]:
         size = self.design.batch_size
-        for draw in range(self.design.steps_per_epoch):
+        for draw in range(first, self.design.steps_per_epoch):
             k = draw % math.ceil(len(cut) / size)
             yield str(k), cut[k * size : (k + 1) * size]
 
@@ -194,7 +187,7 @@ class _KeyedSampler(OnePassSampler):
         super().__setstate__(state)
         # PRIVACY: two runs of the same draws would be charged as if they were fresh
         # (test_copies_of_an_assigned_sampler_draw_anew)
-        self.partition = Partition(self._new_cut(), size=self.size)
+        self.partition = Partition(self._new_cut(), self.size)
         self.resumed = False
 
     def _new_cut(self) -> _Indices:
@@ -247,7 +240,7 @@ class AssignedSampler(_KeyedSampler):
         self.require_kind(design)
         assert isinstance(design, Assigned)
         if ids is not None:
-            self.ids = ids if isinstance(ids, RecordIds) else RecordIds(ids, size)
+            self.ids = RecordIds.of(ids, size)
             size = len(self.ids)
             # PRIVACY: records of one id are all in one batch, where each may move the sum by a clip
             # (test_records_with_one_id_are_refused)
@@ -297,10 +290,7 @@ class AssignedSampler(_KeyedSampler):
             raise SequenceError(_EXHAUSTED)
         return made
 
-    def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
-        return self._parts_from(cut, 0)
-
-    def _parts_from(self, cut: _Indices, first: int) -> Iterator[tuple[str, _Indices]]:
+    def _parts(self, cut: _Indices, first: int) -> Iterator[tuple[str, _Indices]]:
         self._require_key(cut)
         begun, left_out = divmod(first, self.design.batches)
         for k in range(begun, self.design.passes):
@@ -318,7 +308,7 @@ class AssignedSampler(_KeyedSampler):
     def _drawn(self, cut: _Indices, k: int, count: int) -> Iterator[_Indices]:
         """Yields the batches of the own records in pass k, in blocks."""
         key = cut[:_KEY].tobytes()
-        if isinstance(self.ids, RecordIds):
+        if self.ids is not None:
             yield self.ids.picks(key, k, self.design.batches)
             return
         # PRIVACY: draws of their own in each pass (test_each_pass_has_draws_of_its_own)
@@ -367,12 +357,10 @@ class RankAssignedSampler(AssignedSampler):
         if not self.own:
             self._owned = slice(self.rank, None, self.processes)
         if ids is not None:
-            self.ids = ids if isinstance(ids, RecordIds) else RecordIds(ids)
+            self.ids = RecordIds.of(ids, None)
             size = len(self.ids)
         cut = self._of_kind(np.frombuffer(key, dtype=np.uint8))
-        known = resume
-        if known is None:
-            known = Partition(cut, size=design.n if size is None else size)
+        known = resume or Partition(cut, design.n if size is None else size)
         self._require_key(known.cut)
         # PRIVACY: with another key records would be drawn a second time in a pass
         # (test_ranks_go_on_with_a_partition_of_their_common_key_only)
@@ -435,9 +423,12 @@ class PartsSampler(_KeyedSampler):
         # (test_the_name_of_parts_with_secret_draws_does_not_tell_them)
         return super()._new_cut() if self._keyed else self.rng.permutation(self.size)
 
-    def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
+    def _parts(self, cut: _Indices, first: int) -> Iterator[tuple[str, _Indices]]:
         if self._keyed:
             self._require_key(cut)
+        return islice(self._all_parts(cut), first, None)
+
+    def _all_parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
         parts = zip(self.design.parts, self._members(cut), strict=True)
         for part, ((design, draws), members) in enumerate(parts):
             if isinstance(design, Assigned):
@@ -524,7 +515,7 @@ def make_sampler(
     if ids is not None:
         if not isinstance(design, Assigned):
             # the first thing to know, where records were copied
-            (ids if isinstance(ids, RecordIds) else RecordIds(ids, size)).require_unique()
+            RecordIds.of(ids, size).require_unique()
             raise UnknownSamplerError(
                 "design must be Assigned for draws by ids, or of a stream: give"
                 f" sampling='allocated' (got {design})"
