@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
+from torch_dpsco.accounting.designs import Design
 from torch_dpsco.noise import Repeatable, Source, Stream, normal_
+from torch_dpsco.sampling import make_sampler, samplers
 
 
 class Counted(Stream):
@@ -40,6 +43,14 @@ def seeded(seed: int) -> Repeatable:
 def picks(seed: int) -> Repeatable:
     """Returns a repeatable stream of batches."""
     return Repeatable(np.random.default_rng(seed))
+
+
+def seeded_sampler(design: Design, *, seed: int, **more: Any) -> Any:
+    """Returns a sampler of a design that draws the same each time."""
+    stream = Repeatable(np.random.Generator(np.random.PCG64DXSM(seed)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(samplers, "sampling_generator", lambda: stream)
+        return make_sampler(design, **more)
 
 
 def count_noise(opt: Any) -> Counted:

@@ -394,17 +394,9 @@ def noise_generator(
     return Repeatable(generator)
 
 
-def sampling_generator(seed: int | None = None) -> Stream:
-    """Returns the stream for drawing batches: the operating system's, unless a seed is given."""
-    if seed is None:
-        return Keystream()
-    warnings.warn(
-        "seed= makes the batches repeatable: amplification by sampling holds only while they are"
-        " secret; tests only",
-        UtilityWarning,
-        stacklevel=3,
-    )
-    return Repeatable(np.random.Generator(np.random.PCG64DXSM(seed)))
+def sampling_generator() -> Stream:
+    """Returns the stream for drawing batches: the operating system's."""
+    return Keystream()
 
 
 def sampling_key() -> bytes:

@@ -156,14 +156,13 @@ def test_draws_in_positions_that_may_be_known_are_not_amplified() -> None:
     given = PartsSampler(BY_POSITION, resume=Partition(np.arange(32, dtype=np.uint8), size=N))
     with pytest.raises(UnknownSamplerError, match="must draw by itself"):
         built()[1].bind(PrivateLoader(DATA, given))
-    once = Parts(((dp.Full(8), 2), (Assigned(4, 16), T)), N)
-    with pytest.warns(dp.errors.UtilityWarning, match="seed="):
-        seeded = PartsSampler(once, seed=1)
-    assert seeded.design == once.without_amplification()
+    known = Parts(((dp.Full(8), 2), (Assigned(4, 16, amplification=False), T)), N)
     with pytest.raises(AdjacencyError, match="loader must draw by"):
-        built(once)[1].bind(PrivateLoader(DATA, seeded))
-    model, optimizer = built(once.without_amplification())
-    for x, y in optimizer.bind(PrivateLoader(DATA, seeded)):
+        built(Parts(((dp.Full(8), 2), (Assigned(4, 16), T)), N))[1].bind(
+            PrivateLoader(DATA, PartsSampler(known))
+        )
+    model, optimizer = built(known)
+    for x, y in optimizer.bind(PrivateLoader(DATA, PartsSampler(known))):
         one_step(model, optimizer, x, y)
     assert "RandomAllocation" not in str(list(optimizer.accountant.ledger.entries()))
     with pytest.raises(UnknownSamplerError, match="design must be Parts"):

@@ -20,7 +20,6 @@ from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError, U
 from torch_dpsco.step.batch import LogicalBatch
 
 # Seeds warn in every test here.
-pytestmark = pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")
 TWO = (200, 4), (300, 3)  # users and steps of the phases of most tests
 N = 520  # with users whom no phase takes
 

@@ -32,7 +32,6 @@ from torch_dpsco.step.oracle import Clipped
 from torch_dpsco.step.plan import Plan
 
 # Seeds warn in every test here.
-pytestmark = pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")
 ADJACENCIES = ("add_remove", "zero_out", "replace_one")
 HUGE = [1e300, -1e300, 1e30, math.inf, math.nan, 0.0, 1.0, -1.0]
 

@@ -31,11 +31,9 @@ from torch_dpsco.errors import (
     UtilityWarning,
 )
 
-# Seeds warn in every test here.
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:{words}:torch_dpsco.errors.UtilityWarning")
-    for words in ("seed= makes", "users disagree")
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:users disagree:torch_dpsco.errors.UtilityWarning"
+)
 
 
 def kinds(run: runs.Run) -> dict[type, int]:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
+from tests.streams import seeded_sampler
 from torch_dpsco.accounting.designs import (
     Design,
     Disjoint,
@@ -26,7 +26,7 @@ from torch_dpsco.accounting.designs import (
     Undeclared,
 )
 from torch_dpsco.accounting.events import clipped_gaussian
-from torch_dpsco.errors import SequenceError, UnitError, UnknownSamplerError, UtilityWarning
+from torch_dpsco.errors import SequenceError, UnitError, UnknownSamplerError
 from torch_dpsco.noise import Repeatable, Stream
 from torch_dpsco.sampling import (
     Chunk,
@@ -71,9 +71,7 @@ class Dicts(Tuples):
 
 
 def seeded(design: Design, **options: Any) -> DesignSampler:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UtilityWarning)
-        return make_sampler(design, seed=1, **options)
+    return seeded_sampler(design, seed=1, **options)
 
 
 def used(loader: Any, sampler: DesignSampler) -> Iterator[tuple[Any, Chunk]]:
@@ -285,12 +283,7 @@ def test_a_copy_draws_other_batches_and_logs_for_itself(duplicate):
     assert positions(twin) != positions(sampler)
 
 
-def test_a_seed_repeats_the_batches_and_warns():
-    drawn = []
-    for _ in range(2):
-        with pytest.warns(UtilityWarning, match="seed= makes the batches repeatable"):
-            drawn.append(positions(make_sampler(Poisson(50, 1000), seed=3)))
-    assert drawn[0] == drawn[1]
+def test_batches_are_drawn_anew_each_time():
     assert positions(make_sampler(Poisson(50, 1000))) != positions(
         make_sampler(Poisson(50, 1000))
     )

@@ -17,10 +17,11 @@ import numpy.typing as npt
 import pytest
 from scipy import stats
 
+from tests.streams import seeded_sampler
 from torch_dpsco.accounting.designs import Design, Fixed, Poisson, Shuffled
 from torch_dpsco.errors import UtilityWarning
 from torch_dpsco.noise import Repeatable
-from torch_dpsco.sampling import make_sampler, poisson_positions
+from torch_dpsco.sampling import poisson_positions
 
 FALSE_ALARM = 1e-6
 N, B, DRAWS = 40, 8, 20_000
@@ -32,7 +33,7 @@ Batch = npt.NDArray[np.int64]
 def batches(design: Design, draws: int, seed: int = 0) -> list[Batch]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UtilityWarning)
-        sampler = make_sampler(design, steps=draws, seed=seed)
+        sampler = seeded_sampler(design, steps=draws, seed=seed)
     return [indices for _, indices in sampler.draws()]
 
 

@@ -74,7 +74,6 @@ class OnePassSampler(DesignSampler):
         design: how to draw.
         size: number of records.
         steps: draws of the iteration; default all that are left.
-        seed: makes the draws repeatable (and warns); tests only.
         resume: partition of a run that continues.
 
     Raises:
@@ -87,18 +86,15 @@ class OnePassSampler(DesignSampler):
         *,
         size: int | None = None,
         steps: int | None = None,
-        seed: int | None = None,
         resume: Partition | None = None,
     ) -> None:
         self.require_kind(design)
-        if seed is not None:
-            design = self._without_secret(design)
         self.resumed = resume is not None
         made = 0 if resume is None else resume.made
         left = design.steps_per_epoch - made
         if resume is not None and left < 1:
             raise SequenceError(_EXHAUSTED)
-        super().__init__(design, size=size, steps=left if steps is None else steps, seed=seed)
+        super().__init__(design, size=size, steps=left if steps is None else steps)
         if self.steps > left:
             raise ValueError(
                 f"steps must be <= {left}, what is left of one pass over the data (got"
@@ -112,10 +108,6 @@ class OnePassSampler(DesignSampler):
         # drawn now: a checkpoint made before the first draw knows it
         self.partition = Partition(self._new_cut(), self.size) if resume is None else resume
         self._used = False
-
-    def _without_secret(self, design: Design) -> Design:
-        """Returns the design of draws that others can repeat."""
-        return design
 
     @property
     def so_far(self) -> Partition:
@@ -211,7 +203,6 @@ class AssignedSampler(_KeyedSampler):
         design: how to draw.
         size: number of records.
         steps: draws of an iteration; default those of a pass, or what is left.
-        seed: makes the draws repeatable (and warns), so that nothing is amplified; tests only.
         resume: partition of a run that continues.
         ids: unique, one per record, as for `RecordIds`: records draw by a keyed hash of them, wherever they stand. None
             for draws by position.
@@ -233,7 +224,6 @@ class AssignedSampler(_KeyedSampler):
         *,
         size: int | None = None,
         steps: int | None = None,
-        seed: int | None = None,
         resume: Partition | None = None,
         ids: Any = None,
     ) -> None:
@@ -245,20 +235,16 @@ class AssignedSampler(_KeyedSampler):
             # PRIVACY: records of one id are all in one batch, where each may move the sum by a clip
             # (test_records_with_one_id_are_refused)
             self.ids.require_unique()
-        if self.ids is not None and not (seed is None and design.amplification):
+        if self.ids is not None and not design.amplification:
             # PRIVACY: a record in another's place has another id, hence a batch of its own, which is no change of one
             # batch to who knows the key (test_ids_need_secret_draws)
             raise UnknownSamplerError(
-                "ids need secret draws: leave seed= and amplification=False away, or ids="
+                "ids need secret draws: leave amplification=False away, or ids="
             )
         if steps is None and design.passes > 1:
             made = 0 if resume is None else resume.made
             steps = max(1, min(design.batches, design.steps_per_epoch - made))
-        super().__init__(design, size=size, steps=steps, seed=seed, resume=resume)
-
-    def _without_secret(self, design: Any) -> Any:
-        # PRIVACY: draws that others can repeat hide nobody (test_a_seed_takes_the_amplification_away)
-        return replace(design, amplification=False)
+        super().__init__(design, size=size, steps=steps, resume=resume)
 
     def _new_cut(self) -> _Indices:
         return self._of_kind(super()._new_cut())
@@ -393,16 +379,11 @@ class PartsSampler(_KeyedSampler):
         design: how to draw.
         size: number of records.
         steps: draws of the iteration; default all that are left.
-        seed: makes the draws repeatable (and warns), so that nothing inside of parts is amplified; tests only.
         resume: partition of a run that continues.
     """
 
     kind: ClassVar[type[Design]] = Parts
     design: Parts
-
-    def _without_secret(self, design: Any) -> Any:
-        # PRIVACY: (test_a_seed_takes_the_amplification_of_parts_away)
-        return design.without_amplification()
 
     @classmethod
     def require_kind(cls, design: Design) -> None:
@@ -503,7 +484,6 @@ def make_sampler(
     *,
     size: int | None = None,
     steps: int | None = None,
-    seed: int | None = None,
     resume: Partition | None = None,
     ids: Any = None,
 ) -> DesignSampler:
@@ -520,8 +500,8 @@ def make_sampler(
                 "design must be Assigned for draws by ids, or of a stream: give"
                 f" sampling='allocated' (got {design})"
             )
-        return AssignedSampler(design, size=size, steps=steps, seed=seed, resume=resume, ids=ids)
+        return AssignedSampler(design, size=size, steps=steps, resume=resume, ids=ids)
     for sampler in _KINDS:
         if isinstance(design, sampler.kind):
-            return sampler(design, size=size, steps=steps, seed=seed, resume=resume)
-    return kind_of(design)(design, size=size, steps=steps, seed=seed)
+            return sampler(design, size=size, steps=steps, resume=resume)
+    return kind_of(design)(design, size=size, steps=steps)

@@ -76,7 +76,6 @@ class DesignSampler(Sampler[list[int]], ABC):
         size: number of records there are; default design.n. A Poisson, Full or assigned design under add_remove may
             have another size, because then the true one is private and `n` only a public reference.
         steps: draws per iteration; default one epoch (`Design.steps_per_epoch`). A public constant.
-        seed: makes the draws repeatable (and warns); tests only.
 
     Raises:
         UnknownSamplerError: the design is of another kind than the sampler.
@@ -96,19 +95,15 @@ class DesignSampler(Sampler[list[int]], ABC):
         *,
         size: int | None = None,
         steps: int | None = None,
-        seed: int | None = None,
     ) -> None:
         self.require_kind(design)
-        if seed is not None and seed < 0:
-            raise ValueError(f"seed must be >= 0 (got {seed})")
         self.design = design
         self.size = check.count(size=design.n if size is None else size)
         self.steps = check.positive_count(
             steps=design.steps_per_epoch if steps is None else steps
         )
         self.log = DrawLog(self.size)
-        self.seeded = seed is not None
-        self.rng = sampling_generator(seed)
+        self.rng = sampling_generator()
         if self.size != design.n and not isinstance(
             design, (Poisson, Full, Assigned, AssignedParts)
         ):
@@ -134,7 +129,8 @@ class DesignSampler(Sampler[list[int]], ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.rng, self.log, self.seeded = sampling_generator(), DrawLog(self.size), False
+        self.rng = sampling_generator()
+        self.log = DrawLog(self.size)
 
     @abstractmethod
     def draws(self) -> Iterator[tuple[Draw, _Indices]]:
