@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from tests.reference.papers import heavy_tailed as papers
+from tests.reference.papers.accounting import zcdp_rho
 from tests.reference.papers.heavy_tailed import (
     analyze_scalar_sum,
     randomize_scalar,
@@ -35,7 +36,6 @@ from torch_dpsco.shuffle_model import (
 )
 from torch_dpsco.shuffle_model import numbers as shuffle_sizing
 from torch_dpsco.shuffle_model import oracles as shuffle_noise
-from torch_dpsco.shuffle_model.numbers import zcdp_rho
 from torch_dpsco.shuffle_model.oracles import (
     binomial_noise,
     binomial_table,

@@ -67,7 +67,7 @@ import numpy as np
 import scipy
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.rdp import FloatArray
+from torch_dpsco.accounting.analysis.rdp import FloatArray, zcdp_epsilon
 from torch_dpsco.errors import ConditionError, InfeasibleError
 
 _POINTS = 1 << 22  # of a window, about 200 MB
@@ -539,7 +539,11 @@ def shuffle_parameters(
     users = check.positive_count(n=n)
     dim = check.positive_count(dim=dim)
     failure = failure_of(delta)
-    rho = zcdp_rho(check.positive(epsilon=epsilon), (delta - failure) / (1.0 - failure))
+    left = (delta - failure) / (1.0 - failure)
+    high = check.positive(epsilon=epsilon)
+    while zcdp_epsilon(high, left) < epsilon:
+        high *= 2
+    rho = scipy.optimize.brentq(lambda r: zcdp_epsilon(r, left) - epsilon, 0.0, high)
     if grid is None:
         grid = math.ceil(reach.grid(users, dim, rho))
     norm = reach.norm(check.positive_count(grid=grid), dim)
@@ -551,7 +555,7 @@ def shuffle_parameters(
             price = shuffle_cost(reach, found, users, dim, failure)
             # PRIVACY: the accountant decides, also on what a grid too long for the noise loses
             # (test_sized_protocols_meet_epsilon_and_delta_exactly)
-            if price.rho <= rho and price.failure <= failure:
+            if zcdp_epsilon(price.rho, left) <= epsilon and price.failure <= failure:
                 return found
         bits = math.ceil(_STEP * bits)
     smallest = norm**2 / (2.0 * _LARGEST_VARIANCE)
@@ -563,48 +567,3 @@ def shuffle_parameters(
 def failure_of(delta: float) -> float:
     """Returns the share of delta that a calibrated release leaves to the window of the accountant."""
     return min(FAILURE, check.open_interval(0.0, 1.0, delta=delta) / 100)
-
-
-def zcdp_rho(epsilon: float, delta: float) -> float:
-    """Returns the largest rho for which rho-zCDP is known to imply (epsilon, delta)-DP, rounded down.
-
-    At the optimal b, rho = (log(1/delta) - log(1 + b)) / b^2 and epsilon = (1 + 2b) rho - log(1 + 1/b), which
-    decreases in b: one root.
-
-    Args:
-        epsilon: >= 0.
-        delta: in (0, 1).
-
-    Returns:
-        rho >= 0 (0 below 1e-300).
-
-    Raises:
-        ValueError: epsilon is negative or not finite, or delta is not in (0, 1).
-
-    Guarantee: zcdp_epsilon(rho, delta) <= epsilon for the rho returned.
-
-    Source: docs/proofs/accounting.md#concentrated-privacy.
-
-    Example:
-        >>> round(zcdp_rho(epsilon=1.0, delta=1e-5), 5)
-        0.03056
-    """
-    epsilon = check.nonnegative(epsilon=epsilon)
-    log_inverse = -math.log(check.open_interval(0.0, 1.0, delta=delta))
-
-    def gap(log_b: float) -> float:
-        b = math.exp(log_b)
-        rho = (log_inverse - math.log1p(b)) / b / b
-        return (1 + 2 * b) * rho - math.log1p(1 / b) - epsilon
-
-    # At the largest b, 1/delta - 1, rho is 0 and the gap is negative; at small b it is about log(1/delta) / b^2.
-    high = min(
-        log_inverse + math.log(-math.expm1(-log_inverse)), 709.0
-    )  # e^709 is the last power that is finite
-    low = high - 1.0
-    while gap(low) <= 0:
-        low -= 1.0 + abs(low) / 8
-    b = math.exp(high if gap(high) > 0 else scipy.optimize.brentq(gap, low, high, xtol=1e-12))
-    rho = (epsilon + math.log1p(1 / b) - (log_inverse - math.log1p(b)) / b) / (1 + b)
-    # PRIVACY: 1e-12 exceeds all rounding (test_zcdp_conversions_are_on_the_safe_side)
-    return rho * (1 - 1e-12) if rho > 1e-300 else 0.0  # subnormal numbers round by more

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom
 
+from tests.reference.papers.accounting import zcdp_rho
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_mu
 from torch_dpsco.accounting.analysis.rdp import rdp_delta, rdp_epsilon, zcdp_epsilon
 from torch_dpsco.accounting.budgets import (
@@ -22,7 +23,6 @@ from torch_dpsco.accounting.budgets import (
     mixture_filter_log_margin,
     odometer_epsilon,
 )
-from torch_dpsco.shuffle_model.numbers import zcdp_rho
 
 GRID = np.array(ODOMETER_ORDERS)
 deltas = st.one_of(st.floats(-300.0, -0.01).map(lambda x: 10**x), st.floats(0.01, 0.99))
