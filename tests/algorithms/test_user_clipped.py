@@ -456,7 +456,7 @@ def test_a_searched_clip_is_charged_with_the_mean(adjacency: str) -> None:
     budget = dp.Budget(3.0, 1e-5, adjacency=adjacency, unit="user")
     plan = searched(budget=budget)
     oracle = plan.oracle(plan.prox())
-    mean, votes = oracle._clipping.noise_multiplier, oracle._clipping.count_noise
+    mean, votes = oracle.clipping.noise_multiplier, oracle.clipping.count_noise
     assert (
         oracle.event().sigma
         <= 1 / math.hypot(1 / mean, 0.9 / votes)
@@ -464,7 +464,7 @@ def test_a_searched_clip_is_charged_with_the_mean(adjacency: str) -> None:
     )
     assert mean == pytest.approx(plan.noise_multiplier / math.sqrt(0.98))
     assert 0.999 * 3.0 < plan.epsilon() <= 3.0
-    assert (plan.clip, oracle._clipping.target, plan.average) == (0.03, 0.1, "weighted")
+    assert (plan.clip, oracle.clipping.target, plan.average) == (0.03, 0.1, "weighted")
     assert 64 <= plan.steps <= 256
 
 
@@ -507,7 +507,7 @@ def test_steps_are_in_units_of_the_clip_of_their_release() -> None:
         below = np.clip((1.125 - np.linalg.norm(means, axis=1) / bound) / 0.25, 0, 1) - 0.1
         bound *= math.exp(-max(0.2, 1.0 / (t + 1)) * below.sum() / 20)
     torch.testing.assert_close(run.weights, torch.tensor(found), rtol=0, atol=1e-6)
-    assert run.opt.oracle._clipping.state()["clip"] == pytest.approx(bound)
+    assert run.opt.oracle.clipping.state()["clip"] == pytest.approx(bound)
 
 
 @pytest.mark.slow

@@ -246,19 +246,13 @@ def adaptive_clip_update(clip: float, fraction: float, target: float, lr: float 
         target: quantile to be reached, in [0, 1].
         lr: > 0.
 
-    Raises:
-        ValueError: an argument is out of range.
-
     Source: Andrew, Thakkar, McMahan and Ramaswamy 2021; docs/proofs/heavy_tailed.md#adaptive-clip.
 
     Example:
         >>> round(adaptive_clip_update(1.0, fraction=0.9, target=0.5), 4)
         0.9231
     """
-    off = check.finite(fraction=fraction) - check.between(0.0, 1.0, target=target)
-    return check.positive(clip=clip) * math.exp(
-        min(-check.positive(lr=lr) * off, 709.0)
-    )  # exp(710) would raise
+    return clip * math.exp(min(lr * (target - fraction), 709.0))  # exp(710) would raise
 
 
 def pilot_size(n: int) -> int:

@@ -129,18 +129,8 @@ class AboveThreshold:
         self.steps = check.positive_count(steps=steps)
         self._step = self.sensitivity / _STEPS
         self._rho: Fraction | None = None
-        self._asked = 0
-        self._halted = False
-
-    @property
-    def halted(self) -> bool:
-        """Whether a query was below the threshold: public."""
-        return self._halted
-
-    @property
-    def asked(self) -> int:
-        """Number of queries that were answered: public."""
-        return self._asked
+        self.asked = 0  # queries that were answered: public
+        self.halted = False  # whether one was below the threshold: public
 
     def event(self, *adjacencies: Adjacency) -> AboveThresholdEvent:
         """Returns what a whole run costs under adjacencies for which the sensitivity holds."""
@@ -165,21 +155,21 @@ class AboveThreshold:
         Raises:
             SequenceError: the run has halted, or all its queries are answered.
         """
-        if self._halted:
+        if self.halted:
             # PRIVACY: the budget of the run is spent (test_halting_is_permanent)
             raise SequenceError("the run has halted: nothing more may be answered")
-        if self._asked >= self.steps:
+        if self.asked >= self.steps:
             raise SequenceError(
                 f"all {self.steps} planned queries are answered: plan more steps"
             )
         self.start(generator)
         assert self._rho is not None
-        self._asked += 1
+        self.asked += 1
         # PRIVACY: fresh for each query, and compared without rounding
         # (test_answers_have_the_probabilities_of_the_exact_integrals)
         nu = draw_laplace(self.query_scale, self._step, generator)
-        self._halted = Fraction(score) + nu < self.threshold + self._rho
-        return not self._halted
+        self.halted = Fraction(score) + nu < self.threshold + self._rho
+        return not self.halted
 
     def start(self, generator: Source) -> None:
         """Draws the noisy threshold, if that was not done; nothing is released by it."""
@@ -194,17 +184,17 @@ class AboveThreshold:
         than `steps`: what `event` pays for. Returns whether the run has halted, as it must where its threshold is not
         known any more.
         """
-        self._asked += not self._halted
-        self._halted = self._halted or halted or self._rho is None
-        return self._halted
+        self.asked += not self.halted
+        self.halted = self.halted or halted or self._rho is None
+        return self.halted
 
     def state(self) -> dict[str, Any]:
         """Returns integers that a checkpoint must keep. CONFIDENTIAL: it holds the noise of the threshold."""
         noise = None if self._rho is None else int(self._rho / self._step)
         return {
             "threshold_noise": noise,
-            "asked": self._asked,
-            "halted": self._halted,
+            "asked": self.asked,
+            "halted": self.halted,
             "confidential": True,
         }
 
@@ -219,19 +209,19 @@ class AboveThreshold:
         asked = check.count(asked=state["asked"])
         halted = bool(state["halted"])
         rho = None if noise is None else noise * self._step
-        rolled_back = asked < self._asked or (self._halted and not halted)
-        if (self._asked or self._halted) and (rolled_back or rho != self._rho):
+        rolled_back = asked < self.asked or (self.halted and not halted)
+        if (self.asked or self.halted) and (rolled_back or rho != self._rho):
             # PRIVACY: each return to an earlier state could halt again (test_a_run_cannot_be_rolled_back)
             raise SequenceError(
                 "state must be a later one of this run of the noisy test: make a new optimizer"
             )
         self._rho = rho
-        self._asked = asked
-        self._halted = halted
+        self.asked = asked
+        self.halted = halted
 
     def __getstate__(self) -> dict[str, Any]:
         # PRIVACY: two runs with one noisy threshold may halt twice (test_a_copy_is_a_new_run)
-        return {**self.__dict__, "_rho": None, "_asked": 0}
+        return {**self.__dict__, "_rho": None, "asked": 0}
 
 
 FloatArray = NDArray[np.float64]

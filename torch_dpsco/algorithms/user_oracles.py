@@ -194,46 +194,41 @@ class UserClipped(UserMean):
     def __init__(self, clipping: ClippedMean, n_users: int, *, min_items: int = 1) -> None:
         super().__init__(clipping.batch_size, n_users, min_items)
         clipping.take()
-        self._clipping = clipping
+        self.clipping = clipping
 
     def charge(self, design: Design, draw: Draw) -> Charge:
         """Returns what the clipped mean is charged."""
-        return self._clipping.charge(design, draw)
-
-    @property
-    def clipping(self) -> ClippedMean:
-        """How users' means are clipped."""
-        return self._clipping
+        return self.clipping.charge(design, draw)
 
     @property
     def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
         """What several processes assume."""
-        if self._clipping.processes == 1:
+        if self.clipping.processes == 1:
             return ()
         have = "have a shard each: all records of a user on one, whatever their values"
-        return (f"{self._clipping.processes} processes that trust each other {have}",)
+        return (f"{self.clipping.processes} processes that trust each other {have}",)
 
     def use_exact_noise(self) -> None:
         """Draws the noise of the clipped mean in integers."""
-        self._clipping.use_exact_noise()
+        self.clipping.use_exact_noise()
 
     def open(self, query: Sequence[Tensor], step: int = 0) -> None:
         """Starts a logical batch; forgets an unfinished one."""
         super().open(query, step)
-        self._clipping.open(query, step)
+        self.clipping.open(query, step)
 
     def discard(self) -> None:
         """Forgets the logical batch."""
         super().discard()
-        self._clipping.discard()
+        self.clipping.discard()
 
     def sensitivity(self, adjacency: Adjacency) -> float:
         """Returns how far one user moves the mean, rounding included."""
-        return self._clipping.sensitivity(adjacency)
+        return self.clipping.sensitivity(adjacency)
 
     def event(self) -> BaseEvent:
         """Returns the event of the clipped mean."""
-        return self._clipping.event()
+        return self.clipping.event()
 
     def release(self, generator: Source) -> Release:
         """Clips the users' means and adds noise."""
@@ -241,7 +236,7 @@ class UserClipped(UserMean):
 
     def adding(self) -> ClippedMean | None:
         """Returns the oracle that clips and adds users' means."""
-        return self._clipping.adding()
+        return self.clipping.adding()
 
     def summed(self) -> ClippedMean:
         """Returns the oracle of the clipped mean, which has added the users of this process."""
@@ -254,13 +249,13 @@ class UserClipped(UserMean):
             DenseBlock(part.reshape(-1, *shape))
             for part, shape in zip(parts, self._shapes, strict=True)
         ]
-        self._clipping.observe(GradBatch(blocks))
-        return self._clipping
+        self.clipping.observe(GradBatch(blocks))
+        return self.clipping
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
         return {
-            **self._clipping.settings(),
+            **self.clipping.settings(),
             "averaged": "users",
             "n_users": self.n_users,
             "min_items": self.min_items,
@@ -268,16 +263,16 @@ class UserClipped(UserMean):
 
     def state(self) -> dict[str, Any]:
         """Returns the state of the clipping: public."""
-        return self._clipping.state()
+        return self.clipping.state()
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from a saved state; drops an open batch."""
         self.discard()
-        self._clipping.restore(state)
+        self.clipping.restore(state)
 
     def metrics(self) -> dict[str, float]:
         """Returns clip and noise_std of the last batch."""
-        return self._clipping.metrics()
+        return self.clipping.metrics()
 
 
 def ramp_weights(counts: Tensor, none: float, full: float) -> Tensor:

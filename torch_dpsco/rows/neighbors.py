@@ -55,24 +55,23 @@ def _columns(rows: Tensor) -> list[slice]:
 
 def square_norms(rows: Tensor) -> Tensor:
     """Returns squared norms: (n,) float64, each a function of its own row to the last bit."""
-    out = rows.new_zeros(len(rows), dtype=torch.float64)
-    for start in range(0, len(rows), _PAIRS):
-        span = slice(start, min(start + _PAIRS, len(rows)))
-        for columns in _columns(rows):
-            out[span] += _fold(read(rows, span, columns).square_())
-    return out
+    return _added(rows, torch.arange(len(rows), device=rows.device), None)
 
 
 def squares(rows: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """Returns squared distances of pairs of rows: (P,) float64, each a function of its two rows to the last bit."""
+    return _added(rows, first, second)
+
+
+def _added(rows: Tensor, first: Tensor, second: Tensor | None) -> Tensor:
     out = rows.new_zeros(len(first), dtype=torch.float64)
     for start in range(0, len(first), _PAIRS):
         span = slice(start, start + _PAIRS)
         for columns in _columns(rows):
-            differences = read(rows, first[span], columns).sub_(
-                read(rows, second[span], columns)
-            )
-            out[span] += _fold(differences.square_())
+            tile = read(rows, first[span], columns)
+            if second is not None:
+                tile.sub_(read(rows, second[span], columns))
+            out[span] += _fold(tile.square_())
     return out
 
 
