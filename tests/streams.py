@@ -35,19 +35,29 @@ class Bytes(Stream):
         return bytes([self.value]) * size
 
 
+class Picked(Stream):
+    """Gives bytes of a generator of numpy's."""
+
+    def __init__(self, generator: np.random.Generator) -> None:
+        self._generator = generator
+
+    def read(self, size: int) -> bytes:
+        return self._generator.bytes(size)
+
+
 def seeded(seed: int) -> Repeatable:
     """Returns a repeatable stream of noise."""
     return Repeatable(torch.Generator().manual_seed(seed))
 
 
-def picks(seed: int) -> Repeatable:
+def picks(seed: int) -> Picked:
     """Returns a repeatable stream of batches."""
-    return Repeatable(np.random.default_rng(seed))
+    return Picked(np.random.default_rng(seed))
 
 
 def seeded_sampler(design: Design, *, seed: int, **more: Any) -> Any:
     """Returns a sampler of a design that draws the same each time."""
-    stream = Repeatable(np.random.Generator(np.random.PCG64DXSM(seed)))
+    stream = Picked(np.random.Generator(np.random.PCG64DXSM(seed)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(samplers, "sampling_generator", lambda: stream)
         return make_sampler(design, **more)

@@ -27,7 +27,7 @@ easily inverted to, a state of a few thousand bits, and the noise of one release
 |---|---|---|
 | `Keystream` | fresh for every call | noise, batches |
 | `KeyedStream` | a function of 256 secret bits (SHAKE256; 256-bit security) | what is drawn twice alike: ranks, cuts |
-| `Repeatable` | of a generator of the caller's, torch's or numpy's | tests: its seed reveals all |
+| `Repeatable` | of a generator of the caller's | tests: its seed reveals all |
 
 A type for states that must stay secret: it shows no value, and a checkpoint that holds one says so.
 """
@@ -341,15 +341,12 @@ class Repeatable(Stream):
         generator: its seed, or enough of what it drew, reveals all of it.
     """
 
-    def __init__(self, generator: torch.Generator | np.random.Generator) -> None:
-        self._generator: Any = generator
-        if isinstance(generator, torch.Generator):
-            self.device = generator.device
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+        self.device = generator.device
 
     def read(self, size: int) -> bytes:
         """Returns the next bytes."""
-        if isinstance(self._generator, np.random.Generator):
-            return self._generator.bytes(size)
         words = torch.empty(-(-size // 8), dtype=torch.int64, device=self.device)
         words.random_(-(2**63), None, generator=self._generator)  # all 64 bits
         return words.cpu().numpy().tobytes()[:size]

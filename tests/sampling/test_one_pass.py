@@ -347,9 +347,8 @@ def test_each_pass_has_draws_of_its_own() -> None:
         assert_caught(check_that_passes_are_independent, mutation)
 
 
-def test_a_pass_goes_on_at_any_of_its_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches are the same wherever a sampler begins; draws are made in blocks."""
-    monkeypatch.setattr(one_pass, "_BLOCK", 100)
+def test_a_pass_goes_on_at_any_of_its_batches() -> None:
+    """Batches are the same wherever a sampler begins."""
     whole = make_sampler(dp.Assigned(50, 1000, passes=2), size=1003, steps=40)
     expected = drawn(whole)
     for made in (0, 7, 19):
@@ -360,7 +359,6 @@ def test_a_pass_goes_on_at_any_of_its_batches(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_draws_of_a_key_are_those_of_every_version() -> None:
     """A run may be resumed by a later version, which must find each record in its batch."""
-    assert one_pass._BLOCK == 2**20
     sampler = AssignedSampler(dp.Assigned(6, 24, passes=2), steps=8)
     sampler.partition = replace(sampler.partition, cut=np.arange(32, dtype=np.uint8))
     first, second = picked(sampler)

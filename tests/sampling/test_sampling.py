@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from tests.streams import seeded_sampler
+from tests.streams import Picked, seeded_sampler
 from torch_dpsco.accounting.designs import (
     Design,
     Disjoint,
@@ -27,7 +27,7 @@ from torch_dpsco.accounting.designs import (
 )
 from torch_dpsco.accounting.events import clipped_gaussian
 from torch_dpsco.errors import SequenceError, UnitError, UnknownSamplerError
-from torch_dpsco.noise import Repeatable, Stream
+from torch_dpsco.noise import Stream
 from torch_dpsco.sampling import (
     Chunk,
     DesignSampler,
@@ -150,7 +150,7 @@ def test_batches_are_drawn_at_the_rate_that_is_charged(monkeypatch):
     ("size", "rate"), [(0, 0.5), (0, 1.0), (1, 1.0), (7, 1.0), (10**7, 1e-7), (5, 1e-300)]
 )
 def test_drawn_positions_are_distinct_sorted_and_in_range(size, rate):
-    rng = Repeatable(np.random.default_rng(0))
+    rng = Picked(np.random.default_rng(0))
     for _ in range(20):
         drawn = poisson_positions(size, rate, rng)
         assert drawn.dtype == np.int64

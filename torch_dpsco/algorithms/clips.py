@@ -32,7 +32,6 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.rounding import exact_grid, with_grid
 from torch_dpsco.accounting.events import (
     ADJACENCIES,
-    CLIP_UNITS,
     Adjacency,
     Pure,
     clipped_gaussian,
@@ -552,9 +551,10 @@ class AdaptiveClipped(ClippedMean):
         """Returns the threshold that releases so far have led to."""
         return self._current
 
-    def count_sensitivity(self, adjacency: Adjacency) -> float:
-        """Returns how far the sum of votes can move: u per row, and rounding."""
-        return CLIP_UNITS[adjacency] * with_grid(self._unit + self._count_error, self._exact)
+    @property
+    def count_sensitivity(self) -> float:
+        """How far the sum of votes can move with a record more or less: u per row, and rounding."""
+        return with_grid(self._unit + self._count_error, self._exact)
 
     def use_exact_noise(self) -> None:
         """Draws the noise of means and votes in integers; see `MeanOracle.use_exact_noise`."""
@@ -591,9 +591,9 @@ class AdaptiveClipped(ClippedMean):
         total = self._sum
         answer = super().release(generator)  # ends the batch
         # PRIVACY: scaled to the sensitivity, rounding included (test_the_votes_have_their_noise)
-        std = self.count_noise / self._unit * self.count_sensitivity("zero_out")
+        std = self.count_noise / self._unit * self.count_sensitivity
         if self._exact:
-            votes_grid = exact_grid(std, self.count_sensitivity("zero_out"), 1)
+            votes_grid = exact_grid(std, self.count_sensitivity, 1)
             total = float(
                 release_on_grid(
                     torch.tensor([total], dtype=torch.float64), votes_grid, generator

@@ -55,10 +55,6 @@ class UserPlan(StepPlan):
     unit: ClassVar[str] = "user"
     min_items: int = 1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check.positive_count(min_items=self.min_items)
-
     @property
     def assumed(self) -> str:
         """What is assumed, in words."""

@@ -396,7 +396,7 @@ class LocalizedUserSGD(PlannedOptimizer):
             strong_convexity=convexity,
             radius=2 * problem.radius if distance is None else check.positive(distance=distance),
             pair_radius=pair_radius,
-            score_share=check.between(0.0, 1.0, score_share=score_share),
+            score_share=score_share,
             halt_probability=check.open_interval(0.0, 1.0, halt_probability=halt_probability),
             max_steps=check.positive_count(max_steps=max_steps),
         ).planned(phases)

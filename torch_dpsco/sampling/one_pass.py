@@ -43,9 +43,6 @@ _KEY = 32  # bytes of the cut of an `Assigned` design
 # ends of cuts from which records draw by their ids, or places in shards
 _BY_ID = b"\x01"
 _OF_SHARDS = b"\x02"
-# PRIVACY: draws that are made at a time; with another number a resumed run would draw others
-# (test_the_draws_of_a_key_are_those_of_every_version)
-_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -287,20 +284,18 @@ class AssignedSampler(_KeyedSampler):
     def _batches(self, cut: _Indices, k: int, first: int) -> Iterator[_Indices]:
         """Yields the members of the batches of pass k, from the first one on."""
         own = range(self.size)[self._owned]
-        drawn = np.concatenate([np.empty(0, dtype=np.int64), *self._drawn(cut, k, len(own))])
-        for places in islice(_grouped(drawn, self.design.batches), first, None):
+        for places in islice(
+            _grouped(self._drawn(cut, k, len(own)), self.design.batches), first, None
+        ):
             yield own.start + own.step * places
 
-    def _drawn(self, cut: _Indices, k: int, count: int) -> Iterator[_Indices]:
-        """Yields the batches of the own records in pass k, in blocks."""
+    def _drawn(self, cut: _Indices, k: int, count: int) -> _Indices:
+        """Returns the batches of the own records in pass k."""
         key = cut[:_KEY].tobytes()
         if self.ids is not None:
-            yield self.ids.picks(key, k, self.design.batches)
-            return
+            return self.ids.picks(key, k, self.design.batches)
         # PRIVACY: draws of their own in each pass (test_each_pass_has_draws_of_its_own)
-        stream = KeyedStream(key, self._label(k))
-        for begin in range(0, count, _BLOCK):
-            yield stream.integers(self.design.batches, min(_BLOCK, count - begin))
+        return KeyedStream(key, self._label(k)).integers(self.design.batches, count)
 
     def _label(self, k: int) -> str:
         return f"assigned {k}" if k else "assigned"
