@@ -256,8 +256,6 @@ def test_ids_need_secret_draws() -> None:
         built(amplification=False)[1].loader(DATA, ids=IDS)
     with pytest.raises(UnknownSamplerError, match="design must be Assigned"):
         one_pass.make_sampler(dp.Poisson(6, N), ids=IDS)
-    with pytest.raises(UnitError, match="ids must be unique"):
-        one_pass.make_sampler(dp.Poisson(6, N), ids=[*IDS[1:], IDS[1]])
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------

@@ -410,8 +410,7 @@ class HolderClipped(ClippedMean):
             min(1.0, self._reach)
         )  # repr leaves exact_grad_bound out
         own = {"problem": repr(self.problem), "grad_bound": at_one}
-        own |= {} if self.clip_share == 1 else {"clip_share": self.clip_share}
-        return self._named("noise", "noise_multiplier", "radius", **own)
+        return self._named("noise", "noise_multiplier", "radius", "clip_share", **own)
 
 
 _RAMP = 0.25  # width of the ramp around the clip, in units of the clip
@@ -618,9 +617,8 @@ class AdaptiveClipped(ClippedMean):
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
-        first = {"first": self.first} if self.first else {}
         return self._named(
-            "clip0", "noise_multiplier", "target", "count_noise", clip_lr=self.lr, **first
+            "clip0", "noise_multiplier", "target", "count_noise", "first", clip_lr=self.lr
         )
 
 

@@ -73,6 +73,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -720,10 +721,8 @@ class UserPhases:
         if phases is not None:
             return self._planned(check.positive_count(phases=phases))
         for k in range(default_phases(self.n_users * self.items_per_user), 1, -1):
-            try:
+            with suppress(InfeasibleError):
                 return self._planned(k)
-            except InfeasibleError:
-                continue
         return self._planned(1)
 
     def _planned(self, k: int) -> tuple[UserPhase, ...]:

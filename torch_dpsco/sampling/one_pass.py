@@ -489,8 +489,6 @@ def make_sampler(
     """
     if ids is not None:
         if not isinstance(design, Assigned):
-            # the first thing to know, where records were copied
-            RecordIds.of(ids, size).require_unique()
             raise UnknownSamplerError(
                 "design must be Assigned for draws by ids, or of a stream: give"
                 f" sampling='allocated' (got {design})"

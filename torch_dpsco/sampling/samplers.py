@@ -571,8 +571,7 @@ class DrawLog:
             SequenceError: the batch before it was not used up by a step, or its draw was given up; it is a part of
                 another draw than the one in progress; another loader has taken the place of this one.
         """
-        if self._replaced:
-            self._require_newest()
+        self._require_newest()
         if self._given_up and (chunk.start or chunk.source is not self.again):
             # PRIVACY: as for an iteration that begins anew (test_a_draw_that_was_given_up_is_the_next_one_again)
             raise SequenceError(_GIVEN_UP)
