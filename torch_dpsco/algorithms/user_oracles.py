@@ -92,6 +92,9 @@ class UserMean(VectorMean):
     unit = "user"
     # whether a user's mean must not depend on the number of other rows, not even in its last bits
     exact: ClassVar[bool] = False
+    _places: Tensor  # of each user in the sums, -1 for none
+    _counts: Tensor
+    _sums: Tensor
 
     def __init__(self, batch_size: int, n_users: int, min_items: int) -> None:
         super().__init__(batch_size)
@@ -457,7 +460,5 @@ class UserFiltered(UserMean):
         self._test.restore(state)
 
     def metrics(self) -> dict[str, float]:
-        """Returns noise_std and the number of steps answered: public."""
-        if not self._shapes:
-            return {}
-        return {"noise_std": self.noise_std, "answered": float(self._test.asked)}
+        """Returns noise_std: public."""
+        return {"noise_std": self.noise_std} if self._shapes else {}
