@@ -252,7 +252,7 @@ def strongly_convex_trajectory(
 ) -> dict[str, list[float]]:
     """Returns average and last iterate of ClippedSGD with the schedule of Algorithm 6, noise off."""
     made = resolve("torch_dpsco.algorithms.heavy_tailed_numbers", "averaging_schedule")(
-        strong_convexity=strong_convexity, inverse_lr_cap=smoothness, steps=steps
+        strong_convexity=strong_convexity, smoothness=smoothness, steps=steps
     )
     kind, answers = resolve("torch_dpsco", "ClippedSGD"), {}
     for name, weights in {"average": made.weights, "last": [0.0] * (steps - 1) + [1.0]}.items():

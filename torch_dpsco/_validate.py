@@ -82,6 +82,12 @@ def fields(value: object, **checks: Callable[..., Any]) -> None:
         object.__setattr__(value, name, checked(**{name: getattr(value, name)}))
 
 
+def ranges(value: object, checks: Mapping[str, Callable[..., Any]]) -> None:
+    """Sets fields of a frozen value as `fields` does, but for those that are None."""
+    given = {name: check for name, check in checks.items() if getattr(value, name) is not None}
+    fields(value, **given)
+
+
 def is_path(value: object) -> bool:
     """Returns whether a value names a file: text, or what stands for text, without null characters."""
     if not isinstance(value, (str, os.PathLike)):

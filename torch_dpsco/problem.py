@@ -22,6 +22,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import between, check_fields, choice, nonnegative, order, positive
@@ -118,10 +119,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name, checked in _CHECKS.items():
-            value = getattr(self, name)
-            if value is not None or name == "radius":
-                object.__setattr__(self, name, checked(**{name: value}))
+        check.ranges(self, _CHECKS)
         for first, second in (
             ("holder_exponent", "holder_constant"),
             ("moment_order", "moment"),
@@ -229,6 +227,25 @@ class Problem:
                 yield self.holder_constant
 
 
+@dataclass(frozen=True)
+class TableGradBound:
+    """r -> G(r) of a table row, as a value that pickles and compares (a partial of a bound method does not compare).
+
+    Args:
+        loss: a `losses.TableLoss`.
+        bound_x: of its problem.
+        bound_y: likewise.
+    """
+
+    loss: Any
+    bound_x: float
+    bound_y: float
+
+    def __call__(self, radius: float) -> float:
+        """G(radius), nearest or above; `Problem.grad_bound` rounds it up."""
+        return float(self.loss.grad_bound(radius, self.bound_x, self.bound_y))
+
+
 def round_up(value: float) -> float:
     """Upper bound on a nonnegative quantity computed as `value` with at most 15 roundings of relative size 2^-53.
 
@@ -239,6 +256,14 @@ def round_up(value: float) -> float:
         True
     """
     return value * _SLACK
+
+
+_OF_PHASE = {
+    "steps": check.positive_count,
+    "lr": positive,
+    "reg": positive,
+    "radius": _CHECKS["radius"],
+}
 
 
 @dataclass(frozen=True)
@@ -259,12 +284,7 @@ class Phase:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.steps is not None:
-            object.__setattr__(self, "steps", check.positive_count(steps=self.steps))
-        if self.lr is not None:
-            object.__setattr__(self, "lr", check.positive(lr=self.lr))
-        check.positive(reg=self.reg)
-        check.positive(radius=self.radius, allow_inf=True)
+        check.ranges(self, _OF_PHASE)
 
 
 @dataclass(frozen=True)

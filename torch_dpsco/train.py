@@ -196,8 +196,7 @@ def _due(
     if closed is not None:
         return (partial(optimizer.step_on, rows) for rows in closed.batches(loader)), False
     compiled = _compiled(model, loss_fn, loader, attached, reduction) if compile else None
-    if loader.isolation.open:
-        settle_sizes(model, loss_fn, loader)
+    settle_sizes(model, loss_fn, loader)
     return _steps_on(model, optimizer, loader, loss_fn, compiled), True
 
 

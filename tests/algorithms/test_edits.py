@@ -179,34 +179,21 @@ def test_iterates_and_averages_that_were_edited_are_refused(
     for batch in run.opt.loader(records()):
         if run.opt.steps == 2 and not at_the_end:
             EDITS[edit](run)
-            run.backward(batch)
-            with pytest.raises(SequenceError, match="got edited ones, which were put back"):
-                run.opt.step()
+            for _ in range(2):  # there is no way back
+                run.backward(batch)
+                with pytest.raises(
+                    SequenceError, match=r"got edited ones.*make a new optimizer"
+                ):
+                    run.opt.step()
             assert run.opt.steps == 2
+            break
         run.backward(batch)
         run.opt.step()
     if at_the_end:
         EDITS[edit](run)
-        with pytest.raises(SequenceError, match="got edited ones, which were put back"):
+        with pytest.raises(SequenceError, match=r"got edited ones.*make a new optimizer"):
             release(run)
     assert run.opt.accountant.ledger.digest() == before
-    release(run)
-    assert len(run.opt.accountant) == 1
-
-
-def test_an_edit_is_put_back_to_the_last_bit() -> None:
-    run = make()
-    batches = iter(run.opt.loader(records()))
-    for _ in range(2):
-        run.backward(next(batches))
-        run.opt.step()
-    weight, average = run.model.weight.detach().clone(), run.averages()[0]
-    for edit in EDITS.values():
-        edit(run)
-        with pytest.raises(SequenceError, match="put back"):
-            run.opt._kept.require_same()
-        assert torch.equal(run.model.weight.detach(), weight)
-        assert torch.equal(run.averages()[0], average)
 
 
 # -- promises ---------------------------------------------------------------------------------------------------------

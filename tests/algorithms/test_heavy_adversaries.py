@@ -91,7 +91,7 @@ def test_the_accelerated_bound_is_within_a_factor_of_5_of_what_an_adversary_reac
 )
 @pytest.mark.parametrize(("bias", "variance"), [(0.0, 1.0), (0.3, 0.0), (0.1, 0.2), (0.0, 0.0)])
 def test_no_adversary_exceeds_the_strongly_convex_bound(kind, mu, beta, T, bias, variance):
-    plan = averaging_schedule(strong_convexity=mu, inverse_lr_cap=beta, steps=T)
+    plan = averaging_schedule(strong_convexity=mu, smoothness=beta, steps=T)
     u = strongly_convex_coefficients(strong_convexity=mu, smoothness=beta, steps=T)
     for curvature in (mu, beta):  # the flattest and the steepest risk with these constants
         other = Adversary(curvature, 1e9, bias, variance, kind, 400, seed=T)
@@ -122,7 +122,7 @@ def worst_recursion(mu, beta, T, weights, lrs, noise, start):
     ("mu", "beta", "T"), [(1.0, 5.0, 100), (1.0, 5.0, 4), (0.1, 1.0, 50), (1.0, 1.0, 20)]
 )
 def test_linear_weights_attain_their_bound_in_the_worst_case(mu, beta, T):
-    plan = averaging_schedule(strong_convexity=mu, inverse_lr_cap=beta, steps=T)
+    plan = averaging_schedule(strong_convexity=mu, smoothness=beta, steps=T)
     u = strongly_convex_coefficients(strong_convexity=mu, smoothness=beta, steps=T)
     worst = worst_recursion(mu, beta, T, plan.weights, plan.lr, noise=2.0, start=1.0)
     assert worst <= (u.initial + u.noise) * (1 + 1e-9)
@@ -134,7 +134,7 @@ def test_squared_weights_do_not_telescope():
     assert all(x * x * (x - 2) > (x - 1) ** 3 for x in range(3, 1000))
     assert all(x * (x - 2) <= (x - 1) ** 2 for x in range(2, 1000))
     mu, beta, T = 1.0, 5.0, 100
-    plan = averaging_schedule(strong_convexity=mu, inverse_lr_cap=beta, steps=T)
+    plan = averaging_schedule(strong_convexity=mu, smoothness=beta, steps=T)
     u = strongly_convex_coefficients(strong_convexity=mu, smoothness=beta, steps=T)
     linear = worst_recursion(mu, beta, T, plan.weights, plan.lr, noise=1.0, start=1.0)
     squared = worst_recursion(

@@ -116,7 +116,7 @@ def test_steps_and_average_are_those_of_algorithm_6(
 def test_the_calibrated_rule_has_the_steps_and_weights_of_the_theorem() -> None:
     for steps in (3, 20):  # without, and with the second half
         run = calibrated(steps=steps)
-        expected = averaging_schedule(strong_convexity=0.5, inverse_lr_cap=2.0, steps=steps)
+        expected = averaging_schedule(strong_convexity=0.5, smoothness=2.0, steps=steps)
         lr = run.opt.param_groups[0]["lr"]
         settings = run.opt.rule.settings()
         np.testing.assert_allclose(

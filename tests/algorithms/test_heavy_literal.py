@@ -42,7 +42,7 @@ def test_algorithm_2_follows_the_vectors_step_by_step(vector):
 def test_algorithm_6_follows_the_vectors(vector):
     v = vector.inputs
     gradient, w0, batches = least_squares(v)
-    plan = averaging_schedule(strong_convexity=v["mu"], inverse_lr_cap=v["beta"], steps=v["T"])
+    plan = averaging_schedule(strong_convexity=v["mu"], smoothness=v["beta"], steps=v["T"])
     average, last = literal.algorithm_6(
         gradient, w0, batches, v["C"], plan.lr, plan.weights, literal.ball(v["R"])
     )

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.algorithms.output_runs import DELTA, HINGE, PROBLEM, Order
 from torch_dpsco.accounting.events import ApproxDP, Gaussian
-from torch_dpsco.algorithms.row_free_plan import record_bounds
+from torch_dpsco.algorithms.row_free import record_bounds
 from torch_dpsco.errors import (
     AdjacencyError,
     ConditionError,
@@ -199,7 +199,7 @@ def made(params: Any, **changes: Any) -> dp.HolderOutputSGD:
     [
         ({"n": 0}, ValueError, r"n must be an integer >= 1 \(got 0\)"),
         ({"dim": 0}, ValueError, "dim must be an integer >= 1"),
-        ({"batch_size": 101}, ValueError, r"batch_size must be at most n = 100 \(got 101\)"),
+        ({"batch_size": 101}, ValueError, r"batch_size must be <= n=100 \(got 101\)"),
         ({"batch_size": 0}, ValueError, "batch_size must be an integer >= 1"),
         ({"epochs": 0}, ValueError, "epochs must be an integer >= 1"),
         ({"lr": 0.0}, ValueError, "lr must be a nonempty list of finite numbers > 0"),

@@ -17,7 +17,8 @@ from tests.reference.papers.holder import (
     search_split_paper,
     unconstrained_split,
 )
-from torch_dpsco.accounting.analysis.rdp import default_orders, rdp_epsilon, rdp_wor_gaussian
+from tests.reference.papers.orders import rdp_wor_gaussian
+from torch_dpsco.accounting.analysis.rdp import default_orders, rdp_epsilon
 from torch_dpsco.errors import ConditionError, InfeasibleError
 
 sizes = st.integers(2, 10**6)

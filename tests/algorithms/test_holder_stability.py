@@ -172,7 +172,6 @@ def test_the_diameter_of_the_feasible_set_caps_the_sensitivity():
         ({"grad_bounds": -1.0}, "grad_bounds must hold"),
         ({"weights": [0.5, 0.6]}, "weights must be"),
         ({"weights": [1.5, -0.5]}, "weights must hold"),
-        ({"batch_size": 0}, "batch_size must be"),
         ({"holder_exponent": 1.1}, "holder_exponent must be"),
         ({"holder_constant": 0.0}, "holder_constant must be"),
     ],

@@ -35,8 +35,7 @@ from tests.reference import heavy_tailed_literal as literal
 from torch_dpsco.accounting.events import ADJACENCIES, Pure, clipped_gaussian
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.algorithms.clips import C_MAX, C_MIN
-from torch_dpsco.algorithms.heavy_plan import PilotPlan
-from torch_dpsco.algorithms.localized import parts_of
+from torch_dpsco.algorithms.heavy_tailed_numbers import PilotPlan
 from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
 from torch_dpsco.algorithms.mechanisms import geometric_grid
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError
@@ -98,13 +97,11 @@ def quiet_plan(cls: Any, epsilon: float = 1e6, quantile: float = 0.8, **changes:
         phases = [
             LocalizedPhase(
                 index=i, n=n, batch_size=n, clip=1.0, steps=T, reg=2.0 * i, radius=math.inf, noise_std=0.0, error=None,
+                pilot=None if size is None else pilot(size),
             )
-            for i, (n, T) in enumerate([(20, 3), (20, 2), (5, 2)], start=1)
+            for i, (n, T, size) in enumerate([(20, 3, 30), (20, 2, 20), (5, 2, None)], start=1)
         ]  # fmt: skip
-        plan = cls.plan(n=N, phases=LocalizedSchedule(phases=tuple(phases), rho=None), **changes)
-        pilots = (pilot(30), pilot(20), None)
-        design = parts_of(plan.localized, pilots, N)
-        return replace(plan, pilots=pilots, design=design, steps=design.steps_per_epoch)
+        return cls.plan(n=N, phases=LocalizedSchedule(phases=tuple(phases), rho=None), **changes)
     kind = {
         "batch_size": 30,
         "steps": 4,

@@ -20,17 +20,14 @@ CRITICAL = Finding("critical", "no-accountant", "step_hook is None", "leave the 
 def names_in_the_code() -> set[str]:
     """Returns the names of all findings that the checks build."""
     place, found = {"Finding": 1, "critical": 0, "error": 0, "warning": 0}, set()
-    for name in ("checks", "promises"):
-        tree = ast.parse(
-            (ROOT / "torch_dpsco" / "diagnosis" / f"{name}.py").read_text(encoding="utf-8")
-        )
-        for node in ast.walk(tree):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Name)
-                and node.func.id in place
-            ):
-                found.add(ast.literal_eval(node.args[place[node.func.id]]))
+    path = ROOT / "torch_dpsco" / "diagnosis" / "checks.py"
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in place
+        ):
+            found.add(ast.literal_eval(node.args[place[node.func.id]]))
     return found
 
 

@@ -146,7 +146,7 @@ def test_the_loaders_that_ours_works_with_are_sound(way):
 
 def test_the_evidence_quotes_rate_size_and_sampler():
     found = find(diagnose(opacus_hooks(), loader=foreign("shuffled")), "sampler-not-accounted")
-    assert "rate 0.25 (16 of 64 records on average)" in found.evidence
+    assert "rate 0.25" in found.evidence
     assert "RandomSampler in batches of 16" in found.evidence
 
 

@@ -95,6 +95,32 @@ class Summed(Silent):
         return nn.functional.soft_margin_loss(self(batch[0]), batch[1], reduction="sum")
 
 
+class Prepared(Silent):
+    """Does something to its inputs before the model."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return LOSS(self(batch[0] * 0.5), batch[1])
+
+
+class Drawing(Silent):
+    """Moves its inputs by random numbers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return LOSS(self(batch[0] + torch.randn_like(batch[0])), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "level"), [(Silent, "rounded"), (Prepared, "rounded"), (Drawing, "slots")]
+)
+def test_the_whole_training_step_is_tested_for_batches_of_several_sizes(
+    kind: type[Net], level: str
+) -> None:
+    plan = planned(adjacency="add_remove")
+    module = trained(plan, private(plan, kind, deep=True))
+    assert module.optimizer.steps == plan.steps
+    assert module.optimizer._isolation.level == level
+
+
 def test_autocast_is_that_of_a_plain_loop() -> None:
     plan = planned()
     with repeatable():

@@ -246,6 +246,14 @@ def clipped_descent(
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
+def test_draws_come_in_several_sizes(tmp_path: Path) -> None:
+    budget = dp.Budget(4.0, 1e-3, adjacency="add_remove")
+    plan = dp.ClippedSGD.plan(n=N, budget=budget, clip=0.05, lr=0.5, steps=2, batch_size=8)
+    trainer = private_run(tmp_path, bert(), plan=plan)
+    trainer.train()
+    assert trainer.optimizer._isolation.level == "rounded"
+
+
 @pytest.mark.weekly
 @pytest.mark.parametrize("rows", [64, 3])
 @pytest.mark.parametrize("name", list(MODELS))

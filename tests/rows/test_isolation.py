@@ -562,11 +562,23 @@ def test_smaller_blocks_of_a_draw_that_is_delivered_again_have_its_places():
     optimizer.discard()
     log, parts = loader.batch_sampler.log, []
     for (part,) in loader.in_parts(8):
-        parts.append(part)
+        parts += [(value.item(), k) for k, value in enumerate(part) if value > 0]
         log.take()
         log.taken = None  # used, as a part of the draw
-    parts = torch.cat(parts)
-    assert torch.equal(parts[parts > 0], whole[whole > 0])  # by place
+    assert len(parts) == int((whole > 0).sum())
+    block = loader.in_parts(8).slots.block
+    assert all(whole[slot::block].eq(value).any() for value, slot in parts)
+
+
+def test_a_draw_in_small_blocks_comes_in_as_many_as_its_fullest_slot_holds() -> None:
+    slots = Slots(Poisson(16, 4096), physical_batch_size=4)
+    for _ in range(50):
+        places = slots.places(16)
+        blocks = list(slots.of_records(places))
+        assert len(blocks) == np.bincount(places % 4).max()
+        assert sorted(np.concatenate([part for part, _ in blocks])) == list(range(16))
+        for part, found in blocks:
+            assert np.array_equal(found, np.unique(places[part] % 4))
 
 
 # -- which loaders fill up -------------------------------------------------------------------------------------------

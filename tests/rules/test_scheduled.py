@@ -77,7 +77,7 @@ def test_weights_that_span_the_range_of_floats_do_not_overflow() -> None:
 def test_the_schedules_of_the_theory_are_accepted(
     curvature: float, smoothness: float, steps: int
 ) -> None:
-    made = averaging_schedule(strong_convexity=curvature, inverse_lr_cap=smoothness, steps=steps)
+    made = averaging_schedule(strong_convexity=curvature, smoothness=smoothness, steps=steps)
     rule = ScheduledSGD(made.lr, made.weights)
     iterates, answers = run(rule, np.ones((steps, 1)), lr=1.0)
     expected = np.average(iterates, axis=0, weights=made.weights)

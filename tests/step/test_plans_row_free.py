@@ -17,13 +17,13 @@ from tests.edited_plans import edited
 from torch_dpsco.accounting.events import Gaussian, KNorm, in_words
 from torch_dpsco.algorithms import row_free
 from torch_dpsco.algorithms.holder_numbers import path_sensitivity, weighted_law
+from torch_dpsco.algorithms.output_sgd import RowFreePlan
 from torch_dpsco.algorithms.output_sgd_numbers import (
     HIT_CONSTANTS,
     bolt_on_sensitivity,
     output_path,
 )
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
-from torch_dpsco.algorithms.row_free_plan import RowFreePlan
 from torch_dpsco.errors import DpscoError
 from torch_dpsco.step.plan import Plan
 

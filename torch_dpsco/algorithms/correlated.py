@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.budgets import Budget
@@ -25,7 +26,7 @@ from torch_dpsco.algorithms.oracles import CorrelatedClipped
 from torch_dpsco.errors import AdjacencyError
 from torch_dpsco.prox import Prox
 from torch_dpsco.step.chooser import Given, agreed, choose_noise
-from torch_dpsco.step.plan import PlannedOptimizer, StepPlan
+from torch_dpsco.step.plan import PlannedOptimizer, Ranges, StepPlan
 
 _BATCH = 512
 _BANDS = 32  # of which one vector of noise each is kept
@@ -44,6 +45,8 @@ class CorrelatedPlan(StepPlan):
     clip: float
     noise_multiplier: float
     coefficients: tuple[float, ...]
+
+    ranges: ClassVar[Ranges] = {**StepPlan.ranges, "clip": check.positive}
 
     def oracle(self, prox: Prox) -> CorrelatedClipped:
         """Returns a new oracle with the plan's numbers."""
@@ -151,14 +154,14 @@ class CorrelatedSGD(PlannedOptimizer):
                 f" {adjacency})"
             )
         given = Given(
-            n=check.positive_count(n=n),
+            n=n,
             adjacency=adjacency,
             batch_size=min(_BATCH, n) if batch_size is None else batch_size,
             steps=steps,
             epochs=epochs,
             noise_multiplier=noise_multiplier,
         )
-        design, steps = _in_turn(given, n)
+        design, steps = _in_turn(given)
         bands = _bands(bands, min(design.batches, steps))
         return CorrelatedPlan(
             budget=budget,
@@ -168,23 +171,19 @@ class CorrelatedSGD(PlannedOptimizer):
             lr=lr,
             radius=radius,
             average=average,
-            clip=check.positive(clip=clip),
+            clip=clip,
             noise_multiplier=choose_noise(budget, design, steps, given),
             coefficients=least_error(steps, bands).coefficients,
         )
 
 
-def _in_turn(given: Given, n: int) -> tuple[Cyclic, int]:
+def _in_turn(given: Given) -> tuple[Cyclic, int]:
     """Returns passes in one order, as many as the steps need, and the number of steps."""
     batch_size = check.positive_count(batch_size=given.batch_size)
-    batches = math.ceil(n / batch_size)
+    batches = math.ceil(given.n / batch_size)
     given.require_one_length()
-    steps = given.steps
-    if steps is None:
-        epochs = 1 if given.epochs is None else given.epochs
-        steps = check.positive_count(epochs=epochs) * batches
-    check.positive_count(steps=steps)
-    return Cyclic(batch_size, n, math.ceil(steps / batches)), steps
+    steps = given.steps or int(given.epochs or 1) * batches
+    return Cyclic(batch_size, given.n, math.ceil(steps / batches)), steps
 
 
 def _bands(bands: int | None, most: int) -> int:

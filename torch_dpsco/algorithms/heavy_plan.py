@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from torch_dpsco import _validate as check
@@ -35,6 +36,7 @@ from torch_dpsco.algorithms.clips import (
     pilot_size,
     target_quantile,
 )
+from torch_dpsco.algorithms.heavy_tailed_numbers import PilotPlan
 from torch_dpsco.algorithms.mechanisms import geometric_grid
 from torch_dpsco.errors import AdjacencyError, MissingConstantError
 from torch_dpsco.problem import Phase, Problem, Schedule
@@ -42,7 +44,7 @@ from torch_dpsco.prox import Ball, Box, Identity, Prox, Simplex
 from torch_dpsco.rules import Accelerated, ScheduledSGD, UpdateRule
 from torch_dpsco.step.oracle import Clipped, MeanOracle
 from torch_dpsco.step.phased import Phased
-from torch_dpsco.step.plan import CLIPPED, StepPlan, expected, noise_on_mean
+from torch_dpsco.step.plan import CLIPPED, Ranges, StepPlan, expected, noise_on_mean
 
 
 @dataclass(frozen=True)
@@ -100,38 +102,11 @@ class Pilot:
         return pilot_size(n) if self.size is None else self.size
 
 
-@dataclass(frozen=True)
-class PilotPlan:
-    """Public numbers of a pilot.
-
-    Args:
-        size: records of the group.
-        epsilon: of its release.
-        quantile: target of the clip among the norms.
-        c_min: least threshold.
-        c_max: largest threshold.
-    """
-
-    size: int
-    epsilon: float
-    quantile: float
-    c_min: float
-    c_max: float
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    def oracle(self) -> QuantilePilot:
-        """Returns a new oracle that chooses."""
-        return QuantilePilot(
-            self.size, self.epsilon, quantile=self.quantile, c_min=self.c_min, c_max=self.c_max
-        )
-
-    def __str__(self) -> str:
-        return (
-            f"the clip is a private {self.quantile:.3g}-quantile of the gradient norms of"
-            f" {self.size} examples, within [{self.c_min:g}, {self.c_max:g}]"
-        )
+def oracle_of(pilot: PilotPlan) -> QuantilePilot:
+    """Returns a new oracle that chooses a clip."""
+    return QuantilePilot(
+        pilot.size, pilot.epsilon, quantile=pilot.quantile, c_min=pilot.c_min, c_max=pilot.c_max
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,16 +131,18 @@ class ClippedPlan(StepPlan):
     risk_bound: float | None = None
 
     values: ClassVar[tuple[type, ...]] = (PilotPlan,)
+    ranges: ClassVar[Ranges] = {
+        **StepPlan.ranges,
+        "noise_multiplier": check.nonnegative,
+        "clip": check.positive,
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check.nonnegative(noise_multiplier=self.noise_multiplier)
         if (self.clip is None) == (self.pilot is None):
             raise ValueError(
                 f"clip or pilot must be given, and not both (got {self.clip} and {self.pilot})"
             )
-        if self.clip is not None:
-            check.positive(clip=self.clip)
 
     @property
     def training(self) -> Design:
@@ -187,7 +164,7 @@ class ClippedPlan(StepPlan):
         if self.clip is not None:
             return Clipped(self.clip, self.noise_multiplier, self.batch_size)
         pilot, steps = self._piloted()
-        first = pilot.oracle()
+        first = oracle_of(pilot)
         return Phased(
             [(first, 1), (PilotClipped(first, self.noise_multiplier, self.batch_size), steps)]
         )
@@ -237,9 +214,10 @@ class AcceleratedPlan(ClippedPlan):
 
     average: str = "weighted"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check.choice(("weighted",), average=self.average)
+    ranges: ClassVar[Ranges] = {
+        **ClippedPlan.ranges,
+        "average": partial(check.choice, ("weighted",)),
+    }
 
     def oracle(self, prox: Prox) -> MeanOracle:
         """Returns a new oracle with the plan's numbers; raises ValueError for penalties."""

@@ -21,8 +21,8 @@ is assigned to a batch by itself, since a record more or less would shift the ba
 
 How plans of clipped steps choose what is not given, by a theorem of paper 2 or by the step rule.
 
-A `Theorem` says of one optimizer which words of sampling it knows, and what one pass costs in noise; `plan_by_theorem`
-runs the stages of `step.chooser` with it.
+A `_Task` says of one optimizer which words of sampling it knows, and what one pass costs in noise, and runs the stages
+of `step.chooser`.
 """
 
 from __future__ import annotations
@@ -41,14 +41,12 @@ from torch_dpsco.accounting.designs import (
     Design,
     Disjoint,
     Full,
-    Parts,
 )
 from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency
 from torch_dpsco.algorithms.heavy_plan import (
     AcceleratedPlan,
     ClippedPlan,
     Pilot,
-    PilotPlan,
     ProximalPlan,
     after_pilot,
     scale_of,
@@ -58,6 +56,7 @@ from torch_dpsco.algorithms.heavy_tailed_numbers import (
     AveragingSchedule,
     OnePass,
     OnePassPlan,
+    PilotPlan,
     accelerated_factor,
     accelerated_plan,
     averaging_schedule,
@@ -69,13 +68,13 @@ from torch_dpsco.algorithms.heavy_tailed_numbers import (
 )
 from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
 from torch_dpsco.problem import Problem
-from torch_dpsco.rules import AVERAGES
 from torch_dpsco.step.chooser import (
     SAMPLING,
+    USUAL_EPOCHS,
     Draws,
-    Given,
     Pace,
     Scale,
+    Task,
     agreed,
     choose_design,
     choose_noise,
@@ -86,7 +85,7 @@ from torch_dpsco.step.chooser import (
     one_pass,
     public_size,
     release_noise,
-    require_target,
+    require_planned,
     scale_of_clip,
     warn_if_buried,
 )
@@ -95,94 +94,7 @@ from torch_dpsco.step.plan import PlannedOptimizer
 _PASS = ("shuffled", "assigned")  # words of one pass
 _FEW_STEPS = 5  # of one pass, where no theorem chooses: worst-case bounds choose too many
 _MORE_STEPS = 64  # of one pass whose draws are secret, in place of these
-_DEFAULT_BATCH = 512
-_DEFAULT_EPOCHS = 10
 _FULL_STEPS = 30
-
-
-class Theorem(ABC):
-    """What a theorem about clipped means chooses, and which passes its optimizer makes.
-
-    Args:
-        by: name of the optimizer, for messages.
-    """
-
-    words: ClassVar[tuple[str, ...]] = _PASS
-    needs: ClassVar[tuple[str, ...]] = ()  # beside moments and smoothness
-    most: ClassVar[float]  # step sizes are admitted up to 1 / (most * smoothness), the default
-    momentum: ClassVar[bool | None] = None  # whether the step rule may take it; None for no rule
-
-    def __init__(self, by: str) -> None:
-        self.by = by
-
-    @abstractmethod
-    def chosen(
-        self, data: OnePass, given: dict[str, Any], problem: Problem, distance: float | None
-    ) -> OnePassPlan:
-        """Returns what the theorem chooses.
-
-        Args:
-            data: records, privacy and moments.
-            given: the other constants that the theorem needs, and steps and clip where they are given.
-            problem: that promises them.
-            distance: bound on |w_0 - w*|.
-        """
-
-    @abstractmethod
-    def noise_factor(self, problem: Problem, steps: int) -> float | None:
-        """Returns what a unit of clip costs in one pass, over `exchange_rate_mean`; None for that of many passes."""
-
-    def averaging(self, problem: Problem, steps: int) -> AveragingSchedule | None:
-        """Returns step sizes and weights for one pass; None for constant steps."""
-        return None
-
-    def largest_lr(self, problem: Problem) -> float:
-        """Returns the largest step size, where the noise is not known in advance."""
-        (smoothness,) = problem.require("smoothness", by=self.by)
-        return 1.0 / (self.most * smoothness)
-
-    def sampling(self, given: Given, chooses: bool) -> str | Design | None:
-        """Returns how batches are drawn: the word of one pass where none is given; None for batches of any number."""
-        if given.sampling:
-            return given.sampling
-        if given.adjacency != ADD_REMOVE and chooses:
-            return "shuffled"  # what the bound of the theorem is for
-        free = given.steps is None or given.batch_size is None
-        once = given.epochs in (None, 1) and free
-        return "assigned" if once or self.words == _PASS else None
-
-    def is_one_pass(self, given: Given) -> bool:
-        """Returns whether each record is used once; raises ValueError where that must be so and is not."""
-        given.require_one_length()
-        if given.epochs is not None:
-            check.positive(epochs=given.epochs)
-        sampling = given.sampling
-        only = self.words == _PASS
-        if isinstance(sampling, Design):
-            once = sampling.one_pass
-            if isinstance(sampling, Assigned) and sampling.passes > 1 and only:
-                raise ValueError(f"passes must be 1 for {self.by} (got {sampling})")
-        else:
-            once = self._is_word_of_one_pass(given)
-        if given.epochs not in (None, 1) and (sampling == "assigned" or only):
-            more = ", or sampling 'allocated' for several" if "allocated" in self.words else ""
-            raise ValueError(f"epochs must be 1 for one pass{more} (got {given.epochs})")
-        if not once and only:
-            raise ValueError(
-                f"sampling must be one pass over n records for {self.by}: 'shuffled', 'assigned',"
-                f" or a design of one pass (got {sampling!r})"
-            )
-        return once
-
-    def _is_word_of_one_pass(self, given: Given) -> bool:
-        check.choice((*self.words, None), sampling=given.sampling)
-        if given.sampling == "shuffled" and given.adjacency == ADD_REMOVE:
-            raise AdjacencyError(
-                "sampling must be 'assigned', 'poisson' or 'full' under add_remove (got"
-                " 'shuffled'): removing a record would shift the batches of all later ones"
-            )
-        known = given.sampling == "shuffled" and given.epochs in (None, 1)
-        return known or given.sampling == "assigned"
 
 
 def plan_by_theorem(  # noqa: D417 (cls is bound)
@@ -243,40 +155,26 @@ def plan_by_theorem(  # noqa: D417 (cls is bound)
         AdjacencyError: batches cut by position, under add_remove.
         ValueError: an argument is out of range.
     """
-    theorem: Theorem = cls.theorem
     budget, adjacency = agreed(budget, adjacency)
-    check.choice((*AVERAGES, None), average=average)
-    if distance is not None:
-        check.positive(distance=distance)
-    require_target(budget, noise_multiplier)
-    if noise_multiplier is None and budget is not None and budget.mode != "planned":
-        raise ValueError(
-            f"budget must be of mode 'planned', to be spent by a plan (got {budget.mode!r})"
-        )
-    given = Given(
-        n=public_size(n, sampling),
-        adjacency=adjacency,
-        sampling=sampling,
-        batch_size=batch_size,
+    n = public_size(n, sampling)
+    task: _Task = cls.task(
+        problem=problem or Problem(),
+        n=_records_that_train(n, sampling, clip),
+        budget=budget,
+        noise_multiplier=noise_multiplier,
+        clip=clip,
         steps=steps,
         epochs=epochs,
-        noise_multiplier=noise_multiplier,
-    )
-    n = given.n
-    given = replace(given, n=_records_that_train(given, clip))
-    task = _Task(
-        theorem=theorem,
-        problem=problem or Problem(),
-        n=n,
-        budget=budget,
-        given=replace(given, sampling=theorem.sampling(given, chooses=clip is None)),
-        clip=clip,
+        batch_size=batch_size,
         lr=lr,
+        sampling=sampling,
         average=average,
+        adjacency=adjacency,
         dim=dimension(dim),
         distance=distance,
+        total=n,
     )
-    return task.plan(cls.plans, secure)
+    return replace(task, sampling=task.usual_sampling()).plan(cls.plans, secure)
 
 
 @dataclass(frozen=True)
@@ -284,72 +182,146 @@ class _Chosen:
     """What comes out of the stages.
 
     Args:
-        design: how the batches of the steps are drawn.
-        steps: their number, without that of a pilot.
+        draws: how the batches of the steps are drawn, without that of a pilot.
         noise: multiplier.
         theory: what the theorem chose; None where it did not.
         averaging: its step sizes and weights.
         pace: by the step rule.
-        secret: whether passes are amplified, so that each release may tell more.
     """
 
-    design: Design
-    steps: int | None
+    draws: Draws
     noise: float
     theory: OnePassPlan | None = None
     averaging: AveragingSchedule | None = None
     pace: Pace | None = None
-    secret: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Task:
-    """What a plan is asked for; the fields are arguments of `plan_by_theorem`. `given.n` are the records that train."""
+class _Task(Task, ABC):
+    """What a plan is asked for, as in `plan_by_theorem`, and what a theorem about clipped means chooses of it.
 
-    theorem: Theorem
-    problem: Problem
-    n: int
-    budget: Budget | None
-    given: Given
+    Args:
+        n: records that train.
+        clip: a number, or a pilot that chooses it.
+        total: records, those of a pilot included.
+    """
+
     clip: float | Pilot | None
-    lr: float | None
-    average: str | None
-    dim: int | None
-    distance: float | None
+    total: int
+
+    by: ClassVar[str]  # name of the optimizer, for messages
+    words: ClassVar[tuple[str, ...]] = _PASS
+    needs: ClassVar[tuple[str, ...]] = ()  # beside moments and smoothness
+    most: ClassVar[float]  # step sizes are admitted up to 1 / (most * smoothness), the default
+    momentum: ClassVar[bool | None] = None  # whether the step rule may take it; None for no rule
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.goal is not None:
+            require_planned(self.goal)
+
+    # -- what the theorem says ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def chosen(self, data: OnePass, given: dict[str, Any]) -> OnePassPlan:
+        """Returns what the theorem chooses.
+
+        Args:
+            data: records, privacy and moments.
+            given: the other constants that the theorem needs, and steps and clip where they are given.
+        """
+
+    @abstractmethod
+    def noise_factor(self, steps: int) -> float | None:
+        """Returns what a unit of clip costs in one pass, over `exchange_rate_mean`; None for that of many passes."""
+
+    def averaging(self, steps: int) -> AveragingSchedule | None:
+        """Returns step sizes and weights for one pass; None for constant steps."""
+        return None
 
     @property
-    def goal(self) -> Budget | None:
-        """The budget that noise is chosen for; None where noise is given."""
-        return self.budget if self.given.noise_multiplier is None else None
+    def largest_lr(self) -> float:
+        """The largest step size, where the noise is not known in advance."""
+        (smoothness,) = self.problem.require("smoothness", by=self.by)
+        return 1.0 / (self.most * smoothness)
+
+    @property
+    def scale(self) -> Scale:
+        """What the step rule measures by."""
+        clip = None if isinstance(self.clip, Pilot) else self.clip
+        return scale_of_clip(self.problem, clip, self.distance, self.dim, self.by)
 
     @property
     def follows_rule(self) -> bool:
         """Whether the step rule takes what no theorem chooses."""
-        ruled = self.theorem.momentum is not None
-        return ruled and self.lr is None and self.goal is not None
+        return self.momentum is not None and self.lr is None and self.goal is not None
+
+    # -- how often, and how batches are drawn -------------------------------------------------------------------------
+
+    def usual_sampling(self) -> str | Design | None:
+        """Returns how batches are drawn: the word of one pass where none is given; None for batches of any number."""
+        if self.sampling:
+            return self.sampling
+        if self.adjacency != ADD_REMOVE and self.clip is None:
+            return "shuffled"  # what the bound of the theorem is for
+        free = self.steps is None or self.batch_size is None
+        once = self.epochs in (None, 1) and free
+        return "assigned" if once or self.words == _PASS else None
+
+    @property
+    def is_secret(self) -> bool:
+        """Whether each record draws its batch by itself, and that is charged as a whole pass."""
+        design = self.sampling
+        return design == "assigned" or (isinstance(design, Assigned) and design.amplification)
+
+    def is_one_pass(self) -> bool:
+        """Returns whether each record is used once; raises ValueError where that must be so and is not."""
+        self.require_one_length()
+        only = self.words == _PASS
+        sampling = self.sampling
+        if isinstance(sampling, Design):
+            once = sampling.one_pass
+            if isinstance(sampling, Assigned) and sampling.passes > 1 and only:
+                raise ValueError(f"passes must be 1 for {self.by} (got {sampling})")
+        else:
+            check.choice((*self.words, None), sampling=sampling)
+            if sampling == "shuffled" and self.adjacency == ADD_REMOVE:
+                raise AdjacencyError(
+                    "sampling must be 'assigned', 'poisson' or 'full' under add_remove (got"
+                    " 'shuffled'): removing a record would shift the batches of all later ones"
+                )
+            once = sampling == "assigned" or (
+                sampling == "shuffled" and self.epochs in (None, 1)
+            )
+        if self.epochs not in (None, 1) and (sampling == "assigned" or only):
+            more = ", or sampling 'allocated' for several" if "allocated" in self.words else ""
+            raise ValueError(f"epochs must be 1 for one pass{more} (got {self.epochs})")
+        if not once and only:
+            raise ValueError(
+                f"sampling must be one pass over n records for {self.by}: 'shuffled', 'assigned',"
+                f" or a design of one pass (got {sampling!r})"
+            )
+        return once
 
     def plan(self, kind: type[ClippedPlan], secure: str | None) -> ClippedPlan:
         """Returns the plan, stage by stage."""
-        once = self.theorem.is_one_pass(self.given)
+        once = self.is_one_pass()
         chosen = self._in_one_pass() if once else self._in_passes()
-        theory = chosen.theory
         averaging = chosen.averaging
-        pace = Pace(self._lr(chosen)) if chosen.pace is None else chosen.pace
-        draws = Draws(chosen.design, chosen.steps)
-        warn_if_buried(self.goal, draws, chosen.noise, self.n, self.dim)
-        clip = self.clip if theory is None else theory.clip
-        design = chosen.design
-        steps = chosen.steps
+        pace = chosen.pace or Pace(self._lr(chosen))
+        warn_if_buried(self.goal, chosen.draws, chosen.noise, self.total, self.dim)
+        clip = self.clip if chosen.theory is None else chosen.theory.clip
+        draws = chosen.draws
         pilot: PilotPlan | None = None
         if isinstance(clip, Pilot):
-            pilot, design, steps = self._piloted(clip, chosen, once)
+            pilot, draws = self._piloted(clip, chosen, once)
             clip = None
         return kind(
             budget=self.budget,
-            adjacency=self.given.adjacency,
-            design=design,
-            steps=steps,
-            lr=check.positive(lr=pace.lr),
+            adjacency=self.adjacency,
+            design=draws.design,
+            steps=draws.steps,
+            lr=pace.lr,
             momentum=pace.momentum,
             radius=self.problem.radius,
             average=self._average(chosen) or kind.average,
@@ -367,98 +339,92 @@ class _Task:
     # -- one pass: the theorem, or the step rule, or a few steps ------------------------------------------------------
 
     def _in_one_pass(self) -> _Chosen:
-        n = self.given.n
-        secret = _is_secret(self.given.sampling)
-        noise = choose_noise(self.budget, Full(1), 1, self.given)  # of a mean by itself
-        asked = self._steps_asked(n)
-        theory = self._tried(n, asked, noise, secret)
+        n = self.n
+        noise = choose_noise(self.budget, Full(1), 1, self)  # of a mean by itself
+        asked = self.steps
+        sized = isinstance(self.sampling, Design) or self.batch_size is not None
+        if asked is None and sized:
+            asked = self._one_pass(1, secret=False).steps_per_epoch
+        theory = self._tried(asked, noise)
         scale: Scale | None = None
         if theory is None and self.follows_rule and not self.problem.strong_convexity:
-            scale = self._scale()
+            scale = self.scale
         steps = theory.steps if theory is not None else asked
         if steps is None:
-            steps = self._steps_of_pass(n, scale, secret)
+            steps = self._steps_of_pass(scale)
         if check.positive_count(steps=steps) > n:
             raise ValueError(f"steps must be <= {n}, the records that train (got {steps})")
-        design = _one_pass(self.given, n, steps, secret)
-        counted = replace(self.given, steps=steps, epochs=None)
-        steps = counted.steps_in(design, once=self.theorem.words == _PASS) or steps
-        if secret:
-            noise = choose_noise(self.budget, design, steps, self.given)
-            theory = theory and self._best(n, [(steps, noise)])
-        averaging = self.theorem.averaging(self.problem, steps) if self.average is None else None
+        design = self._one_pass(steps, self.is_secret)
+        counted = replace(self, steps=steps, epochs=None)
+        steps = counted.steps_in(design, once=self.words == _PASS) or steps
+        if self.is_secret:
+            noise = choose_noise(self.budget, design, steps, self)
+            theory = theory and self._best([(steps, noise)])
+        draws = Draws(design, steps)
+        averaging = self.averaging(steps) if self.average is None else None
         pace: Pace | None = None
         if scale is not None and averaging is None:
-            pace = self._pace_of_pass(scale, Draws(design, steps), noise)
-        return _Chosen(design, steps, noise, theory, averaging, pace, secret)
+            pace = choose_pace(scale, draws, noise)
+            if not self.momentum:
+                pace = Pace(min(self.largest_lr, pace.lr / (1.0 - pace.momentum)))
+        return _Chosen(draws, noise, theory, averaging, pace)
 
-    def _steps_asked(self, n: int) -> int | None:
-        """Returns the number of steps that is given, by itself or as a size of batches."""
-        given = self.given
-        sized = isinstance(given.sampling, Design) or given.batch_size is not None
-        if given.steps is None and sized:
-            return _one_pass(given, n, 1, secret=False).steps_per_epoch
-        return given.steps
+    def _one_pass(self, steps: int, secret: bool) -> Design:
+        """Returns the design of one pass, in batches of the given size or else in so many."""
+        if isinstance(self.sampling, Design):
+            return self.sampled()
+        size = self.n // steps if self.batch_size is None else self.batch_size
+        if self.sampling == "assigned":  # all records to these batches
+            parts = steps if self.batch_size is None else None
+            return Assigned(size, self.n, parts, amplification=secret)
+        return Disjoint(size, self.n)
 
-    def _steps_of_pass(self, n: int, scale: Scale | None, secret: bool) -> int:
+    def _steps_of_pass(self, scale: Scale | None) -> int:
         if scale is not None and self.goal is not None:
-            return one_pass(scale, n, self.goal, bool(self.theorem.momentum), secret)
-        return min(n, _MORE_STEPS if secret else _FEW_STEPS)
+            return one_pass(scale, self.n, self.goal, bool(self.momentum), self.is_secret)
+        return min(self.n, _MORE_STEPS if self.is_secret else _FEW_STEPS)
 
-    def _pace_of_pass(self, scale: Scale, draws: Draws, noise: float) -> Pace:
-        pace = choose_pace(scale, draws, noise)
-        if self.theorem.momentum:
-            return pace
-        return Pace(min(self.theorem.largest_lr(self.problem), pace.lr / (1.0 - pace.momentum)))
-
-    def _tried(
-        self, n: int, steps: int | None, noise: float, secret: bool
-    ) -> OnePassPlan | None:
+    def _tried(self, steps: int | None, noise: float) -> OnePassPlan | None:
         """Returns what the theorem chooses; None where promises are missing, or a clip is chosen otherwise."""
         if not noise or isinstance(self.clip, Pilot):
             return None
-        tries: list[tuple[int | None, float]] = [(steps, noise)]
-        if secret and self.goal is not None and steps is None:
-            tries = [
-                (number, noise_of_pass(self.goal, number)) for number in numbers_of_steps(n)
-            ]
-        return self._best(n, tries)
+        if not self.is_secret or self.goal is None or steps is not None:
+            return self._best([(steps, noise)])
+        numbers = numbers_of_steps(self.n)
+        return self._best([(number, noise_of_pass(self.goal, number)) for number in numbers])
 
-    def _best(self, n: int, tries: Sequence[tuple[int | None, float]]) -> OnePassPlan | None:
+    def _best(self, tries: Sequence[tuple[int | None, float]]) -> OnePassPlan | None:
         """Returns what the theorem chooses at the number of steps, beside its noise, of least bound."""
         with warnings.catch_warnings():
             if len(tries) > 1:  # what is said of those that are not taken
                 warnings.simplefilter("ignore", UtilityWarning)
-            made = [self._chosen(n, steps, noise) for steps, noise in tries]
+            made = [self._by_theorem(steps, noise) for steps, noise in tries]
         plans = [plan for plan in made if plan is not None]
         return min(plans, key=lambda plan: plan.bound, default=None)
 
-    def _chosen(self, n: int, steps: int | None, noise: float) -> OnePassPlan | None:
+    def _by_theorem(self, steps: int | None, noise: float) -> OnePassPlan | None:
         problem = self.problem
         if problem.moment is not None and self.dim is None:
             raise MissingConstantError(
                 "dim must be given where moments are promised: the model, or its parameters"
             )
-        needs = ("smoothness", *self.theorem.needs)
+        needs = ("smoothness", *self.needs)
         try:
             moment, order, *constants = problem.require(
-                "moment", "moment_order", *needs, by=self.theorem.by
+                "moment", "moment_order", *needs, by=self.by
             )
             assert self.dim is not None  # with a moment
             data = OnePass(
-                n,
+                self.n,
                 self.dim,
-                zcdp_of(noise, self.given.adjacency),
+                zcdp_of(noise, self.adjacency),
                 moment,
                 order,
                 problem.second_moment,
-                self.given.adjacency,
+                self.adjacency,
             )
-            given = dict(zip(needs, constants, strict=True)) | {
-                "steps": steps,
-                "clip": self.clip,
-            }
-            return self.theorem.chosen(data, given, problem, self.distance)
+            given = dict(zip(needs, constants, strict=True))
+            return self.chosen(data, given | {"steps": steps, "clip": self.clip})
         except MissingConstantError:
             if self.clip is None:
                 raise
@@ -469,30 +435,23 @@ class _Task:
     def _in_passes(self) -> _Chosen:
         if self.clip is None:
             raise MissingConstantError(
-                f"{self.theorem.by} needs a clip for many passes, which no theorem chooses:"
+                f"{self.by} needs a clip for many passes, which no theorem chooses:"
                 " clip=dp.Pilot(), or a number"
             )
-        given = self.given
         goal = self.goal
         if self.follows_rule:
-            scale = self._scale()
-            draws = choose_design(scale, goal, given)
-            noise = choose_noise(goal, *draws, given)
-            return _Chosen(*draws, noise, pace=choose_pace(scale, draws, noise))
-        if given.batch_size is None and given.sampling in (None, *SAMPLING):
-            given = replace(given, batch_size=min(_DEFAULT_BATCH, given.n))
+            draws = choose_design(self.scale, goal, self)
+            noise = choose_noise(goal, *draws, self)
+            return _Chosen(draws, noise, pace=choose_pace(self.scale, draws, noise))
+        given = self.sized()
         passes: int | None = None
         if goal is not None or isinstance(self.clip, Pilot):
-            full = given.sampling == "full" or isinstance(given.sampling, Full)
-            passes = _FULL_STEPS if full else _DEFAULT_EPOCHS
+            full = self.sampling == "full" or isinstance(self.sampling, Full)
+            passes = _FULL_STEPS if full else USUAL_EPOCHS
         draws = choose_design(None, goal, given, passes)
-        return _Chosen(*draws, choose_noise(goal, *draws, given))
+        return _Chosen(draws, choose_noise(goal, *draws, given))
 
     # -- what both share ----------------------------------------------------------------------------------------------
-
-    def _scale(self) -> Scale:
-        clip = None if isinstance(self.clip, Pilot) else self.clip
-        return scale_of_clip(self.problem, clip, self.distance, self.dim, self.theorem.by)
 
     def _lr(self, chosen: _Chosen) -> float:
         """Returns the step size without the step rule."""
@@ -500,9 +459,7 @@ class _Task:
             return self.lr
         if chosen.theory is not None:
             return chosen.theory.lr
-        if chosen.averaging is not None:
-            return chosen.averaging.lr[0]
-        return self.theorem.largest_lr(self.problem)
+        return self.largest_lr if chosen.averaging is None else chosen.averaging.lr[0]
 
     def _average(self, chosen: _Chosen) -> str | None:
         if self.average is not None:
@@ -516,77 +473,61 @@ class _Task:
         theory = chosen.theory
         if theory is None or self.lr is not None or self.average is not None:
             return None
-        n = self.given.n
-        return theory.bound if chosen.design == Disjoint(n // theory.steps, n) else None
+        own = Disjoint(self.n // theory.steps, self.n)
+        return theory.bound if chosen.draws.design == own else None
 
-    def _piloted(self, clip: Pilot, chosen: _Chosen, once: bool) -> tuple[PilotPlan, Parts, int]:
-        """Returns the pilot that chooses the clip, and the design and the steps of it and the others."""
-        n = self.n
-        left = self.given.n
+    def _piloted(self, clip: Pilot, chosen: _Chosen, once: bool) -> tuple[PilotPlan, Draws]:
+        """Returns the pilot that chooses the clip, and the draws of it and the others."""
+        design, steps = chosen.draws
         budget = self.budget
-        steps = chosen.steps
         if budget is None or steps is None or self.dim is None:
             raise ValueError(
                 f"budget and dim must be given for a pilot, or a number as clip (got {budget} and"
                 f" {self.dim})"
             )
-        adjacency = self.given.adjacency
-        noise = chosen.noise if chosen.secret and chosen.noise else release_noise(budget)
-        rho = zcdp_of(noise, adjacency)
-        factor = self.theorem.noise_factor(self.problem, steps) if once else None
+        noise = chosen.noise if self.is_secret and chosen.noise else release_noise(budget)
+        rho = zcdp_of(noise, self.adjacency)
+        factor = self.noise_factor(steps) if once else None
         if factor is None:
-            rate = exchange_rate_phase(left, self.dim, rho, adjacency)
+            rate = exchange_rate_phase(self.n, self.dim, rho, self.adjacency)
         else:
-            rate = factor * exchange_rate_mean(left // steps, self.dim, rho, adjacency)
-        pilot = clip.plan(n, budget, rate)
-        return pilot, after_pilot(pilot.size, chosen.design, steps, n, adjacency), steps + 1
+            rate = factor * exchange_rate_mean(self.n // steps, self.dim, rho, self.adjacency)
+        pilot = clip.plan(self.total, budget, rate)
+        parts = after_pilot(pilot.size, design, steps, self.total, self.adjacency)
+        return pilot, Draws(parts, steps + 1)
 
 
-def _records_that_train(given: Given, clip: float | Pilot | None) -> int:
+def _records_that_train(
+    n: int, sampling: str | Design | None, clip: float | Pilot | None
+) -> int:
     """Returns the number of records that a pilot leaves, all without one."""
     if not isinstance(clip, Pilot):
-        return given.n
-    if isinstance(given.sampling, Design):
+        return n
+    if isinstance(sampling, Design):
         raise ValueError(
-            f"sampling must be a word, for the records that a pilot leaves (got {given.sampling})"
+            f"sampling must be a word, for the records that a pilot leaves (got {sampling})"
         )
-    return check.positive_count(n=given.n - clip.records(given.n))
+    return check.positive_count(n=n - clip.records(n))
 
 
-def _is_secret(sampling: str | Design | None) -> bool:
-    """Returns whether each record draws its batch by itself, and that is charged as a whole pass."""
-    return sampling == "assigned" or (isinstance(sampling, Assigned) and sampling.amplification)
-
-
-def _one_pass(given: Given, n: int, steps: int, secret: bool) -> Design:
-    """Returns the design of one pass over n records, in batches of the given size or else in so many."""
-    if isinstance(given.sampling, Design):
-        return given.sampled()
-    size = n // steps if given.batch_size is None else given.batch_size
-    if given.sampling == "assigned":  # all records to these batches
-        parts = steps if given.batch_size is None else None
-        return Assigned(size, n, parts, amplification=secret)
-    return Disjoint(size, n)
-
-
-class _Averaged(Theorem):
+class _Averaged(_Task):
     """Strongly convex losses: step sizes and weights of an average."""
 
-    words: ClassVar[tuple[str, ...]] = (*SAMPLING, "full")
+    by = "ClippedSGD"
+    words = (*SAMPLING, "full")
     needs = ("strong_convexity",)
     most = 1.0
     momentum = True
 
-    def chosen(
-        self, data: OnePass, given: dict[str, Any], problem: Problem, distance: float | None
-    ) -> OnePassPlan:
+    def chosen(self, data: OnePass, given: dict[str, Any]) -> OnePassPlan:
         """Returns what the theorem chooses."""
-        unbounded = distance is None and math.isinf(problem.radius)
-        diameter = math.inf if unbounded else scale_of(problem, distance, self.by)
+        unbounded = self.distance is None and math.isinf(self.problem.radius)
+        diameter = math.inf if unbounded else scale_of(self.problem, self.distance, self.by)
         return strongly_convex_plan(data, diameter=diameter, **given)
 
-    def noise_factor(self, problem: Problem, steps: int) -> float | None:
+    def noise_factor(self, steps: int) -> float | None:
         """Returns what a unit of clip costs in one pass, over `exchange_rate_mean`."""
+        problem = self.problem
         if problem.strong_convexity is None or problem.smoothness is None:
             return None
         weights = strongly_convex_coefficients(
@@ -594,48 +535,46 @@ class _Averaged(Theorem):
         )
         return math.sqrt(weights.noise / weights.bias)
 
-    def averaging(self, problem: Problem, steps: int) -> AveragingSchedule | None:
+    def averaging(self, steps: int) -> AveragingSchedule | None:
         """Returns step sizes and weights of an average."""
-        if not problem.strong_convexity:
+        if not self.problem.strong_convexity:
             return None
-        (smoothness,) = problem.require("smoothness", by=self.by)
-        return averaging_schedule(
-            strong_convexity=problem.strong_convexity, inverse_lr_cap=smoothness, steps=steps
-        )
+        names = ("strong_convexity", "smoothness")
+        curves = dict(zip(names, self.problem.require(*names, by=self.by), strict=True))
+        return averaging_schedule(**curves, steps=steps)
 
 
-class _Accelerated(Theorem):
+class _Accelerated(_Task):
     """Smooth convex losses: accelerated steps."""
 
+    by = "AcceleratedSGD"
     most = 4.0
 
-    def chosen(
-        self, data: OnePass, given: dict[str, Any], problem: Problem, distance: float | None
-    ) -> OnePassPlan:
+    def chosen(self, data: OnePass, given: dict[str, Any]) -> OnePassPlan:
         """Returns what the theorem chooses."""
-        return accelerated_plan(data, diameter=scale_of(problem, distance, self.by), **given)
+        diameter = scale_of(self.problem, self.distance, self.by)
+        return accelerated_plan(data, diameter=diameter, **given)
 
-    def noise_factor(self, problem: Problem, steps: int) -> float | None:
+    def noise_factor(self, steps: int) -> float | None:
         """Returns what a unit of clip costs in one pass, over `exchange_rate_mean`."""
         return accelerated_factor(steps)
 
 
-class _Proximal(Theorem):
+class _Proximal(_Task):
     """Proximal-PL objectives: constant steps."""
 
+    by = "ProximalSGD"
     needs = ("pl_constant",)
     most = 2.0
     momentum = False
 
-    def chosen(
-        self, data: OnePass, given: dict[str, Any], problem: Problem, distance: float | None
-    ) -> OnePassPlan:
+    def chosen(self, data: OnePass, given: dict[str, Any]) -> OnePassPlan:
         """Returns what the theorem chooses."""
         # smoothness and convexity of the path: F(w_0) - F* <= r_1 D
-        gap = data.moment * scale_of(problem, distance, self.by)
+        gap = data.moment * scale_of(self.problem, self.distance, self.by)
         return proximal_pl_plan(data, initial_gap=gap, **given)
 
-    def noise_factor(self, problem: Problem, steps: int) -> float | None:
+    def noise_factor(self, steps: int) -> float | None:
         """Returns what a unit of clip costs in one pass, over `exchange_rate_mean`."""
         return math.sqrt(2.0 / 3.0)
 
@@ -670,7 +609,7 @@ class ClippedSGD(PlannedOptimizer):
     """
 
     plans = ClippedPlan
-    theorem = _Averaged("ClippedSGD")
+    task = _Averaged
     plan = classmethod(plan_by_theorem)
 
 
@@ -717,7 +656,7 @@ class AcceleratedSGD(PlannedOptimizer):
     """
 
     plans = AcceleratedPlan
-    theorem = _Accelerated("AcceleratedSGD")
+    task = _Accelerated
     plan = classmethod(plan_by_theorem)
 
 
@@ -750,5 +689,5 @@ class ProximalSGD(PlannedOptimizer):
     """
 
     plans = ProximalPlan
-    theorem = _Proximal("ProximalSGD")
+    task = _Proximal
     plan = classmethod(plan_by_theorem)

@@ -77,10 +77,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_dpsco import _validate as check
+from torch_dpsco._validate import check_fields
 from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
 from torch_dpsco.accounting.analysis.rounding import scaled_up
 from torch_dpsco.errors import ConditionError, InfeasibleError, warn
 
+_RANGES = {
+    "n": check.positive_count,
+    "dim": check.positive_count,
+    "rho": check.positive,
+    "moment": check.positive,
+    "second_moment": check.positive,
+}
 MAX_STEPS = 100_000  # end of the search for the number of steps
 _GRID = 400
 
@@ -92,6 +100,34 @@ def check_order(moment_order: float) -> None:
         raise ConditionError(
             f"moment_order must be >= 2 for a theorem to choose (got {k:g}): give a clip, chosen"
             " without looking at the data"
+        )
+
+
+@dataclass(frozen=True)
+class PilotPlan:
+    """Public numbers of a pilot.
+
+    Args:
+        size: records of the group.
+        epsilon: of its release.
+        quantile: target of the clip among the norms.
+        c_min: least threshold.
+        c_max: largest threshold.
+    """
+
+    size: int
+    epsilon: float
+    quantile: float
+    c_min: float
+    c_max: float
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def __str__(self) -> str:
+        return (
+            f"the clip is a private {self.quantile:.3g}-quantile of the gradient norms of"
+            f" {self.size} examples, within [{self.c_min:g}, {self.c_max:g}]"
         )
 
 
@@ -146,13 +182,8 @@ class OnePass:
     adjacency: str = "replace_one"
 
     def __post_init__(self) -> None:
-        check.positive_count(n=self.n)
-        check.positive_count(dim=self.dim)
-        check.positive(rho=self.rho)
-        check.positive(moment=self.moment)
+        check.ranges(self, _RANGES)
         check_order(self.moment_order)
-        if self.second_moment is not None:
-            check.positive(second_moment=self.second_moment)
         sensitivity_factor(self.adjacency)
 
     def batch_size(self, steps: int) -> int:
@@ -198,7 +229,7 @@ def least_steps(bound: Callable[[int], float], most: int) -> int:
         >>> least_steps(lambda T: T + 100 / T, most=1000)
         10
     """
-    last = min(check.positive_count(most=most), MAX_STEPS)
+    last = min(most, MAX_STEPS)
     grid = {round(math.exp(math.log(last) * i / (_GRID - 1))) for i in range(_GRID)}
     start = min(sorted(grid), key=bound)
     return min(range(max(1, start - 2), min(last, start + 2) + 1), key=bound)
@@ -233,13 +264,13 @@ class BoundCoefficients:
 
 
 def averaging_schedule(
-    *, strong_convexity: float, inverse_lr_cap: float, steps: int
+    *, strong_convexity: float, smoothness: float, steps: int
 ) -> AveragingSchedule:
     """Returns step sizes <= 1/cap and weights: constant steps for T <= cap/mu, else also a decreasing second half.
 
     Args:
         strong_convexity: mu > 0.
-        inverse_lr_cap: >= mu; the smoothness.
+        smoothness: cap >= mu.
         steps: T >= 1.
 
     Raises:
@@ -249,11 +280,13 @@ def averaging_schedule(
         docs/proofs/heavy_tailed.md#averaged-steps.
 
     Example:
-        >>> averaging_schedule(strong_convexity=1.0, inverse_lr_cap=1.0, steps=4)
+        >>> averaging_schedule(strong_convexity=1.0, smoothness=1.0, steps=4)
         AveragingSchedule(lr=(1.0, 1.0, 1.0, 0.6666666666666666), weights=(0.0, 0.0, 2.0, 3.0))
     """
-    mu, cap = _checked_curvature(strong_convexity, inverse_lr_cap, "inverse_lr_cap")
-    if check.positive_count(steps=steps) <= cap / mu:
+    mu = strong_convexity
+    cap = smoothness
+    _require_curvature(mu, cap)
+    if steps <= cap / mu:
         growth = (
             0.0 if mu == cap else _log_growth(mu, cap)
         )  # at mu = cap there is one step, of any weight
@@ -286,7 +319,9 @@ def strongly_convex_coefficients(
         >>> strongly_convex_coefficients(strong_convexity=1.0, smoothness=2.0, steps=1)
         BoundCoefficients(initial=1.0, bias=2.0, noise=1.0)
     """
-    mu, beta = _checked_curvature(strong_convexity, smoothness, "smoothness")
+    mu = strong_convexity
+    beta = smoothness
+    _require_curvature(mu, beta)
     kappa = beta / mu
     T = check.positive_count(steps=steps)
     growth = _log_growth(mu, beta)
@@ -340,10 +375,12 @@ def strongly_convex_plan(
         >>> plan.steps, round(plan.bound, 4)
         (18, 0.0032)
     """
-    mu, beta = _checked_curvature(strong_convexity, smoothness, "smoothness")
+    mu = strong_convexity
+    beta = smoothness
+    _require_curvature(mu, beta)
     # |w_0 - w*| <= |grad F(w_0)|/mu <= r_1/mu, and r_1 <= r_2 <= r_k
     distance = min(
-        check.positive(diameter=diameter, allow_inf=True),
+        diameter,
         (data.second_moment or data.moment) / mu,
     )
 
@@ -369,16 +406,9 @@ def _log_growth(mu: float, beta: float) -> float:
     )  # beta - mu is exact here
 
 
-def _checked_curvature(strong_convexity: float, cap: float, name: str) -> tuple[float, float]:
-    mu = check.positive(strong_convexity=strong_convexity)
-    beta = (
-        check.positive(inverse_lr_cap=cap)
-        if name == "inverse_lr_cap"
-        else check.positive(smoothness=cap)
-    )
+def _require_curvature(mu: float, beta: float) -> None:
     if mu > beta:
-        raise ConditionError(f"strong_convexity must be <= {name}={beta:g} (got {mu:g})")
-    return mu, beta
+        raise ConditionError(f"strong_convexity must be <= smoothness={beta:g} (got {mu:g})")
 
 
 def accelerated_plan(
@@ -414,8 +444,7 @@ def accelerated_plan(
         >>> plan.steps, round(plan.bound, 4)
         (41, 0.0885)
     """
-    check.nonnegative(smoothness=smoothness)
-    D = check.positive(diameter=diameter)
+    D = diameter
 
     def exchange_rate(T: int) -> float:
         mean = exchange_rate_mean(data.batch_size(T), data.dim, data.rho, data.adjacency)
@@ -474,13 +503,12 @@ def proximal_pl_bound(
         >>> proximal_pl_bound(pl_constant=1.0, smoothness=1.0, steps=1, initial_gap=4.0, bias=0.0, variance=0.5)
         4.0
     """
-    mu = check.positive(pl_constant=pl_constant)
-    beta = check.positive(smoothness=smoothness)
+    mu = pl_constant
+    beta = smoothness
     if mu > beta:
         raise ConditionError(f"pl_constant must be <= smoothness={beta:g} (got {mu:g})")
-    decay = math.exp(check.positive_count(steps=steps) * math.log1p(-mu / (4.0 * beta)))
-    errors = 3.0 * check.nonnegative(bias=bias) ** 2 + 2.0 * check.nonnegative(variance=variance)
-    return decay * check.nonnegative(initial_gap=initial_gap) + errors / mu
+    decay = math.exp(steps * math.log1p(-mu / (4.0 * beta)))
+    return decay * initial_gap + (3.0 * bias**2 + 2.0 * variance) / mu
 
 
 def proximal_pl_plan(
@@ -518,7 +546,6 @@ def proximal_pl_plan(
         >>> plan.steps, round(plan.bound, 4)
         (49, 0.0218)
     """
-    check.positive(initial_gap=initial_gap)
 
     def planned(T: int) -> OnePassPlan:
         chosen = clip
@@ -569,10 +596,9 @@ def clip_bias(moment: float, moment_order: float, clip: float) -> float:
         >>> round(clip_bias(1.0, 2.0, 0.5), 12)
         0.5
     """
-    k = check.order(moment_order=moment_order)
-    log_r = math.log(check.positive(moment=moment))
-    log_clip = math.log(check.positive(clip=clip))
-    return safe_exp(_log_bias_constant(k) + log_r + (k - 1) * (log_r - log_clip))
+    k = moment_order
+    log_r = math.log(moment)
+    return safe_exp(_log_bias_constant(k) + log_r + (k - 1) * (log_r - math.log(clip)))
 
 
 def clip_bias_worst(moment: float, moment_order: float, clip: float) -> float:
@@ -621,9 +647,8 @@ def clip_threshold_linear(moment: float, moment_order: float, noise_weight: floa
         >>> round(clip_threshold_linear(1.0, 2.0, 0.01), 12)
         5.0
     """
-    k = check.order(moment_order=moment_order)
-    log_r = math.log(check.positive(moment=moment))
-    log_clip = log_r + _log_ratio(k) - math.log(check.positive(noise_weight=noise_weight)) / k
+    k = moment_order
+    log_clip = math.log(moment) + _log_ratio(k) - math.log(noise_weight) / k
     return _finite_clip(log_clip, noise_weight)
 
 
@@ -648,12 +673,11 @@ def clip_threshold_square(
         >>> round(clip_threshold_square(1.0, 2.0, 1.0, 0.0001), 12)
         5.0
     """
-    k = check.order(moment_order=moment_order)
-    log_r = math.log(check.positive(moment=moment))
-    log_weights = math.log(check.positive(bias_weight=bias_weight)) - math.log(
-        check.positive(noise_weight=noise_weight)
+    k = moment_order
+    log_weights = math.log(bias_weight) - math.log(noise_weight)
+    log_clip = math.log(moment) + (math.log(k - 1) + 2 * _log_bias_constant(k) + log_weights) / (
+        2 * k
     )
-    log_clip = log_r + (math.log(k - 1) + 2 * _log_bias_constant(k) + log_weights) / (2 * k)
     return _finite_clip(log_clip, noise_weight)
 
 
@@ -722,9 +746,7 @@ def exchange_rate_mean(
         >>> round(exchange_rate_mean(batch_size=100, dim=1, rho=0.5), 12)
         0.02
     """
-    s = check.positive_count(batch_size=batch_size)
-    d = check.positive_count(dim=dim)
-    return sensitivity_factor(adjacency) / 2.0 * math.sqrt(2.0 * d / check.positive(rho=rho)) / s
+    return sensitivity_factor(adjacency) / 2.0 * math.sqrt(2.0 * dim / rho) / batch_size
 
 
 def accelerated_factor(steps: int) -> float:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.budgets import Budget
@@ -33,12 +33,12 @@ from torch_dpsco.algorithms.holder_numbers import (
 from torch_dpsco.errors import MissingConstantError, outside, warn
 from torch_dpsco.problem import Problem, shared_bound
 from torch_dpsco.prox import Prox
-from torch_dpsco.rules import AVERAGES
 from torch_dpsco.step.chooser import (
+    USUAL_EPOCHS,
     Draws,
-    Given,
     Pace,
     Scale,
+    Task,
     agreed,
     choose_clip,
     choose_design,
@@ -46,14 +46,10 @@ from torch_dpsco.step.chooser import (
     choose_pace,
     dimension,
     public_size,
-    require_target,
     scale_of_problem,
     warn_if_buried,
 )
-from torch_dpsco.step.plan import PlannedOptimizer, StepPlan, expected, noise_on_mean
-
-_DEFAULT_BATCH = 512
-_DEFAULT_EPOCHS = 10
+from torch_dpsco.step.plan import PlannedOptimizer, Ranges, StepPlan, expected, noise_on_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +72,11 @@ class HolderPlan(StepPlan):
     clip: float = 1.0
     risk_bound: float | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check.between(0.0, 1.0, clip=check.positive(clip=self.clip))
+    ranges: ClassVar[Ranges] = {
+        **StepPlan.ranges,
+        "noise_multiplier": check.nonnegative,
+        "clip": check.positive,
+    }
 
     @property
     def noise_std(self) -> float:
@@ -221,67 +219,51 @@ class HolderSGD(PlannedOptimizer):
             MissingConstantError: lr cannot be chosen without `distance` or `dim`.
             AdjacencyError: sampling and adjacency do not go together.
         """
-        check.choice((*AVERAGES, None), average=average)
-        check.choice(NOISES, noise=noise)
-        require_target(budget, noise_multiplier)
-        if distance is not None:
-            check.positive(distance=distance)
-        dim = dimension(dim)
         budget, adjacency = agreed(budget, adjacency)
-        given = Given(
-            n=public_size(n, sampling),
-            adjacency=adjacency,
-            sampling=sampling,
-            batch_size=batch_size,
-            steps=steps,
-            epochs=epochs,
-            noise_multiplier=noise_multiplier,
-        )
         task = _Task(
             problem=problem,
+            n=public_size(n, sampling),
             budget=budget,
-            given=given,
-            noise=noise,
-            dim=dim,
-            distance=distance,
+            noise_multiplier=noise_multiplier,
+            steps=steps,
+            epochs=epochs,
+            batch_size=batch_size,
             lr=lr,
-            clip=clip,
+            sampling=sampling,
+            noise=noise,
             average=average,
+            adjacency=adjacency,
+            dim=dimension(dim),
+            distance=distance,
+            clip=clip,
         )
         return task.plan(secure)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Task:
-    """What a plan is asked for; the fields are arguments of `HolderSGD.plan`."""
+class _Task(Task):
+    """What a plan is asked for, as in `HolderSGD.plan`."""
 
-    problem: Problem
-    budget: Budget | None
-    given: Given
     noise: str
-    dim: int | None
-    distance: float | None
-    lr: float | None
     clip: float | None
-    average: str | None
 
-    @property
-    def goal(self) -> Budget | None:
-        """The budget that noise is chosen for; None where noise is given."""
-        return self.budget if self.given.noise_multiplier is None else None
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.choice(NOISES, noise=self.noise)
+        if self.clip is not None:
+            check.between(0.0, 1.0, clip=check.positive(clip=self.clip))
 
     @property
     def radius(self) -> float:
         """How far the minimizer is: as promised, or guessed."""
-        radius = self.problem.radius
-        return radius if self.distance is None else min(radius, self.distance)
+        return min(self.problem.radius, self.distance or math.inf)
 
     def plan(self, secure: str | None) -> HolderPlan:
         """Returns the plan, stage by stage."""
         clip, scale = self._promises()
         draws = self._design(scale)
-        multiplier = choose_noise(self.budget, *draws, self.given)
-        bound = _bound(self.problem, self.noise, self.radius, clip)
+        multiplier = choose_noise(self.budget, *draws, self)
+        bound = self._bound(clip)
         if scale is not None:
             pace = choose_pace(scale, draws, multiplier)
         else:
@@ -291,13 +273,13 @@ class _Task:
         risk: float | None = None
         if average == "uniform" and scale is None and clip == 1:
             risk = self._risk(draws, pace.lr, multiplier)
-        warn_if_buried(self.goal, draws, multiplier, self.given.n, self.dim)
+        warn_if_buried(self.goal, draws, multiplier, self.n, self.dim)
         return HolderPlan(
             budget=self.budget,
-            adjacency=self.given.adjacency,
+            adjacency=self.adjacency,
             design=draws.design,
             steps=draws.steps,
-            lr=check.positive(lr=pace.lr),
+            lr=pace.lr,
             momentum=pace.momentum,
             radius=self.problem.radius,
             average=average,
@@ -313,25 +295,16 @@ class _Task:
     def _promises(self) -> tuple[float, Scale | None]:
         """Returns the share of the bound at which rows are clipped, and what the step rule measures by, if it holds."""
         by_theorem = self.average == "uniform" and math.isfinite(self.problem.radius)
-        share = self.clip
-        if share is not None:
-            check.between(0.0, 1.0, clip=check.positive(clip=share))
-        goal = self.goal
-        if goal is not None and self.lr is None and not by_theorem:
-            n = self.given.n
-            clip = choose_clip(self.problem, n, goal, self.dim) if share is None else share
+        if self.goal is not None and self.lr is None and not by_theorem:
+            clip = self.clip or choose_clip(self.problem, self.n, self.goal, self.dim)
             scale = scale_of_problem(self.problem, clip, self.distance, self.dim)
             if scale is not None:
                 return clip, scale
-        return 1.0 if share is None else share, None
+        return self.clip or 1.0, None
 
     def _design(self, scale: Scale | None) -> Draws:
-        given = self.given
-        designed = given.sampling == "full" or isinstance(given.sampling, Design)
-        sized = designed or given.batch_size is not None
-        if scale is None and not sized:
-            given = replace(given, batch_size=min(_DEFAULT_BATCH, given.n))
-        passes = None if self.goal is None else _DEFAULT_EPOCHS
+        given = self.sized() if scale is None else self
+        passes = None if self.goal is None else USUAL_EPOCHS
         return choose_design(scale, self.budget, given, passes)
 
     def _lr(self, steps: int | None, bound: float, std: float) -> float:
@@ -378,13 +351,12 @@ class _Task:
         noise = multiplier * bound / size
         return average_risk_bound(radius, draws.steps, lr, bound, self.dim, noise, size)
 
-
-def _bound(problem: Problem, noise: str, radius: float, clip: float) -> float:
-    """Returns the clip at the radius, or at the start on an unbounded domain."""
-    if noise == "constant" or math.isfinite(radius):
-        return clip * problem.grad_bound(radius)
-    try:
-        largest = problem.grad_bound(problem.radius)
-    except MissingConstantError:
-        largest = math.inf
-    return shared_bound(problem.grad_bound(0.0), largest, clip)
+    def _bound(self, clip: float) -> float:
+        """Returns the clip at the radius, or at the start on an unbounded domain."""
+        if self.noise == "constant" or math.isfinite(self.radius):
+            return clip * self.problem.grad_bound(self.radius)
+        try:
+            largest = self.problem.grad_bound()
+        except MissingConstantError:
+            largest = math.inf
+        return shared_bound(self.problem.grad_bound(0.0), largest, clip)

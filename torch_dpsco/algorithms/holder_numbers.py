@@ -71,6 +71,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import gammaln, log_ndtr
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.analysis.objective import least_noise
 from torch_dpsco.accounting.analysis.rounding import Arithmetic, scaled_up, up
 from torch_dpsco.errors import ConditionError
 
@@ -91,15 +92,10 @@ def balanced_lr(
         >>> balanced_lr(distance=1.0, steps=100, grad_bound=1.0, dim=1, noise_std=0.0)
         0.1
     """
-    second_moment = (
-        check.nonnegative(grad_bound=grad_bound) ** 2
-        + check.positive_count(dim=dim) * check.nonnegative(noise_std=noise_std) ** 2
-    )
+    second_moment = grad_bound**2 + dim * noise_std**2
     if second_moment == 0:
         raise ValueError("grad_bound must be > 0 when there is no noise (got 0)")
-    return check.positive(distance=distance) / math.sqrt(
-        check.positive_count(steps=steps) * second_moment
-    )
+    return distance / math.sqrt(steps * second_moment)
 
 
 def average_risk_bound(
@@ -262,9 +258,7 @@ def run_path(
     bounds = np.broadcast_to(_array("grad_bounds", grad_bounds, sizes.size), sizes.shape)
     shares = _weights(weights, sizes.size)
     tails = np.concatenate([np.cumsum(shares[:0:-1])[::-1], [0.0]])  # V_1..V_T, V_T = 0
-    scale = check.positive(hit_constant=hit_constant) / check.positive_count(
-        batch_size=batch_size
-    )
+    scale = hit_constant / batch_size
     slack = 4 * sizes.size + 64
     squares = expansions(holder_exponent, holder_constant, sizes, glm) ** 2
     if arithmetic is None:
@@ -280,7 +274,7 @@ def run_path(
             _drift(shares, squares * e.scale + e.squared) + 2 * float(e.added @ tails)
             for e in errors
         )
-    cap = 2 * check.positive(allow_inf=True, radius=radius)
+    cap = 2 * radius
     if arithmetic is not None and cap < math.inf:
         cap = 2 * (arithmetic.norm_bound(radius) + arithmetic.average_error(sizes.size, radius))
     # PRIVACY: rounded up (test_the_path_agrees_with_the_double_sum_and_is_never_below_it); margin of
@@ -311,7 +305,7 @@ def path_sensitivity(path: RunPath, steps_per_epoch: int) -> float:
     """
     if path.hits.size == 0:  # the answer is w_1 = 0
         return 0.0
-    starts = np.arange(0, path.hits.size, check.positive_count(steps_per_epoch=steps_per_epoch))
+    starts = np.arange(0, path.hits.size, steps_per_epoch)
     hits = float(np.maximum.reduceat(path.hits, starts).sum())
     return min(scaled_up(path.drift + hits, starts.size + 8), path.cap)
 
@@ -363,8 +357,6 @@ _EXACT_STEPS = 512
 
 def _growth(alpha: float, constant: float, loss_at_zero: float, lr: FloatArray) -> FloatArray:
     """Returns A(eta) of every step size, without the term of alpha = 0, which depends on the radius."""
-    alpha = check.between(0.0, 1.0, holder_exponent=alpha)
-    constant = check.positive(holder_constant=constant)
     largest = float(np.max(lr, initial=0.0))
     growth = 2 * lr * loss_at_zero
     if alpha == 1 and largest > 1.0 / constant:
@@ -418,9 +410,7 @@ def iterate_bounds(
     Source: docs/proofs/holder.md#radius-of-the-iterates, docs/proofs/rounding.md#two-runs-in-floating-point.
     """
     sizes = step_sizes(lr)
-    growth = _growth(
-        holder_exponent, holder_constant, check.nonnegative(loss_at_zero=loss_at_zero), sizes
-    )
+    growth = _growth(holder_exponent, holder_constant, loss_at_zero, sizes)
     radii = np.empty_like(sizes)
     bounds = np.empty_like(sizes)
     radius = 0.0
@@ -433,7 +423,7 @@ def iterate_bounds(
         )
         while True:
             score = 0.0 if arithmetic is None else arithmetic.score_error(reach)
-            bound = check.nonnegative(grad_bound=grad_bound(reach + score))
+            bound = grad_bound(reach + score)
             path = _path_of_radii(
                 radius,
                 reach,
@@ -481,7 +471,6 @@ _BLOCKS = 256
 _UNITS = 256
 _LEAST_UNITS = 16
 _ATOMS = 2**16
-_PRECISION = 1e-10  # of sigma, upward
 
 
 @dataclass(frozen=True, eq=False)
@@ -543,7 +532,7 @@ def uniform_sigma(path: RunPath, sample_rate: float, epsilon: float, delta: floa
 
 def weighted_law(path: RunPath, sample_rate: float) -> SensitivityLaw:
     """Returns the law of drift + the hits, in blocks of steps and units of hits, each rounded up."""
-    rate = _rate(sample_rate)
+    rate = sample_rate
     steps = path.hits.size
     edges = np.unique(np.linspace(0, steps, _BLOCKS + 1).astype(np.int64))
     largest = path.hits.max(initial=0.0)
@@ -642,8 +631,6 @@ def _log_delta(epsilon: float, mu: FloatArray) -> FloatArray:
 
 def _sigma(law: SensitivityLaw, epsilon: float, delta: float) -> float:
     """Returns the least sigma with law.delta(sigma, epsilon) <= delta, to a relative 1e-10, on the safe side."""
-    epsilon = check.nonnegative(epsilon=epsilon)
-    delta = check.open_interval(0.0, 1.0, delta=delta)
     positive = law.sensitivities > 0
     if not positive.any():
         return 0.0
@@ -657,22 +644,9 @@ def _sigma(law: SensitivityLaw, epsilon: float, delta: float) -> float:
             f"delta must be below {ever:g}, the probability that a record is used at all (got"
             f" {delta:g})"
         )
-    high = float(law.sensitivities.max())
-    while law.delta(high, epsilon) > delta:
-        high *= 2
-    low = high / 2
-    while law.delta(low, epsilon) <= delta:
-        high = low
-        low = low / 2
-    while high > low * (1 + _PRECISION):
-        middle = math.sqrt(low * high)
-        if law.delta(middle, epsilon) <= delta:
-            high = middle
-        else:
-            low = middle
-    return high
-
-
-def _rate(sample_rate: float) -> float:
-    rate = check.between(0.0, 1.0, sample_rate=sample_rate)
-    return check.positive(sample_rate=rate)
+    return least_noise(
+        lambda sigma: law.delta(sigma, epsilon),
+        delta,
+        float(law.sensitivities.max()),
+        "no noise is enough",
+    )

@@ -24,13 +24,8 @@ from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Full, Parts, Poisson
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency
 from torch_dpsco.algorithms.clips import LEAST_PILOT, PilotClipped, QuantilePilot
-from torch_dpsco.algorithms.heavy_plan import (
-    Pilot,
-    PilotPlan,
-    scale_of,
-    zcdp_of,
-)
-from torch_dpsco.algorithms.heavy_tailed_numbers import exchange_rate_phase
+from torch_dpsco.algorithms.heavy_plan import Pilot, oracle_of, scale_of, zcdp_of
+from torch_dpsco.algorithms.heavy_tailed_numbers import PilotPlan, exchange_rate_phase
 from torch_dpsco.algorithms.localized_numbers import (
     LocalizedPhase,
     LocalizedSchedule,
@@ -51,7 +46,7 @@ from torch_dpsco.problem import Phase, Problem, Schedule
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import Anchored, UpdateRule
 from torch_dpsco.step import checks
-from torch_dpsco.step.chooser import agreed, dimension, noise_for, release_noise
+from torch_dpsco.step.chooser import agreed, dimension, noise_for, release_noise, require_planned
 from torch_dpsco.step.oracle import Clipped, MeanOracle
 from torch_dpsco.step.phased import Phased
 from torch_dpsco.step.plan import CLIPPED, LABELS, PlannedOptimizer, StepPlan, costs, expected
@@ -65,23 +60,12 @@ class LocalizedPlan(StepPlan):
     """Public numbers of a run of LocalizedSGD.
 
     Args:
-        localized: the phases, with their clips, noises and regularizers.
-        pilots: group of each phase that chooses its clip, a step of its own before the phase; None for none. Later
-            phases keep the last choice.
+        localized: the phases, with their clips, noises, regularizers and pilots.
     """
 
     localized: LocalizedSchedule
-    pilots: tuple[PilotPlan | None, ...]
 
     values: ClassVar[tuple[type, ...]] = (LocalizedPhase, LocalizedSchedule, PilotPlan)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if len(self.pilots) != len(self.localized.phases):
-            raise ValueError(
-                f"pilots must be one per phase, {len(self.localized.phases)} (got"
-                f" {len(self.pilots)})"
-            )
 
     @property
     def risk_bound(self) -> float | None:
@@ -97,11 +81,17 @@ class LocalizedPlan(StepPlan):
             )
         oracles: list[tuple[MeanOracle, int]] = []
         newest: QuantilePilot | None = None
-        for phase, pilot in zip(self.localized.phases, self.pilots, strict=True):
-            if pilot is not None:
-                newest = pilot.oracle()
+        for phase in self.localized.phases:
+            if phase.pilot is not None:
+                newest = oracle_of(phase.pilot)
                 oracles.append((newest, 1))
-            oracles.append((_clipped(phase, newest), phase.steps))
+            numbers = phase.noise_multiplier, phase.batch_size
+            own = (
+                Clipped(phase.clip, *numbers)
+                if newest is None
+                else PilotClipped(newest, *numbers)
+            )
+            oracles.append((own, phase.steps))
         return Phased(oracles)
 
     def rule(self) -> UpdateRule:
@@ -111,8 +101,8 @@ class LocalizedPlan(StepPlan):
     def schedule(self) -> Schedule:
         """Returns the phases of the run, with those of the pilots."""
         phases: list[Phase] = []
-        for phase, pilot in zip(self.localized.phases, self.pilots, strict=True):
-            phases += [] if pilot is None else [Phase(1)]
+        for phase in self.localized.phases:
+            phases += [] if phase.pilot is None else [Phase(1)]
             phases.append(Phase(phase.steps, phase.lr, phase.reg, phase.radius))
         return Schedule(tuple(phases))
 
@@ -126,10 +116,11 @@ class LocalizedPlan(StepPlan):
             "steps",
             f"{self.steps} steps, answer: the last iterate, which is the center of the next phase",
         )
-        for phase, pilot in zip(self.localized.phases, self.pilots, strict=True):
-            if pilot is not None:
-                yield "pilot", str(pilot)
-            clip = f"the clip ({phase.clip:.3g})" if not any(self.pilots) else "the clip"
+        piloted = any(phase.pilot for phase in self.localized.phases)
+        for phase in self.localized.phases:
+            if phase.pilot is not None:
+                yield "pilot", str(phase.pilot)
+            clip = "the clip" if piloted else f"the clip ({phase.clip:.3g})"
             yield (
                 f"phase {phase.index}",
                 (
@@ -144,25 +135,17 @@ class LocalizedPlan(StepPlan):
         yield from expected(self.risk_bound)
 
 
-def parts_of(
-    localized: LocalizedSchedule, pilots: tuple[PilotPlan | None, ...], n: int
-) -> Parts:
+def parts_of(localized: LocalizedSchedule, n: int) -> Parts:
     """Returns the design of the phases."""
     parts: list[tuple[Full | Poisson, int]] = []
-    for phase, pilot in zip(localized.phases, pilots, strict=True):
-        parts += [] if pilot is None else [(Full(pilot.size), 1)]
+    for phase in localized.phases:
+        parts += [] if phase.pilot is None else [(Full(phase.pilot.size), 1)]
         parts.append((_drawn(phase.batch_size, phase.n), phase.steps))
     return Parts(tuple(parts), n)
 
 
 def _drawn(batch_size: int, n: int) -> Full | Poisson:
     return Full(n) if batch_size == n else Poisson(batch_size, n)
-
-
-def _clipped(phase: LocalizedPhase, pilot: QuantilePilot | None) -> Clipped | PilotClipped:
-    if pilot is not None:
-        return PilotClipped(pilot, phase.noise_multiplier, phase.batch_size)
-    return Clipped(phase.clip, phase.noise_multiplier, phase.batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +164,8 @@ class _Task:
     dim: int | None
     distance: float | None
 
-    def none_chosen(self, phases: LocalizedSchedule) -> tuple[None, ...]:
-        """Returns no pilots for phases that are given; raises ValueError for what only a choice of them takes."""
+    def require_none_chosen(self, phases: LocalizedSchedule) -> None:
+        """Raises ValueError for what only a choice of phases takes."""
         unset = dict.fromkeys(("clip", "reg", "dim", "distance"))
         unset |= {"method": "localized", "max_steps": _MAX_STEPS, "min_phase": 1}
         names = [name for name, value in unset.items() if getattr(self, name) != value]
@@ -191,20 +174,16 @@ class _Task:
                 f"{', '.join(names)} must not be given beside phases, which are chosen (got"
                 f" {phases})"
             )
-        return (None,) * len(phases.phases)
 
-    def phases(self) -> tuple[LocalizedSchedule, tuple[PilotPlan | None, ...]]:
-        """Returns the phases that are chosen for the budget, and the pilots of each."""
+    def phases(self) -> LocalizedSchedule:
+        """Returns the phases that are chosen for the budget, with their pilots."""
         budget = self.budget
         dim = self.dim
         if budget is None or dim is None:
             check.required(
                 " for phases to be chosen, or phases= of your own", budget=budget, dim=dim
             )
-        if budget.mode != "planned":
-            raise ValueError(
-                f"budget must be of mode 'planned', to be spent by a plan (got {budget.mode!r})"
-            )
+        require_planned(budget)
         if self.distance is not None:
             check.positive(distance=self.distance)
         phases = self._chosen(budget)
@@ -213,20 +192,18 @@ class _Task:
         checks.warn_if_buried(min(shares), n=self.n, dim=dim, epsilon=budget.epsilon, of=best)
         if isinstance(self.clip, Pilot):
             return split(self.clip, phases, budget, dim)
-        return phases, (None,) * len(phases.phases)
+        return phases
 
     def _chosen(self, budget: Budget) -> LocalizedSchedule:
-        check.positive_count(n=self.n)
-        promised = self._promises()
-        self._require(promised["moment_order"])
-        moment = promised["moment"]
+        order, moment, second, diameter = self._promises()
+        self._require(order)
         task = PhaseTask(
             n=self.n,
             dim=self.dim or 1,
             rho=zcdp_of(release_noise(budget), budget.adjacency),
-            moment_order=promised["moment_order"] / 2.0,
-            second_moment=promised["second_moment"],
-            diameter=promised["diameter"],
+            moment_order=order / 2.0,
+            second_moment=second,
+            diameter=diameter,
             max_steps=self.max_steps,
             reg=self.reg,
             adjacency=budget.adjacency,
@@ -271,7 +248,6 @@ class _Task:
     def _require(self, order: float) -> None:
         """Raises for what does not go together."""
         check.choice(METHODS, method=self.method)
-        check.positive_count(min_phase=self.min_phase)
         if self.sampling != "full" and self.method != "localized":
             raise ValueError(
                 f"sampling must be 'full' for method {self.method!r} (got {self.sampling!r})"
@@ -283,23 +259,19 @@ class _Task:
                 " the data"
             )
 
-    def _promises(self) -> dict[str, float]:
-        """Returns what the theorems take as promised; anything where clip and reg replace it."""
+    def _promises(self) -> tuple[float, float, float, float]:
+        """Returns order, moment, second moment and diameter as promised; anything where clip and reg replace them."""
         if self.clip is not None and self.reg is not None:
-            names = ("moment", "second_moment", "diameter")
-            return {"moment_order": _UNPROMISED} | dict.fromkeys(names, 1.0)
+            return _UNPROMISED, 1.0, 1.0, 1.0
         problem = self.problem
         if problem.moment is None or problem.moment_order is None:
             raise MissingConstantError(
                 "LocalizedSGD needs Problem(moment=..., moment_order=...) of the largest gradient"
                 " norm over w; or give both clip= (a number, or dp.Pilot()) and reg="
             )
-        return {
-            "moment_order": problem.moment_order,
-            "moment": problem.moment,
-            "second_moment": problem.second_moment or problem.moment,
-            "diameter": scale_of(problem, self.distance, "LocalizedSGD"),
-        }
+        second = problem.second_moment or problem.moment
+        diameter = scale_of(problem, self.distance, "LocalizedSGD")
+        return problem.moment_order, problem.moment, second, diameter
 
 
 _MAX_STEPS = 2000
@@ -413,10 +385,10 @@ class LocalizedSGD(PlannedOptimizer):
             distance=distance,
         )
         if phases is None:
-            phases, pilots = task.phases()
+            phases = task.phases()
         else:
-            pilots = task.none_chosen(phases)
-        design = parts_of(phases, pilots, n)
+            task.require_none_chosen(phases)
+        design = parts_of(phases, n)
         return LocalizedPlan(
             budget=budget,
             adjacency=adjacency,
@@ -426,17 +398,13 @@ class LocalizedSGD(PlannedOptimizer):
             radius=problem.radius,
             secure=secure,
             localized=phases,
-            pilots=pilots,
         )
 
 
 def split(
-    pilot: Pilot,
-    schedule: LocalizedSchedule,
-    budget: Budget,
-    dim: int,
-) -> tuple[LocalizedSchedule, tuple[PilotPlan | None, ...]]:
-    """Returns the schedule with a group taken out of each phase that is large enough, and their pilots.
+    pilot: Pilot, schedule: LocalizedSchedule, budget: Budget, dim: int
+) -> LocalizedSchedule:
+    """Returns the schedule with a group taken out of each phase that is large enough, which is its pilot.
 
     Args:
         pilot: of each phase.
@@ -445,22 +413,13 @@ def split(
         dim: number of parameters.
 
     Raises:
-        AdjacencyError: add_remove, where phases that are cut by position have no bound.
         InfeasibleError: not even the first phase is large enough.
     """
-    if budget.adjacency == ADD_REMOVE:
-        raise AdjacencyError(
-            "adjacency must be replace_one or zero_out for pilots of phases, which are cut out"
-            " by position (got add_remove): give clip= a number"
-        )
     phases: list[LocalizedPhase] = []
-    pilots: list[PilotPlan | None] = []
     for phase in schedule.phases:
-        if pilots and phase.n < 2 * (
-            pilot.size or LEAST_PILOT
-        ):  # the choice of the phase before will do
+        # the choice of the phase before will do
+        if phases and phase.n < 2 * (pilot.size or LEAST_PILOT):
             phases.append(phase)
-            pilots.append(None)
             continue
         size = pilot.records(phase.n)
         left = phase.n - size
@@ -474,12 +433,12 @@ def split(
             if schedule.rho
             else 0.0
         )
-        pilots.append(pilot.plan(phase.n, budget, rate))
         batch = max(1, phase.batch_size * left // phase.n)
         noise = phase.noise_multiplier
         if phase.batch_size < phase.n:
             # PRIVACY: the sampling rate is another one (test_pilots_of_phases_keep_the_budget)
             noise = noise_for(budget, Poisson(batch, left), phase.steps)
         std = noise * phase.clip / batch
-        phases.append(replace(phase, n=left, batch_size=batch, noise_std=std))
-    return replace(schedule, phases=tuple(phases)), tuple(pilots)
+        own = pilot.plan(phase.n, budget, rate)
+        phases.append(replace(phase, n=left, batch_size=batch, noise_std=std, pilot=own))
+    return replace(schedule, phases=tuple(phases))

@@ -47,13 +47,15 @@ docs/proofs/heavy_tailed.md#minibatch-phases. Source: Lowy and Razaviyayn, secti
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import sensitivity_factor
 from torch_dpsco.algorithms.heavy_tailed_numbers import (
+    PilotPlan,
     check_order,
     clip_bias,
     clip_threshold_linear,
@@ -78,6 +80,8 @@ class LocalizedPhase:
         noise_std: sigma, std per coordinate of the noise on the mean over `batch_size`.
         error: sqrt(E|w_T - what|^2) <= error/lambda (A); None where unknown.
         lr: constant step size (the paper's); None for the steps above.
+        pilot: group that chooses the clip, in a step of its own before the phase; None for that of the phase before, or
+            for `clip`.
     """
 
     index: int
@@ -90,6 +94,7 @@ class LocalizedPhase:
     noise_std: float
     error: float | None
     lr: float | None = None
+    pilot: PilotPlan | None = None
 
     @property
     def noise_multiplier(self) -> float:
@@ -153,7 +158,7 @@ def halved_sizes(n: int, min_phase: int = 1) -> list[int]:
         >>> halved_sizes(20), halved_sizes(20, min_phase=4)
         ([10, 5, 2, 1], [10, 8])
     """
-    if check.positive_count(n=n) < 2:
+    if n < 2:
         raise ValueError(f"n must be >= 2, for a phase of half of the records (got {n})")
     if check.positive_count(min_phase=min_phase) > n // 2:
         raise ValueError(f"min_phase must be <= n/2={n // 2} (got {min_phase})")
@@ -161,6 +166,18 @@ def halved_sizes(n: int, min_phase: int = 1) -> list[int]:
     kept = [size for size in sizes if size >= min_phase]
     kept[-1] += sum(sizes[len(kept) :])
     return kept
+
+
+_RANGES: Mapping[str, Callable[..., Any]] = {
+    "n": check.positive_count,
+    "dim": check.positive_count,
+    "rho": check.positive,
+    "second_moment": check.positive,
+    "diameter": partial(check.positive, allow_inf=True),
+    "max_steps": check.positive_count,
+    "first_moment": check.positive,
+    "reg": check.positive,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,11 +219,8 @@ class PhaseTask:
     adjacency: str = "replace_one"
 
     def __post_init__(self) -> None:
+        check.ranges(self, _RANGES)
         check_order(self.moment_order)
-        check.positive(second_moment=self.second_moment)
-        for name in ("first_moment", "reg"):
-            if getattr(self, name) is not None:
-                check.positive(**{name: getattr(self, name)})
 
     @property
     def first(self) -> float:
@@ -219,9 +233,7 @@ class PhaseTask:
 
     def capped(self, steps: int) -> int:
         """Returns the number of steps, at most the cap."""
-        if self.max_steps is None:
-            return steps
-        return min(steps, check.positive_count(max_steps=self.max_steps))
+        return min(steps, self.max_steps or steps)
 
     def full_passes(self, n: int, clip: float, steps: int, error: float) -> Tuned:
         """Returns a phase on n records whose steps cost rho together."""
@@ -263,7 +275,7 @@ def localized_schedule_ballfree(
 def noise_level(n: int, dim: int, rho: float, adjacency: str = "replace_one") -> float:
     """Returns nu with d sigma^2 = nu C^2 T for a phase of T full passes: 2 d/(m^2 rho) for replace_one."""
     factor = sensitivity_factor(adjacency) / 2.0
-    return 2.0 * check.positive_count(dim=dim) / check.positive(rho=rho) * (factor / n) ** 2
+    return 2.0 * dim / rho * (factor / n) ** 2
 
 
 def ballfree_steps(level: float) -> int:
@@ -380,10 +392,9 @@ def reduction_schedule(
     """
     mu = check.positive(strong_convexity=strong_convexity)
     first = task.first
-    D = distance = min(check.positive(diameter=task.diameter, allow_inf=True), first / mu)
+    D = distance = min(task.diameter, first / mu)
     phases: list[LocalizedPhase] = []
-    n = check.positive_count(n=task.n)
-    parts = [n] if n < _SKIP_BELOW else sc_reduction_sizes_full(n)
+    parts = [task.n] if task.n < _SKIP_BELOW else sc_reduction_sizes_full(task.n)
     for t, size in enumerate(parts):
         own = replace(
             task,
@@ -410,9 +421,7 @@ def minibatch_size(n: int, rho: float, steps: int) -> int:
         >>> minibatch_size(n=1000, rho=0.5, steps=100)
         100
     """
-    m = check.positive_count(n=n)
-    rate = 2.0 * check.positive(rho=rho) / check.positive_count(steps=steps)
-    return max(1, min(m, math.ceil(m * math.sqrt(rate))))
+    return max(1, min(n, math.ceil(n * math.sqrt(2.0 * rho / steps))))
 
 
 def localized_schedule_minibatch(
@@ -471,20 +480,16 @@ def localized_schedule_minibatch(
 def _minibatch_rate(
     m: int, dim: int, batch_size: int, steps: int, noise_multiplier: float
 ) -> float:
-    b = check.positive_count(batch_sizes=batch_size)
-    T = check.positive_count(steps=steps)
+    b = batch_size
     if b > m:
         raise ValueError(f"batch_sizes must be <= the records of their phase, {m} (got {b})")
-    noise = (
-        check.positive_count(dim=dim)
-        * (check.positive(noise_multipliers=noise_multiplier) / b) ** 2
-    )
+    noise = dim * (noise_multiplier / b) ** 2
     sampling = 0.0 if b == m else (m - b) / (b * (m - 1.0))
-    return ballfree_rate((noise + sampling) / T, T)
+    return ballfree_rate((noise + sampling) / steps, steps)
 
 
 def _parts(n: int) -> int:
     """M = max(1, ceil(log2 log2 n)); the slack keeps n = 16, 256, 65536 at 2, 3, 4."""
-    if check.positive_count(n=n) < 2:
+    if n < 2:
         raise ValueError(f"n must be >= 2 (got {n})")
     return max(1, math.ceil(math.log2(math.log2(n)) - 1e-12))

@@ -32,12 +32,14 @@ Source: docs/proofs/output.md#bolt-on-runs
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, ClassVar, TypeVar
 
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.rounding import asks_exact, scaled_up, with_grid
@@ -46,6 +48,7 @@ from torch_dpsco.accounting.designs import Design, Fixed, Shuffled
 from torch_dpsco.accounting.events import (
     Adjacency,
     ApproxDP,
+    Gaussian,
     KNorm,
     NonPrivate,
     SimpleEvent,
@@ -53,35 +56,197 @@ from torch_dpsco.accounting.events import (
 from torch_dpsco.algorithms.holder_numbers import RunPath, path_sensitivity, weighted_law
 from torch_dpsco.algorithms.output_sgd_numbers import (
     HIT_CONSTANTS,
+    AnswerTask,
     BoltOnTask,
+    LossPromises,
     OutputTask,
     bolt_on_sensitivity,
     output_path,
 )
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
-from torch_dpsco.algorithms.row_free_plan import (
-    RowFreePlan,
-    loss_promises,
-    numbers_of,
-    target_of,
-    warned_of_noise,
-)
+from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.problem import Problem
-from torch_dpsco.prox import Identity, Prox
-from torch_dpsco.step.chooser import Given, agreed, dimension, public_size
+from torch_dpsco.prox import Ball, Identity, Prox
+from torch_dpsco.step import checks
+from torch_dpsco.step.chooser import Given, agreed, dimension, public_size, require_target
+from torch_dpsco.step.plan import (
+    ANSWERS,
+    LABELS,
+    BatchPlan,
+    Ranges,
+    drawing,
+    exact_cost,
+    passes,
+)
 
-_SAMPLING: dict[str, type[Shuffled] | type[Fixed]] = {"shuffled": Shuffled, "fixed": Fixed}
+_HAIR = 1.0 - 1e-9  # of delta: what a statement at exactly the budget's delta needs to be met
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFreePlan(BatchPlan):
+    """Public numbers of a run of secret steps that releases its answer only: w_{T+1}, or an average of w_1..w_T.
+
+    Args:
+        problem: what is promised about the loss; the loader enforces its bounds on records.
+        dim: number of parameters.
+        steps: number of steps T.
+        lr: step size, or one per step.
+        noise_scale: std of Gaussian noise on each coordinate of the answer, or scale of K-norm noise.
+        risk_bound: on the expected excess risk over models within `distance`; None where it is not proved.
+        distance: guess of |w*|; None for the radius of the problem.
+        gradient_error: certified error of the computed mean gradient, for losses of several scores.
+        reg: gamma >= 0 of the regularizer (gamma/2)|w|^2, a part of each step.
+    """
+
+    problem: Problem
+    dim: int
+    steps: int
+    lr: float | tuple[float, ...]
+    noise_scale: float
+    risk_bound: float | None
+    distance: float | None = None
+    gradient_error: float | None = None
+    reg: float = 0.0
+
+    ranges: ClassVar[Ranges] = {
+        **BatchPlan.ranges,
+        "adjacency": partial(check.choice, HIT_CONSTANTS),
+        "dim": check.positive_count,
+        "steps": check.positive_count,
+        "noise_scale": check.nonnegative,
+        "reg": check.nonnegative,
+    }
+
+    designs: ClassVar[tuple[type[Design], ...]] = (Shuffled,)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.design, self.designs):
+            names = " or ".join(kind.__name__ for kind in self.designs)
+            raise ValueError(f"design must be {names} (got {self.design})")
+        if isinstance(self.lr, tuple) and len(self.lr) != self.steps:
+            raise ValueError(
+                f"lr must be a number or {self.steps} numbers, one per step (got {len(self.lr)})"
+            )
+
+    @property
+    @abstractmethod
+    def sensitivity(self) -> float | None:
+        """How far one record moves the answer, rounding included; None where that is random."""
+
+    @property
+    def sizes(self) -> NDArray[np.float64]:
+        """Step sizes (T,)."""
+        return np.array(np.broadcast_to(self.lr, (self.steps,)))
+
+    @property
+    def promises(self) -> LossPromises:
+        """What the sensitivity rests on."""
+        return loss_promises(
+            self.problem, by=type(self).__name__, gradient_error=self.gradient_error
+        )
+
+    @property
+    def reach(self) -> float:
+        """Bound on the norm of the answer; inf where there is none."""
+        return reach(self.promises, self.lr, self.steps)
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise on each coordinate of the answer."""
+        return self.noise_scale
+
+    def prox(self) -> Prox:
+        """Returns the map after each step, and onto the feasible set."""
+        return Ball(self.problem.radius) if math.isfinite(self.problem.radius) else Identity()
+
+    def event(self) -> SimpleEvent:
+        """Returns the only release."""
+        # PRIVACY: of the noise that is drawn (test_an_edited_plan_is_refused_or_charges_what_it_draws)
+        moved = check.nonnegative(sensitivity=self.sensitivity)
+        return Gaussian(self.noise_scale, {self.adjacency: moved}, exact=asks_exact(self.secure))
+
+    def noise_shares(self) -> Iterator[tuple[str, float, int | None]]:
+        """Yields that of the answer, where its norm is bounded; see `Plan.noise_shares`."""
+        if math.isfinite(self.reach):
+            yield "the answer", self.noise_std / self.reach, self.dim
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yields what all such plans say; see `Plan.lines`."""
+        yield "batches", drawing(self.design, self.unit)
+        over = passes(self.steps / -(-self.n // self.batch_size))
+        lr = self.lr
+        sizes = f" {lr:g}" if isinstance(lr, float) else f"s of {min(lr):g} to {max(lr):g}"
+        answer = f"answer: {ANSWERS[self.average]}"
+        yield "steps", f"{self.steps} secret steps, {over}, step size{sizes}, {answer}"
+        yield LABELS
+        yield "noise", self._noise_in_words()
+        yield (
+            "assumed",
+            (
+                "the promises of the problem: nothing is clipped, so that with a loss that breaks"
+                " them nothing is private; the loss is convex in a linear layer, and nothing is"
+                " published before finalize()"
+            ),
+        )
+        if self.risk_bound is not None:
+            distance = min(self.distance or math.inf, self.problem.radius)
+            yield (
+                "expected",
+                (
+                    f"excess risk of the answer at most {self.risk_bound:.3g} over models of norm"
+                    f" up to {distance:.3g}"
+                ),
+            )
+        if isinstance(self.event(), Gaussian) and self.noise_scale > 0:
+            yield exact_cost(self.secure)
+
+    def _noise_in_words(self) -> str:
+        norm = self.noise_std * math.sqrt(self.dim)
+        far = f"at most {self.reach:.3g}" if math.isfinite(self.reach) else "without a bound"
+        noise = f"std {self.noise_std:.3g} per parameter, norm {norm:.3g}, on an answer of norm {far}"
+        if self.sensitivity is None:
+            return noise
+        return f"{noise}; one {self.unit} moves it by at most {self.sensitivity:.3g}"
+
+
+_Made = TypeVar("_Made", bound=RowFreePlan)
+
+
+def planned(
+    kind: type[_Made], task: AnswerTask, problem: Problem, budget: Budget | None, **own: Any
+) -> _Made:
+    """Returns the plan of what theory chose; it computes its sensitivity itself.
+
+    Warns where the noise of a budget is longer than the answer.
+    """
+    names = ("dim", "adjacency", "distance", "secure")
+    given = {name: getattr(task, name) for name in names} | own
+    error = task.promises.gradient_error
+    plan = kind(problem=problem, budget=budget, gradient_error=error, **task.plan(), **given)
+    if budget is not None:
+        checks.warn_if_buried(
+            plan.noise_std,
+            plan.reach,
+            n=plan.n,
+            dim=plan.dim,
+            epsilon=budget.epsilon,
+            of="the answer",
+        )
+    return plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class HolderOutputPlan(RowFreePlan):
     """Public numbers of a run of HolderOutputSGD."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check.choice(("uniform",), average=self.average)
-        if not isinstance(self.design, (Shuffled, Fixed)):
-            raise ValueError(f"design must be Shuffled or Fixed (got {self.design})")
+    ranges: ClassVar[Ranges] = {
+        **RowFreePlan.ranges,
+        "average": partial(check.choice, ("uniform",)),
+        "reg": partial(check.choice, (0.0,)),
+    }
+
+    designs: ClassVar[tuple[type[Design], ...]] = (Shuffled, Fixed)
 
     @cached_property
     def path(self) -> RunPath:
@@ -206,19 +371,15 @@ class HolderOutputSGD(RowFreeOptimizer):
         budget, adjacency = agreed(budget, adjacency)
         dim = check.positive_count(dim=dimension(dim))
         n = public_size(n, sampling)
-        if isinstance(sampling, Design):
-            given_design = Given(
-                n=n, adjacency=adjacency, sampling=sampling, batch_size=batch_size
-            )
-            given_design.sampled()  # raises for other numbers
-            batch_size = sampling.batch_size
-            sampling = type(sampling).__name__.lower()
-        sampling = check.choice(_SAMPLING, sampling=sampling or "shuffled")
-        batch_size = 1 if batch_size is None else batch_size
+        if not isinstance(sampling, Design):
+            sampling = check.choice(("shuffled", "fixed"), sampling=sampling or "shuffled")
+            batch_size = 1 if batch_size is None else batch_size
+        given = Given(n=n, adjacency=adjacency, sampling=sampling, batch_size=batch_size)
+        design = given.sampled()
         task = OutputTask(
             promises=loss_promises(problem, by="HolderOutputSGD", gradient_error=gradient_error),
             n=n,
-            batch_size=batch_size,
+            batch_size=design.batch_size,
             dim=dim,
             noise_multiplier=noise_multiplier,
             adjacency=adjacency,
@@ -226,17 +387,10 @@ class HolderOutputSGD(RowFreeOptimizer):
             lr=lr,
             distance=distance,
             secure=secure,
-            sampling=sampling,
+            sampling=type(design).__name__.lower(),
             **target_of(budget, noise_multiplier),
         )
-        design = _SAMPLING[sampling](batch_size, n)
-        own = numbers_of(task)
-        return warned_of_noise(
-            HolderOutputPlan(problem=problem, budget=budget, design=design, **own)
-        )
-
-
-_NOISES = ("gaussian", "knorm")
+        return planned(HolderOutputPlan, task, problem, budget, design=design)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,18 +399,14 @@ class BoltOnPlan(RowFreePlan):
 
     Args:
         noise: "gaussian" or "knorm".
-        reg: gamma >= 0 of the regularizer (gamma/2)|w|^2.
     """
 
     noise: str = "gaussian"
-    reg: float = 0.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check.choice(_NOISES, noise=self.noise)
-        check.nonnegative(reg=self.reg)
-        if not isinstance(self.design, Shuffled):
-            raise ValueError(f"design must be Shuffled (got {self.design})")
+    ranges: ClassVar[Ranges] = {
+        **RowFreePlan.ranges,
+        "noise": partial(check.choice, ("gaussian", "knorm")),
+    }
 
     @cached_property
     def sensitivity(self) -> float:
@@ -281,11 +431,6 @@ class BoltOnPlan(RowFreePlan):
             1.0 if self.noise == "gaussian" else math.sqrt(self.dim + 1)
         )  # the K-norm's norm is of Gamma(dim)
         return self.noise_scale * spread
-
-    def prox(self) -> Prox:
-        """Returns the map after each step, and onto the feasible set."""
-        ball = super().prox()
-        return _Ridge(self.reg, ball) if self.reg > 0 else ball
 
     def event(self) -> SimpleEvent:
         """Returns the only release."""
@@ -398,6 +543,7 @@ class BoltOnPSGD(RowFreeOptimizer):
         budget, adjacency = agreed(budget, adjacency)
         dim = check.positive_count(dim=dimension(dim))
         noise = "knorm" if budget is not None and budget.delta == 0 else "gaussian"
+        design = Shuffled(batch_size, n)
         task = BoltOnTask(
             promises=loss_promises(problem, by="BoltOnPSGD", gradient_error=gradient_error),
             n=n,
@@ -413,36 +559,53 @@ class BoltOnPSGD(RowFreeOptimizer):
             average=average,
             **target_of(budget, noise_multiplier),
         )
-        design = Shuffled(batch_size, n)
-        own: dict[str, Any] = {"noise": noise, "reg": float(reg), **numbers_of(task)}
-        return warned_of_noise(BoltOnPlan(problem=problem, budget=budget, design=design, **own))
+        return planned(
+            BoltOnPlan, task, problem, budget, design=design, noise=noise, reg=task.reg
+        )
 
 
-@dataclass(frozen=True)
-class _Ridge(Prox):
-    """Shrinkage, then projection on a ball: the map of (strength/2) ||u||^2 on that ball.
+def loss_promises(
+    problem: Problem, *, by: str, gradient_error: float | None = None
+) -> LossPromises:
+    """Returns the promises of a problem as theory takes them.
 
     Args:
-        strength: > 0.
-        inner: `Ball`, or `Identity` for none.
+        problem: needs holder_exponent, holder_constant, and score_offset if its score is a scalar.
+        by: name of the optimizer that asks, for messages.
+        gradient_error: certified bound on the error of the computed mean gradient, for losses of several scores.
 
-    Example:
-        >>> import torch
-        >>> w = torch.tensor([3.0, 4.0])
-        >>> _Ridge(1.0).apply_([w], [0.25])
-        >>> [round(x, 4) for x in w.tolist()]
-        [2.4, 3.2]
+    Raises:
+        MissingConstantError: a promise is missing.
     """
+    exponent, constant = problem.require("holder_exponent", "holder_constant", by=by)
+    if problem.is_glm and problem.score_offset is None:
+        raise MissingConstantError(
+            f"{by} needs score_offset, the largest number that the loss adds to the score over"
+            " bound_x: promise Problem(score_offset=...) (0 if it adds none), or use"
+            " losses.<Loss>().problem(bound_x=...)"
+        )
+    return LossPromises(
+        holder_exponent=exponent,
+        holder_constant=constant,
+        grad_bound=problem.grad_bound,
+        loss_at_zero=problem.loss_at_zero,
+        radius=problem.radius,
+        glm=problem.is_glm,
+        score_offset=problem.score_offset or 0.0,
+        gradient_error=gradient_error,
+    )
 
-    strength: float
-    inner: Prox = field(default_factory=Identity)
-    radius: float = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "strength", check.positive(strength=self.strength))
-        object.__setattr__(self, "radius", self.inner.radius)
+def reach(promises: LossPromises, lr: float | Sequence[float], steps: int) -> float:
+    """Returns how far from their start plain steps can end; inf where gradients have no bound."""
+    total = lr * steps if isinstance(lr, float) else math.fsum(lr)
+    try:
+        return min(promises.radius, total * promises.grad_bound(promises.radius))
+    except MissingConstantError:
+        return math.inf
 
-    def _apply(self, tensors: Sequence[Tensor], steps: Sequence[float]) -> None:
-        for tensor, step in zip(tensors, steps, strict=True):
-            tensor.div_(1 + step * self.strength)
-        self.inner.apply_(tensors, steps)
+
+def target_of(budget: Budget | None, noise_multiplier: float | None) -> dict[str, float]:
+    """Returns epsilon and delta to calibrate for; none without a budget, which then takes noise of the caller's."""
+    require_target(budget, noise_multiplier)
+    return {} if budget is None else {"epsilon": budget.epsilon, "delta": budget.delta * _HAIR}

@@ -62,6 +62,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -120,6 +121,16 @@ class LossPromises:
     gradient_error: float | None = None
 
 
+_RANGES = {
+    "n": check.positive_count,
+    "batch_size": check.positive_count,
+    "dim": check.positive_count,
+    "noise_multiplier": check.nonnegative,
+    "epochs": check.positive_count,
+    "distance": check.positive,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class AnswerTask(ABC):
     """What a run that releases only its answer is asked for, checked.
@@ -162,19 +173,12 @@ class AnswerTask(ABC):
     secure: str | None = None
 
     def __post_init__(self) -> None:
-        n = check.positive_count(n=self.n)
-        check.positive_count(dim=self.dim)
-        if check.positive_count(batch_size=self.batch_size) > n:
-            raise ValueError(f"batch_size must be at most n = {n} (got {self.batch_size})")
+        check.ranges(self, _RANGES)
         if self.adjacency not in HIT_CONSTANTS:
             raise AdjacencyError(
                 f"adjacency must be one of replace_one, zero_out (got {self.adjacency})"
             )
-        if self.epochs is not None:
-            check.positive_count(epochs=self.epochs)
-        if self.noise_multiplier is not None:
-            check.nonnegative(noise_multiplier=self.noise_multiplier)
-        else:
+        if self.noise_multiplier is None:
             check.positive(epsilon=self.epsilon)
 
     @property
@@ -204,13 +208,27 @@ class AnswerTask(ABC):
     def risk(self, lr: FloatArray, sensitivity: float | None, scale: float) -> float | None:
         """Returns U at one step size; None where it is not proved."""
 
-    def plan(self) -> OutputRun:
-        """Returns the numbers of the run."""
+    def plan(self) -> dict[str, Any]:
+        """Returns the numbers of the run.
+
+        Returns:
+            steps: T.
+            lr: step size, or one per step.
+            average: what is released: "last" (w_{T+1}), or the "uniform" or "weighted" (by t) average of w_1..w_T.
+            noise_scale: std of the Gaussian noise per coordinate, or scale of the K-norm noise.
+            risk_bound: on the expected excess risk over comparators within the distance, real numbers; None where it is
+                not proved.
+        """
         sizes = self.step_sizes()
         sensitivity, scale = self.noise(sizes)
-        step = stated_lr(sizes)
-        risk = self.risk(sizes, sensitivity, scale) if isinstance(step, float) else None
-        return OutputRun(sizes.size, step, self.answer, sensitivity, scale, risk)
+        alike = bool(np.all(sizes == sizes[0]))
+        return {
+            "steps": sizes.size,
+            "lr": float(sizes[0]) if alike else tuple(sizes.tolist()),
+            "average": self.answer,
+            "noise_scale": scale,
+            "risk_bound": self.risk(sizes, sensitivity, scale) if alike else None,
+        }
 
     def noise_for(self, moved: float) -> tuple[float, float]:
         """Returns the sensitivity of an answer that a record moves by so much, and the noise scale."""
@@ -240,33 +258,6 @@ def each_step(lr: float | Sequence[float], steps: int) -> FloatArray:
             f"lr must be a number or {steps} numbers, one per step (got shape {sizes.shape})"
         )
     return np.array(np.broadcast_to(sizes, (steps,)))
-
-
-def stated_lr(sizes: FloatArray) -> float | tuple[float, ...]:
-    """Returns step sizes as a plan states them: one number if all are the same."""
-    return float(sizes[0]) if bool(np.all(sizes == sizes[0])) else tuple(sizes.tolist())
-
-
-@dataclass(frozen=True)
-class OutputRun:
-    """Public numbers of a run that releases only its answer.
-
-    Args:
-        steps: T.
-        lr: step size, or one per step.
-        average: what is released: "last" (w_{T+1}), or the "uniform" or "weighted" (by t) average of w_1..w_T.
-        sensitivity: of the answer, rounding included; None where it is random.
-        noise_scale: std of the Gaussian noise per coordinate, or scale of the K-norm noise.
-        risk_bound: on the expected excess risk over comparators within the distance, real numbers; None where it is not
-            proved.
-    """
-
-    steps: int
-    lr: float | tuple[float, ...]
-    average: str
-    sensitivity: float | None
-    noise_scale: float
-    risk_bound: float | None
 
 
 def output_path(
@@ -345,7 +336,7 @@ def _bounds_along(
 def distance_bound(promises: LossPromises, distance: float | None) -> float:
     """Returns D: the guess, at most the radius; the radius if there is none."""
     if distance is not None:
-        return min(check.positive(distance=distance), promises.radius)
+        return min(distance, promises.radius)
     if not math.isfinite(promises.radius):
         raise MissingConstantError(
             "distance, a guess of |w*|, is needed on an unbounded domain (got None)"
@@ -371,7 +362,7 @@ class OutputTask(AnswerTask):
     Example:
         >>> hinge = LossPromises(0.5, 1.5, lambda r: 1.5 * (1 + r) ** 0.5, radius=1.0, glm=True, score_offset=1.0)
         >>> plan = OutputTask(promises=hinge, n=10000, batch_size=1, dim=20, epsilon=1.0, delta=1e-6, lr=0.005).plan()
-        >>> plan.steps, round(plan.noise_scale, 4)
+        >>> plan["steps"], round(plan["noise_scale"], 4)
         (10000, 0.0927)
     """
 
@@ -505,10 +496,7 @@ def decreasing_lr(smoothness: float, reg: float, steps: int) -> FloatArray:
         >>> decreasing_lr(smoothness=1.0, reg=0.5, steps=5).tolist()
         [1.0, 1.0, 1.0, 0.6666666666666666, 0.5]
     """
-    beta = check.positive(smoothness=smoothness)
-    reg = check.positive(reg=reg)
-    done = np.arange(check.positive_count(steps=steps), dtype=np.float64)
-    return np.asarray(1.0 / np.maximum(beta, reg * done))
+    return np.asarray(1.0 / np.maximum(smoothness, reg * np.arange(steps, dtype=np.float64)))
 
 
 def bolt_on_sensitivity(
@@ -554,7 +542,6 @@ def bolt_on_sensitivity(
         0.02
     """
     sizes = step_sizes(lr)
-    reg = check.nonnegative(reg=reg)
     if promises.holder_exponent != 1:
         raise ConditionError(
             "holder_exponent must be 1: bolt-on SGD needs a smooth loss (got"
@@ -567,11 +554,8 @@ def bolt_on_sensitivity(
     shrink = scaled_up(1.0 / (1.0 + sizes * reg), 4)
     tails = _tails(weights, shrink)
     computed = _Computed(promises, sizes, reg, batch_size, dim, unit_roundoff)
-    scale = check.positive(hit_constant=hit_constant) / check.positive_count(
-        batch_size=batch_size
-    )
-    hits = scale * computed.grad_bound * sizes * shrink * tails
-    starts = np.arange(0, sizes.size, check.positive_count(steps_per_epoch=steps_per_epoch))
+    hits = hit_constant / batch_size * computed.grad_bound * sizes * shrink * tails
+    starts = np.arange(0, sizes.size, steps_per_epoch)
     # PRIVACY: a record is in any one batch of each epoch (test_no_pair_of_neighbors_moves_the_answer_further)
     moved = float(np.maximum.reduceat(hits, starts).sum())
     # margin: both runs are rounded (docs/proofs/rounding.md#two-runs-in-floating-point)
@@ -684,7 +668,7 @@ class BoltOnTask(AnswerTask):
         >>> task = BoltOnTask(
         ...     promises=smooth, n=1000, batch_size=10, dim=5, epsilon=1.0, delta=0.0, reg=0.1, epochs=3)
         >>> plan = task.plan()
-        >>> plan.steps, plan.average, round(plan.noise_scale, 9)
+        >>> plan["steps"], plan["average"], round(plan["noise_scale"], 9)
         (300, 'last', 0.02)
     """
 
@@ -694,8 +678,6 @@ class BoltOnTask(AnswerTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         check.nonnegative(reg=self.reg)
-        if self.noise_multiplier is None and self.delta != 0:
-            check.open_interval(0.0, 1.0, delta=self.delta)
 
     @property
     def passes(self) -> int:

@@ -7,16 +7,23 @@ bounds, in the order that was planned, each used by exactly one backward pass of
 number of steps are those of the plan; arithmetic is double precision.
 
 Nothing is saved before the release: an interrupted run starts again, at no cost.
+
+Nothing is clipped, so that the noise covers exactly the planned steps with the gradients of the promised loss. An edit
+through `.data` leaves no trace in a tensor's version, so that values are compared with copies (of a linear model in
+double precision: small). Not seen, and promised: what the loop computes between the batch and `backward()`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 from torch.utils.data import Dataset, TensorDataset
 
 from torch_dpsco import _validate as check
@@ -24,17 +31,10 @@ from torch_dpsco import compat
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Design, Shuffled, is_exact
 from torch_dpsco.accounting.events import KNorm
-from torch_dpsco.algorithms.row_free_plan import (
-    Backwards,
-    Kept,
-    RowFreePlan,
-    keeps_promises,
-    parameters_of,
-    record_bounds,
-    require_linear,
-)
-from torch_dpsco.errors import PrivacyError, SequenceError
+from torch_dpsco.algorithms.output_sgd_numbers import LossPromises
+from torch_dpsco.errors import NotCertifiedError, PrivacyError, SequenceError
 from torch_dpsco.losses.table import enforce_bounds
+from torch_dpsco.problem import Problem
 from torch_dpsco.rows.batch import note_owner
 from torch_dpsco.rules import absorb, averaged
 from torch_dpsco.sampling import (
@@ -86,7 +86,6 @@ class RowFreeOptimizer(AnswerOptimizer):
         ValueError: parameters that are not in double precision, frozen, or not as many as planned.
     """
 
-    plans: ClassVar[type[RowFreePlan]]
     undisturbed = "its noise covers the planned steps and no others"
     # PRIVACY: the noise is calibrated for these (test_what_the_noise_was_calibrated_for_cannot_be_reassigned)
     _fixed = AnswerOptimizer._fixed | {"prox", "noise_std", "lrs", "bounds", "average"}
@@ -126,7 +125,7 @@ class RowFreeOptimizer(AnswerOptimizer):
         for p in self._params:
             p.detach().zero_()
         self._backwards = Backwards(self._params)
-        self._kept = Kept(self._params, self, self._backwards)
+        self._keep()
         self.accountant.declare(self.event, 1)
         note_owner(self._params, self)
 
@@ -231,7 +230,7 @@ class RowFreeOptimizer(AnswerOptimizer):
         self._require_planned_lr()
         # PRIVACY: an edit by the data moves the answer as far as it likes
         # (test_iterates_and_averages_that_were_edited_are_refused)
-        self._kept.require_same()
+        self._require_unedited()
         self._backwards.require_one()
         self._require_promised_gradient(chunk.draw.size)
         with torch.no_grad():
@@ -240,13 +239,33 @@ class RowFreeOptimizer(AnswerOptimizer):
         self._log.use_up()
         self._epoch = chunk.draw.partition
         self._steps += 1
-        self._kept.note()
+        self._keep()
         self.zero_grad()
         if self._steps == self.planned_steps:
             self.finalize()
         elif len(self.lrs) > 1:
             self.param_groups[0]["lr"] = self._lr()
         return loss
+
+    @property
+    def _held(self) -> list[Tensor]:
+        """Iterates and averages."""
+        averages = (self.state.get(p, {}).get("average") for p in self._params)
+        iterates = [p.detach() for p in self._params]
+        return [*iterates, *(average for average in averages if average is not None)]
+
+    def _keep(self) -> None:
+        """Takes copies of what a step has left."""
+        self._kept = [tensor.clone() for tensor in self._held]
+
+    def _require_unedited(self) -> None:
+        if not _same(self._held, self._kept):
+            self.zero_grad()
+            raise SequenceError(
+                "parameters and averages must be what the last step left there, and parameters must"
+                " be 0, the planned start, before the first one (got edited ones): do not initialize"
+                " or change them; this run can go on no more, make a new optimizer"
+            )
 
     def _lr(self) -> float:
         return self.lrs[self._steps] if len(self.lrs) > 1 else self.lrs[0]
@@ -258,6 +277,9 @@ class RowFreeOptimizer(AnswerOptimizer):
         compat.foreach_add_(
             params, [p.grad for p in params], alpha=-lr * rows / self.design.batch_size
         )
+        if self._plan.reg:
+            for p in params:
+                p.div_(1 + lr * self._plan.reg)
         self.prox.apply_(params, [lr] * len(params))
 
     def _require_open(self) -> None:
@@ -305,7 +327,6 @@ class RowFreeOptimizer(AnswerOptimizer):
         with torch.no_grad():
             for p in self._params:
                 p.zero_()
-        self._kept.note()
         self.discard()
         # PRIVACY: (test_a_gradient_above_the_promised_bound_ends_the_run_and_charges_it)
         raise PrivacyError(
@@ -345,7 +366,7 @@ class RowFreeOptimizer(AnswerOptimizer):
                 f"{missing} of {self.planned_steps} planned steps are missing: nothing is"
                 " released yet"
             )
-        self._kept.require_same()
+        self._require_unedited()
         # PRIVACY: charged before the noise is drawn (test_the_release_is_charged_before_its_noise)
         self.accountant.authorize(self.event)
         flat = torch.cat([averaged(p, self.state).flatten() for p in self._params])
@@ -432,3 +453,179 @@ def bounded(batch: Any, bound_x: float | None, bound_y: float | None) -> list[An
     if bound_y is None:
         return [enforce_bounds(features, bound_x=bound_x), targets]
     return list(enforce_bounds(features, targets.double(), bound_x=bound_x, bound_y=bound_y))
+
+
+def parameters_of(params: Any, lr: float | Sequence[float] | None) -> list[nn.Parameter]:
+    """Returns parameters, given as such, as (name, parameter), or as one group without a step size of its own."""
+    items = checks.listed(params)
+    if items and isinstance(items[0], dict):
+        if len(items) > 1:
+            raise ValueError(
+                f"params must be one group: the plan has one step size (got {len(items)} groups)"
+            )
+        if items[0].get("lr", lr) != lr:
+            raise ValueError(
+                "lr must be given to the plan, and be the step size of the plan (got"
+                f" {items[0]['lr']})"
+            )
+        items = list(items[0]["params"])
+    return [item[1] if isinstance(item, tuple) else item for item in items]
+
+
+def record_bounds(problem: Problem, bias: bool) -> tuple[float | None, float | None]:
+    """Returns the bounds that the loader enforces: the ones of a bias take their share of bound_x."""
+    if problem.bound_x is None:
+        return None, None
+    if not bias:
+        return problem.bound_x, problem.bound_y
+    if problem.bound_x <= 1:
+        raise ValueError(
+            "bound_x must be > 1 with a bias, whose column of ones has norm 1 by itself (got"
+            f" {problem.bound_x:g}): use Linear(bias=False), or bound_x = sqrt(B^2 + 1) for"
+            " features of norm B"
+        )
+    # PRIVACY: rounded down (test_features_and_the_one_of_a_bias_are_within_the_bound)
+    return math.sqrt(problem.bound_x**2 - 1) * (1 - 1e-15), problem.bound_y
+
+
+def require_linear(params: Sequence[nn.Parameter], is_glm: bool, certified: bool) -> bool:
+    """Returns whether there is a bias; raises NotCertifiedError for parameters that are not of one Linear layer."""
+    shapes = [tuple(p.shape) for p in params]
+    linear = (
+        1 <= len(shapes) <= 2 and len(shapes[0]) == 2 and shapes[1:] in ([], [(shapes[0][0],)])
+    )
+    if not linear and certified is not True:
+        # PRIVACY: the sensitivity is that of convex losses (test_other_models_need_a_certificate)
+        raise NotCertifiedError(
+            f"params must be weight and bias of one Linear layer (got shapes {shapes}): output"
+            " perturbation needs a loss that is convex in all of them. If it is, with the"
+            " constants of the problem, give certify_convex=True"
+        )
+    if linear and is_glm and shapes[0][0] != 1:
+        raise NotCertifiedError(
+            "params must be those of a layer with one output, the scalar score of this loss (got"
+            f" {shapes[0][0]})"
+        )
+    return linear and len(shapes) == 2
+
+
+# norms and their bound: rounding is below 1e-9 for any batch that fits into memory
+_SLACK = 1 + 1e-6
+
+
+class Backwards:
+    """Makes sure that a step uses the gradient of one backward, unchanged and without hooks of others.
+
+    Args:
+        params: whose gradients are watched until `close`.
+
+    Attributes:
+        hooks: how many were ever made when the batch was delivered.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self._params = params
+        # what each backward has left on each of them
+        self._seen: list[list[Tensor | None]] = [[] for _ in params]
+        self.begin()
+        this = weakref.proxy(self)
+        handles = [
+            p.register_post_accumulate_grad_hook(lambda p, k=k: this.note(k, p.grad))
+            for k, p in enumerate(params)
+        ]
+        self._ends = [weakref.finalize(self, handle.remove) for handle in handles]
+
+    def close(self) -> None:
+        """Stops watching."""
+        for end in self._ends:
+            end()
+
+    def clear(self) -> None:
+        """Forgets gradients and backwards."""
+        for p, seen in zip(self._params, self._seen, strict=True):
+            p.grad = None
+            seen.clear()
+
+    def begin(self) -> None:
+        """Counts hooks from here on: a batch was delivered."""
+        self.hooks = compat.hooks_made()
+        self._hooked = False
+
+    def note(self, k: int, gradient: Tensor | None) -> None:
+        """Notes what a backward has left on parameter k."""
+        self._seen[k].append(None if gradient is None else gradient.clone())
+        # a call of a module with backward hooks makes one on its output
+        self._hooked |= compat.hooks_made() != self.hooks
+
+    def require_one(self) -> None:
+        """Raises SequenceError, and clears the gradients, unless they are those of one backward as it left them."""
+        params = self._params
+        if any(p.grad is None for p in params):
+            raise SequenceError(
+                "p.grad must hold the gradient of the batch (got None): call backward() first, on a"
+                " model that is not attached: this optimizer needs no per-sample gradients"
+            )
+        counts = sorted({len(seen) for seen in self._seen})
+        if counts != [1]:
+            # PRIVACY: a second gradient doubles what a record moves (test_gradients_of_two_passes_are_refused)
+            self._refuse(
+                "a step must use the gradient of exactly one backward pass over its batch (got"
+                f" {counts})"
+            )
+        if any(p._backward_hooks or len(_after_accumulation(p)) > 1 for p in params):
+            # PRIVACY: 100 times the gradient moves the answer 100 times as far
+            # (test_a_hook_that_could_change_gradients_is_refused)
+            self._refuse(
+                "parameters must have no hooks of others, which could change gradients: remove them"
+            )
+        if self._hooked:
+            self._refuse(
+                "a batch and its backward pass must have no backward hooks of modules between them,"
+                " nor other new hooks, which could change gradients: remove them; train and compile"
+                " other models before or after it"
+            )
+        if not _same([p.grad for p in params], [seen[0] for seen in self._seen]):
+            # PRIVACY: a clipped mean, or a term on the weights, is not what the sensitivity was computed for
+            # (test_a_gradient_changed_after_its_backward_is_refused)
+            self._refuse(
+                "p.grad must be what backward() left there (got a changed one): do not clip, scale"
+                " or decay it"
+            )
+
+    def _refuse(self, message: str) -> None:
+        self.clear()
+        self.begin()
+        raise SequenceError(f"{message}; gradients were cleared; compute it again")
+
+
+def _after_accumulation(p: nn.Parameter) -> Mapping[int, Any]:
+    return getattr(p, "_post_accumulate_grad_hooks", None) or {}
+
+
+def keeps_promises(params: Sequence[nn.Parameter], promises: LossPromises, rows: int) -> bool:
+    """Returns whether the gradient that the parameters hold is one that the promises allow.
+
+    Args:
+        params: the iterate, with the gradient of a batch.
+        promises: about the gradient of any record.
+        rows: how many such gradients are added up in it, 1 for a mean.
+    """
+    reach = float(get_total_norm([p.detach() for p in params])) * _SLACK + 1e-9
+    promised = promises.grad_bound(reach) + (promises.gradient_error or 0.0)
+    found = float(get_total_norm([p.grad for p in params if p.grad is not None])) / max(1, rows)
+    return found <= promised * _SLACK  # not for NaN
+
+
+def _same(now: Sequence[Tensor | None], then: Sequence[Tensor | None]) -> bool:
+    """Returns whether tensors in double precision have the bits that they had; to the bit, for NaN too."""
+    if len(now) != len(then):
+        return False
+    for one, other in zip(now, then, strict=True):
+        if one is None or other is None or one.dtype != torch.float64:
+            return False
+        bits = one.view(torch.int64)
+        if other.dtype != one.dtype or not torch.equal(
+            bits, other.to(one.device).view(torch.int64)
+        ):
+            return False
+    return True

@@ -1,6 +1,10 @@
 """The doctor: finds what silently breaks privacy in a training script, before any budget is spent.
 
 Works on the objects of torch_dpsco and on plain Opacus ones. Each mistake has a heading in docs/mistakes.md.
+
+Of optimizers that need no per-sample gradients it asks more: is the loss of a record what was promised about it?
+Nothing is clipped there, and privacy rests on promises about the loss of any record, so one synthetic record that
+breaks them shows that they do not hold.
 """
 
 from __future__ import annotations
@@ -17,7 +21,6 @@ from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
 from torch_dpsco.diagnosis.checks import CHECKS
 from torch_dpsco.diagnosis.probe import examine
-from torch_dpsco.diagnosis.promises import ROW_FREE_CHECKS
 from torch_dpsco.diagnosis.script import NO_RECORD, Diagnosis, Finding, Script
 from torch_dpsco.estimators.solved import SolvedOptimizer
 from torch_dpsco.rows.attach import first_step_of
@@ -82,5 +85,4 @@ def doctor(
         script.source.isolation.checked = str(evidence.isolation)
     if script.attached:
         first_step_of(script.module).probed = evidence.compared
-    checks = CHECKS if script.row_free is None else (*CHECKS, *ROW_FREE_CHECKS)
-    return Diagnosis.of(chain.from_iterable(check(script, evidence) for check in checks))
+    return Diagnosis.of(chain.from_iterable(check(script, evidence) for check in CHECKS))

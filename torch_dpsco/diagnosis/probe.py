@@ -1,7 +1,8 @@
 """Forward and backward passes on synthetic batches. Everything is restored afterwards.
 
-The passes run where the parameters are moved a little: at a start of all zeros the terms that couple records, and
-those of a regularizer, would have no gradient. All passes use the same random numbers, so that dropout masks agree.
+The passes run at random parameters: at a start of all zeros the terms that couple records, and those of a regularizer,
+would have no gradient, and where a run is may be secret. All passes use the same random numbers, so that dropout masks
+agree.
 
 Synthetic batches (`trial`) have the shapes and dtypes of a data set's first record, and do not depend on data values.
 Targets of (input, target) pairs are 1, or class 1; 0 if the loss refuses these. What is not a tensor after collating is
@@ -18,7 +19,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,9 +28,8 @@ from torch import Tensor, nn
 
 from torch_dpsco.compat import hooks_made, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch_dpsco.diagnosis.script import Finding, OfBatch, Script, is_ghost_loss_value
-from torch_dpsco.native import HALF
 from torch_dpsco.rows import Tape, clear_rows
-from torch_dpsco.rows.attach import attach, first_step_of
+from torch_dpsco.rows.attach import attach
 from torch_dpsco.rows.batch import attachments
 from torch_dpsco.rows.blocks import Block, FactoredBlock
 from torch_dpsco.rows.forwards import forget_uses
@@ -43,11 +43,12 @@ from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.sampling.loader import Sizes
 from torch_dpsco.trial import (
     CHECKED,
+    LOOKED_AT,
+    Answer,
     Isolation,
     Leaf,
     Mixed,
     Refused,
-    Rows,
     SyntheticBatches,
     Untouched,
     attempt,
@@ -55,6 +56,9 @@ from torch_dpsco.trial import (
     changed,
     compare,
     isolation,
+    joined,
+    random_like,
+    rows_first,
     seed_torch,
 )
 from torch_dpsco.trial.sizes import Trial, is_compiled
@@ -71,53 +75,22 @@ class NotScalarError(ValueError):
     """The loss did not return one number."""
 
 
-class JointRows:
-    """The rows of records over all parameters, as one answer.
+def rows_of(block: Block) -> Answer:
+    """Returns the rows of the first parameter of a block.
 
-    Args:
-        rows: by parameter; those of another number of records do not count.
-        size: number of records.
+    Of outer products the factors, each times the length of the other: as long as the rows, and not much closer.
     """
-
-    def __init__(self, rows: Mapping[str, Rows], size: int) -> None:
-        self._rows = {name: made for name, made in rows.items() if len(made) == size}
-        self.shape = (size,)
-        self.tolerance = 10 * tolerance(rows)
-
-    def norms(self) -> Tensor:
-        """Returns the joint length for each record, (size,) float64."""
-        squares = [made.norms().square() for made in self._rows.values()]
-        return sum(squares, torch.zeros(self.shape, dtype=torch.float64)).sqrt()
-
-    def gaps(self, other: JointRows) -> Tensor:
-        """Returns how far other rows are for each record, (size,) float64."""
-        gaps = torch.zeros(self.shape, dtype=torch.float64)
-        for name, made in self._rows.items():
-            others = other._rows.get(name)
-            if others is not None:
-                # PRIVACY: what was finite and is not any more has moved, however it compares
-                # (test_rows_that_are_not_finite_any_more_have_moved)
-                gap = made.gaps(others).nan_to_num(math.inf).where(made.norms().isfinite(), 0.0)
-                gaps += gap.square()
-        return gaps.sqrt()
-
-
-def rows_of(block: Block) -> Rows:
-    """Returns the rows of the first parameter of a block."""
     if not isinstance(block, FactoredBlock):
-        return Rows(block.dense()[0].detach())
-    # PRIVACY: copies: the next batch may be written over them
-    # (test_records_that_meet_in_memory_that_is_used_again_are_found)
-    left = block.backprops.detach() * block.scale
-    return Rows(left, block.acts.detach().to(left.dtype, copy=True) if block.weight else None)
-
-
-def tolerance(rows: Mapping[str, Rows]) -> float:
-    """Returns the relative difference of rows that rounding explains."""
-    dtypes = {made.dtype for made in rows.values()}
-    if dtypes & set(HALF):
-        return 3e-2
-    return 1e-5 if torch.float32 in dtypes else 1e-9
+        return rows_first(block.dense()[0], 0)
+    left = rows_first(block.backprops * block.scale, 0)
+    if not block.weight:
+        return left
+    right = rows_first(block.acts, 0)
+    sides = [
+        one.numbers * (other.norms()[:, None] / math.sqrt(2.0))
+        for one, other in ((left, right), (right, left))
+    ]
+    return Answer(torch.cat(sides, dim=1), max(left.tolerance, right.tolerance))
 
 
 @dataclass(frozen=True)
@@ -134,7 +107,7 @@ class Pass:
 
     value: Any
     totals: Mapping[str, Tensor | None]
-    rows: Mapping[str, Rows]
+    rows: Mapping[str, Answer]
     factored: frozenset[str] = frozenset()
 
 
@@ -190,14 +163,14 @@ class Evidence:
     isolation: Isolation | None = None
 
     @property
-    def rows(self) -> Mapping[str, Rows]:
+    def rows(self) -> Mapping[str, Answer]:
         """The per-sample gradients of the batch by parameter, if there are any."""
         return {} if self.base is None else self.base.rows
 
     @property
     def moving(self) -> bool:
         """Whether there are rows that are not all zero."""
-        return any(bool(made.norms().any()) for made in self.rows.values())
+        return any(bool(made.numbers.any()) for made in self.rows.values())
 
     def keep(self, outcome: _T | Refused) -> _T | None:
         """Returns an outcome; notes it and returns None if it is a refusal."""
@@ -242,9 +215,8 @@ def _examine(
 ) -> None:
     evidence.size = synthetic.size
     generator = torch.Generator().manual_seed(_SEED)
-    # PRIVACY: probes of secret iterates start at 0 (test_secret_iterates_have_no_say_in_the_findings)
-    from_zero = script.row_free is not None
-    start = {id(p): _moved(p, generator, from_zero) for p in script.trainable.values()}
+    # PRIVACY: iterates may be secret (test_secret_iterates_have_no_say_in_the_findings)
+    start = {id(p): random_like(p, generator) for p in script.trainable.values()}
     probe = _Probe(script, evidence, state, synthetic, start)
     if script.attached or script.hooks is not None:
         probe.look_at_rows()
@@ -266,23 +238,28 @@ def _examine(
         probe.look_at_sizes()
 
 
+@dataclass
 class _Probe:
-    """Passes over one script, each from the same state."""
+    """Passes over one script, each from the same state.
 
-    def __init__(
-        self,
-        script: Script,
-        evidence: Evidence,
-        state: Untouched,
-        synthetic: SyntheticRecords,
-        start: Mapping[int, Tensor],
-    ) -> None:
-        self.script = script
-        self.evidence = evidence
-        self.state = state
-        self.synthetic = synthetic
-        self.start = start
-        self.records = list(range(synthetic.size))
+    Args:
+        script: it.
+        evidence: takes what they show.
+        state: from which each starts.
+        synthetic: its records.
+        start: values of parameters, by the id of each.
+    """
+
+    script: Script
+    evidence: Evidence
+    state: Untouched
+    synthetic: SyntheticRecords
+    start: Mapping[int, Tensor]
+
+    @property
+    def records(self) -> list[int]:
+        """All of a batch."""
+        return list(range(self.synthetic.size))
 
     # -- what is looked at --------------------------------------------------------------------------------------------
 
@@ -295,21 +272,26 @@ class _Probe:
         evidence.mean_rows = (
             attached.mean if attached else self.script.hooks.loss_reduction == "mean"
         )
-        self._choose_pool()
-        evidence.base = evidence.keep(self._pass(self.records))
+        size = self.synthetic.size
+        found: Any = None
+        for pool in both_fills(self.synthetic.leaves, size):
+            self.synthetic.pool = pool
+            found = self._pass(self.records)
+            if not isinstance(found, Refused):
+                break
+        evidence.base = evidence.keep(found)
         evidence.buffers = self.state.changed()
         if not evidence.rows:
             return
         again = evidence.keep(self._pass(self.records, start=False))
         leaves = enumerate(self.synthetic.leaves)
-        size = self.synthetic.size
         inputs = {
             k: [-1.0 if leaf.is_number else 0.0] * size for k, leaf in leaves if not leaf.label
         }
         other = evidence.keep(self._pass(self.records, inputs))
         after = None if other is None else evidence.keep(self._pass(self.records, start=False))
         if again is not None and after is not None:
-            first, second = (JointRows(one.rows, size) for one in (again, after))
+            first, second = (joined(one.rows.values(), size) for one in (again, after))
             evidence.remembers = bool(changed([first], [second]))
         # only now: a model that remembers a batch may not take one of another size
         found = compare(self._joint, both_fills(self.synthetic.leaves, size, any_size=True))
@@ -317,19 +299,10 @@ class _Probe:
         evidence.compared = found == CHECKED and evidence.moving
         self._look_at_bits()
 
-    def _choose_pool(self) -> None:
-        """Takes zeros where the loss refuses ones."""
-        if isinstance(self._pass(self.records), Refused):
-            synthetic = self.synthetic
-            ones = synthetic.pool
-            synthetic.pool = SyntheticBatches(synthetic.leaves, synthetic.size, 0)
-            if isinstance(self._pass(self.records), Refused):
-                synthetic.pool = ones
-
-    def _joint(self, made: list[Tensor]) -> list[JointRows]:
-        size = self.synthetic.records_in(made)
+    def _joint(self, made: list[Tensor]) -> list[Answer]:
         self._start()
-        return [JointRows(self._gradients(made).rows, size)]
+        rows = self._gradients(made).rows
+        return [joined(rows.values(), self.synthetic.records_in(made))]
 
     def _look_at_bits(self) -> None:
         """Compares the bits of one row in batches of several sizes and companies."""
@@ -339,32 +312,27 @@ class _Probe:
         most = source.physical_batch_size or source.design.batch_size
         rows = max(2, min(_MOST, most if source.slots is None else source.slots.block))
 
-        pool = SyntheticBatches(self.synthetic.leaves, 2 * self.synthetic.size, None)
+        pool = SyntheticBatches(self.synthetic.leaves, 10, None)
 
-        def row(records: list[int], places: list[int], other: bool) -> list[JointRows]:
+        def row(records: list[int], other: bool) -> Tensor:
             self._start(_OTHER_SEED if other else _SEED)
-            made = pool.batch(records=records)
-            found = self._gradients(made, only=torch.tensor(places)).rows
-            each = [
-                {name: made.at(k) for name, made in found.items()} for k in range(len(places))
-            ]
-            return [JointRows(rows, 1) for rows in each]
+            places = torch.arange(0, min(LOOKED_AT, len(records)), 2)
+            found = self._gradients(pool.batch(records=records), only=places).rows
+            return joined(found.values(), len(places)).numbers
 
-        found = attempt(
-            "comparing bits of rows", lambda: isolation(row, 2 * len(self.records), rows)
-        )
+        found = attempt("comparing bits of rows", lambda: isolation(row, rows))
         if not isinstance(found, Refused):  # e.g. memory: then it is not known
             self.evidence.isolation = found
 
     def look_at_single_records(self) -> None:
         """Compares the gradient of the batch with those of its records alone, and follows these along a line."""
         evidence = self.evidence
-        batch = evidence.keep(self._pass(self.records, self._wide(len(self.records))))
+        wide = self._wide(len(self.records))
+        batch = evidence.keep(self._pass(self.records, wide))
         evidence.buffers = self.state.changed()
         if batch is None or not bool((total := _joined(batch.totals)).any()):
             return
         length = total.norm()
-        wide = self._wide(len(self.records))
         other = evidence.keep(self._pass(self.records, wide, _OTHER_SEED))
         evidence.randomness = (
             0.0 if other is None else float((_joined(other.totals) - total).norm() / length)
@@ -414,7 +382,9 @@ class _Probe:
         def value(copies: int, seed: int = _SEED) -> float:
             self._start(seed, training=False)
             with torch.no_grad():
-                result = self._loss(self.synthetic.pool.batch(records=self.records * copies))
+                result = self.synthetic.loss(
+                    self.synthetic.pool.batch(records=self.records * copies)
+                )
             return float(result.detach() if is_ghost_loss_value(result) else _scalar(result))
 
         def values() -> tuple[tuple[float, float, float], bool]:
@@ -432,24 +402,14 @@ class _Probe:
     def _start(self, seed: int = _SEED, *, training: bool = True) -> None:
         _clear(self.state, self.start)
         if self.script.attached:
-            first_step_of(
-                self.script.module
-            ).asked = False  # it would look at synthetic records of synthetic records
+            # it would look at synthetic records of synthetic records
+            self.script.module._dpsco.looks = False  # type: ignore[union-attr]
         for p in self.script.trainable.values():
             p.__dict__.pop("_norm_sample", None)
         # modules that the user keeps in evaluation mode stay there
         if self.script.module.training != training:
             self.script.module.train(training)
         seed_torch(seed)
-
-    def _loss(self, made: list[Tensor]) -> Any:
-        script = self.script
-        batch = script.bounded(self.synthetic.batch(made))
-        if script.loss is None:
-            return _of_outputs(script.module(batch[0] if self.synthetic.is_pair else batch))
-        if self.synthetic.is_pair and not isinstance(script.loss, OfBatch):
-            return script.loss(script.module(batch[0]), batch[1])
-        return script.loss(script.module, batch)
 
     def _pass(
         self,
@@ -470,7 +430,7 @@ class _Probe:
         return attempt("a training pass over a made-up batch", run)
 
     def _gradients(self, made: list[Tensor], only: Tensor | None = None) -> Pass:
-        value = self._loss(made)
+        value = self.synthetic.loss(made)
         if is_ghost_loss_value(value):
             return Pass(value, {}, {})
         params = self.script.trainable
@@ -485,19 +445,21 @@ class _Probe:
                 rows[name] = rows_of(block if only is None else block.select(only))
                 factored.add(name)
             elif isinstance(dense := getattr(p, "grad_sample", None), Tensor):
-                rows[name] = Rows(dense.detach() if only is None else dense.detach()[only])
+                rows[name] = rows_first(dense if only is None else dense[only], 0)
         clear_rows(list(params.values()))
         return Pass(value, dict(zip(params, grads, strict=True)), rows, frozenset(factored))
 
 
 def settle_sizes(model: nn.Module, loss: Any, loader: PrivateLoader) -> None:
-    """Tests in what sizes a loader may deliver draws, and lets it.
+    """Tests in what sizes a loader may deliver draws, and lets it, unless that is known.
 
     Args:
         model: attached, with no rows waiting.
         loss: what the run computes, as `doctor` takes it.
-        loader: whose isolation is open.
+        loader: of the run.
     """
+    if not loader.isolation.open:
+        return
     script = Script(model, loss, loader, None)
     attachment: Any = model._dpsco
     found: Any = COMPILED
@@ -514,22 +476,23 @@ def _sizes(script: Script) -> Sizes | str:
     slots = script.source.slots
     params = list(script.trainable.values())
     module = script.module
-    state = Untouched(module)
-    probe = _Probe(script, Evidence(), state, synthetic, {})
+    attachment: Any = module._dpsco
 
     def answers(made: list[Tensor]) -> list[Tensor]:
-        return rows_of_a_pass(params, [], _scalar(probe._loss(made)))
+        return rows_of_a_pass(params, [], _scalar(synthetic.loss(made)))
 
-    mean = bool(module._dpsco.mean)
-    first_step_of(module).asked = False
-    try:
+    with random_parameters(module):
+        attachment.looks = False
         module.train()
-        with random_parameters(module):
-            return Trial(
-                answers, synthetic.leaves, slots.usual, slots.most, mean, *of_passes(module)
-            ).sizes()
-    finally:
-        state.restore()
+        found = Trial(
+            answers,
+            synthetic.leaves,
+            slots.usual,
+            slots.most,
+            attachment.mean,
+            *of_passes(module),
+        ).sizes()
+    return replace(found, whole_step=True) if isinstance(found, Sizes) else found
 
 
 def _clear(state: Untouched, moved: Mapping[int, Tensor] | None = None) -> None:
@@ -557,19 +520,6 @@ def _of_outputs(outputs: Any) -> Tensor:
     return torch.stack([(leaf + leaf.square() / 2).sum() for leaf in numbers]).sum()
 
 
-def _moved(p: Tensor, generator: torch.Generator, from_zero: bool) -> Tensor:
-    """Returns a parameter, or zeros, moved a little."""
-    start = torch.zeros_like(p.data) if from_zero else p.detach()
-    scale = (
-        float(torch.linalg.vector_norm(start, dtype=torch.float64)) / max(p.numel(), 1) ** 0.5
-    )
-    size = 0.065 * max(scale, p.shape[-1] ** -0.5 if p.dim() else 1.0)
-    moves = torch.rand(p.shape, generator=generator).mul_(2.0).sub_(1.0)
-    return start + moves.add_(moves.sign()).mul_(size).to(
-        p.device, p.dtype
-    )  # none of them near 0
-
-
 def _joined(totals: Any) -> Tensor:
     return torch.cat(
         [total.detach().double().flatten() for total in totals.values() if total is not None]
@@ -595,7 +545,7 @@ class SyntheticRecords:
             lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf,
             script.first_record(),
         )
-        self._collate = script.collate
+        self._script = script
         device = next(iter(script.trainable.values())).device
         found, structure = self._template(2)
         more = self._template(3)[0]
@@ -628,11 +578,21 @@ class SyntheticRecords:
         self.pool = SyntheticBatches(self.leaves, self.size, 1)
 
     def _template(self, size: int) -> tuple[list[Any], Any]:
-        batch = self._collate([copy.deepcopy(self._record) for _ in range(size)])
+        batch = self._script.collate([copy.deepcopy(self._record) for _ in range(size)])
         if isinstance(batch, Mapping) and not isinstance(batch, dict):
             batch = dict(batch)  # e.g. a tokenizer's own mapping
         flat: tuple[list[Any], Any] = tree_flatten(batch)
         return flat
+
+    def loss(self, made: Sequence[Tensor]) -> Any:
+        """Returns the loss of a batch of tensors."""
+        script = self._script
+        batch = script.bounded(self.batch(made))
+        if script.loss is None:
+            return _of_outputs(script.module(batch[0] if self.is_pair else batch))
+        if self.is_pair and not isinstance(script.loss, OfBatch):
+            return script.loss(script.module(batch[0]), batch[1])
+        return script.loss(script.module, batch)
 
     def records_in(self, made: Sequence[Tensor]) -> int:
         """Returns the number of records of tensors."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from textwrap import fill, indent
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -13,6 +15,7 @@ from torch.utils.data import default_collate
 
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import check_fields, typed
+from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.algorithms.row_free import BoundedLoader, RowFreeOptimizer, bounded
 from torch_dpsco.compat import of_opacus
 from torch_dpsco.errors import PrivacyError
@@ -308,3 +311,33 @@ def is_ghost_loss_value(value: Any) -> bool:
 def poisson_rate(sampler: Any) -> float | None:
     """Returns the rate of Opacus' Poisson samplers, None for other samplers."""
     return float(sampler.sample_rate) if isinstance(sampler, of_opacus(*_POISSON)) else None
+
+
+_MAX_DEPTH = 4
+
+
+def accounted(hook: Any, depth: int = 0) -> tuple[Any, float | None]:
+    """Returns (accountant, sampling rate) of a step hook, (None, None) if no accountant can be found in it.
+
+    Opacus' own hook is a closure over the two; a user's hook that calls it carries it.
+    """
+    if isinstance(hook, (Accountant, *of_opacus("accountants.accountant.IAccountant"))):
+        return hook, None
+    if depth > _MAX_DEPTH or not callable(hook):
+        return None, None
+    held: dict[Any, Any] = dict(getattr(hook, "__dict__", {}))
+    if isinstance(hook, (FunctionType, MethodType)):
+        variables = inspect.getclosurevars(hook)
+        held |= variables.nonlocals
+        held |= {} if depth else variables.globals
+    if isinstance(hook, MethodType):
+        held["self"] = hook.__self__
+    if isinstance(hook, partial):
+        held |= hook.keywords
+        held |= dict(enumerate((hook.func, *hook.args)))
+    rate = held.get("sample_rate")
+    for value in held.values():
+        accountant, inner = accounted(value, depth + 1)
+        if accountant is not None:
+            return accountant, inner if rate is None else float(rate)
+    return None, None

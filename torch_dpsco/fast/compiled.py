@@ -65,11 +65,11 @@ from torch_dpsco.step.checks import require_same_parameters
 from torch_dpsco.step.step import PrivateOptimizer
 from torch_dpsco.trial import (
     SEED,
+    Answer,
     Leaf,
     Mixed,
     RandomStreams,
     Refused,
-    Rows,
     attempt,
     both_fills,
     compare,
@@ -389,7 +389,7 @@ class CompiledRows:
             shape = (_MADE_UP, *t.shape[1:])
             made.append(Leaf(shape, t.dtype, t.device, 0, target=k >= n_inputs))
 
-        def rows(batch: list[Tensor]) -> list[Rows]:
+        def rows(batch: list[Tensor]) -> list[Answer]:
             seed_torch(SEED)
             # at zeros few rows would move
             params = tuple(p + _APART * torch.randn_like(p) for p in self._trained())

@@ -43,6 +43,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
+from torch_dpsco.diagnosis.probe import settle_sizes
 from torch_dpsco.diagnosis.script import OfBatch
 from torch_dpsco.errors import PrivacyError, SequenceError, warn
 from torch_dpsco.noise import SecretState
@@ -303,9 +304,10 @@ class PrivateTraining(Callback):
             else:
                 attach_sound(model, loss, loader, loss_reduction=self.loss_reduction)
                 self._attached = model
+            note_probed(model, optimizer)
+            settle_sizes(model, loss, loader)
         finally:
             self._probing = False
-        note_probed(model, optimizer)
 
     def _training_step(self, batch: Any, index: int) -> Any:
         return self._trainer.strategy.training_step(

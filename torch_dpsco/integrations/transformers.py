@@ -38,6 +38,7 @@ from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.algorithms.heavy_plan import ClippedPlan
 from torch_dpsco.algorithms.heavy_tailed import ClippedSGD
 from torch_dpsco.compat import tree_leaves
+from torch_dpsco.diagnosis.probe import settle_sizes
 from torch_dpsco.errors import SequenceError, UnknownSamplerError
 from torch_dpsco.losses.per_record import per_record
 from torch_dpsco.private_loop import PART, WEIGHTS, attach_sound, note_probed
@@ -202,13 +203,9 @@ class PrivateTrainer(Trainer):
         )
         if not is_attached(self.model):
             self._handles += _expand_positions(self.model)
-            attach_sound(
-                self.model,
-                lambda model, batch: self._loss_of(model, batch),
-                loader,
-                loss_reduction="mean",
-            )
+            attach_sound(self.model, self._loss_of, loader, loss_reduction="mean")
             note_probed(self.model, optimizer)
+        settle_sizes(self.model, self._loss_of, loader)
         return loader
 
     def num_examples(self, dataloader: Any) -> int:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
 import torch
@@ -33,7 +32,7 @@ from torch.nn import functional as F
 from torch_dpsco._validate import between, choice, positive
 from torch_dpsco.accounting.analysis.rounding import upper as upper  # for losses of your own too
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.problem import Problem, round_up
+from torch_dpsco.problem import Problem, TableGradBound, round_up
 from torch_dpsco.trial.loss import Traced, apply_as_one
 
 _Number = TypeVar("_Number", float, Tensor)
@@ -382,19 +381,6 @@ class ScalarLoss(TableLoss):
             f"the slope of {self!r} cannot be clipped; take Logistic, SmoothedHinge, Squared or"
             " Huber"
         )
-
-
-@dataclass(frozen=True)
-class TableGradBound:
-    """r -> G(r) of a table row, as a value that pickles and compares (a partial of a bound method does not compare)."""
-
-    loss: TableLoss
-    bound_x: float
-    bound_y: float
-
-    def __call__(self, radius: float) -> float:
-        """G(radius), nearest or above; `Problem.grad_bound` rounds it up."""
-        return self.loss.grad_bound(radius, self.bound_x, self.bound_y)
 
 
 def record_bounds(bound_x: float, bound_y: float) -> tuple[float, float]:

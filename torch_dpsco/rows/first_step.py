@@ -27,11 +27,11 @@ from torch_dpsco.rows.replay import COMPILED, Replay
 from torch_dpsco.sampling.loader import Sizes, memory_of, torch_settings
 from torch_dpsco.trial import (
     SEED,
+    Answer,
     Leaf,
     Memory,
     Mixed,
     Refused,
-    Rows,
     SyntheticBatches,
     Untouched,
     attempt,
@@ -331,7 +331,7 @@ class _Calls:
                     return not changed(first, again) and bool(changed(first, other))
         return False
 
-    def _second(self, pool: SyntheticBatches, scale: float) -> list[Rows]:
+    def _second(self, pool: SyntheticBatches, scale: float) -> list[Answer]:
         """Returns the outputs for a batch after another one, whose records are times a number; none if it raises."""
 
         def run() -> list[Any]:
@@ -366,7 +366,7 @@ class _Calls:
             self._state.restore()
             after.rewind()
 
-    def __call__(self, made: list[Tensor]) -> list[Rows]:
+    def __call__(self, made: list[Tensor]) -> list[Answer]:
         """Returns the outputs for synthetic records, records first."""
         self._rewind()
         found = self._outputs(made)

@@ -42,8 +42,7 @@ from torch_dpsco.rows.layers.recorded import require_whole
 from torch_dpsco.rows.means import NO_MEAN, Source, averaged_outputs
 from torch_dpsco.sampling.loader import Sizes, memory_of
 from torch_dpsco.trial.loss import plain
-from torch_dpsco.trial.masks import secret_state
-from torch_dpsco.trial.sizes import AUTOCAST, is_compiled
+from torch_dpsco.trial.sizes import AUTOCAST, is_compiled, secret_state
 
 _OTHER_INPUTS = (
     "inputs of the model must be the tensors of the loader, unchanged, as in the first step: do what"
@@ -89,7 +88,7 @@ class PassCounter:
         untested: in what way the newest forward is run as none was tested.
         exact_means: whether a mean over the batch is divided by a power of 2, see `rows.means`.
         averaged: number of the last backward that such a mean was in.
-        secret_masks: whether forwards draw from a secret state of torch's generator, see `trial.masks`.
+        secret_masks: whether forwards draw from a secret state of torch's generator, see `trial.sizes`.
         random_state: of that generator before the running forward.
     """
 
@@ -294,7 +293,8 @@ class Attachment:
             # PRIVACY: other kernels than those of the test (test_a_forward_under_autocast_after_the_test_is_refused)
             return AUTOCAST
         numbers = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
-        if not memory_of([t for t in numbers if t.is_floating_point()]) <= isolation.delivered:
+        held = memory_of([t for t in numbers if t.is_floating_point()])
+        if not isolation.tested.whole_step and not held <= isolation.delivered:
             # PRIVACY: what a loop computes for all records at once (test_inputs_that_are_computed_later_are_refused)
             return _OTHER_INPUTS
         if (

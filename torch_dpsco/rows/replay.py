@@ -23,7 +23,7 @@ from torch_dpsco.rows.blocks import Block, DenseBlock, FactoredBlock
 from torch_dpsco.rows.layers.kinds import ItemBlock
 from torch_dpsco.rows.means import NO_MEAN, Averaged
 from torch_dpsco.sampling.loader import Sizes
-from torch_dpsco.trial import SEED, Leaf, Untouched, seed_torch
+from torch_dpsco.trial import SEED, Leaf, Untouched, random_like, seed_torch
 from torch_dpsco.trial.loss import RepeatedLoss
 from torch_dpsco.trial.sizes import Trial
 
@@ -184,15 +184,10 @@ def random_parameters(model: nn.Module) -> Iterator[None]:
                 if p.requires_grad:
                     # PRIVACY: not those of the run, which may be secret, or zeros
                     # (test_a_start_at_zero_does_not_hide_a_dependence)
-                    p.data.copy_(_random_like(p, generator))
+                    p.data.copy_(random_like(p, generator))
             yield
     finally:
         for attachment in attachments(params):
             attachment.reset()
         clear_rows(params)
         state.restore()
-
-
-def _random_like(p: Tensor, generator: torch.Generator) -> Tensor:
-    inputs = p.numel() / p.shape[0] if p.dim() > 1 else 1.0
-    return torch.randn(p.shape, generator=generator).mul_(inputs**-0.5)

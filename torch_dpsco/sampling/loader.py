@@ -178,6 +178,7 @@ class PrivateLoader:
     def _split(self, chunks: deque[Chunk]) -> Iterator[_Indices]:
         """Yields the records of each batch, and notes what it is."""
         log = self.batch_sampler.log
+        most = self.physical_batch_size
         for source in self.batch_sampler.dealt():
             indices, sizes = self._of(source[1])
             draw = replace(source[0], size=len(indices))  # another one each time it is delivered
@@ -186,7 +187,7 @@ class PrivateLoader:
                 # PRIVACY: none can be chosen, by no other loader either
                 # (test_a_draw_that_is_delivered_again_has_the_places_that_it_had)
                 places = log.held.places
-            if places is None and self.slots is not None and not self._is_rounded():
+            if places is None and self.slots is not None and not self.isolation.is_rounded(most):
                 places = self.slots.places(len(indices) if sizes is None else len(sizes))
             blocks = self._blocks(len(indices), sizes, places)
             start = 0
@@ -201,12 +202,6 @@ class PrivateLoader:
                 )
                 start += len(rows)
                 yield rows
-
-    def _is_rounded(self) -> bool:
-        """Returns whether the next draw comes in several sizes, none of them larger than was asked for."""
-        found = self.isolation.tested if self.isolation.is_rounded() else None
-        most = self.physical_batch_size
-        return found is not None and (most is None or most >= found.sizes[0])
 
     def _blocks(
         self, size: int, sizes: _Indices | None, places: _Indices | None
@@ -390,7 +385,8 @@ class Sizes:
         settings: of torch, under which this was tested.
         records: made up, that were compared.
         exact_means: whether means over the batch must be exact for it, see `rows.means`.
-        secret_masks: whether masks that the model draws must be secret for it, see `trial.masks`.
+        secret_masks: whether masks that the model draws must be secret for it, see `trial.sizes`.
+        whole_step: whether the whole step of a loop was tested, with what it does to a batch before the model.
     """
 
     sizes: Sequence[int]
@@ -398,6 +394,7 @@ class Sizes:
     records: int
     exact_means: bool = False
     secret_masks: bool = False
+    whole_step: bool = False
 
     @property
     def hold(self) -> bool:

@@ -25,24 +25,13 @@ from torch_dpsco.accounting.designs import Assigned, AssignedParts, Design, Full
 from torch_dpsco.noise import Stream, sampling_generator
 
 _Indices = npt.NDArray[np.int64]
-_RARE = 60.0 * math.log(
-    2.0
-)  # a draw has more units than the capacity with probability below 2^-60
-
-
+# a draw has more units than the capacity with probability below 2^-60
+_RARE = 60.0 * math.log(2.0)
 _MULTIPLE = 8  # a friendly number of rows
-
-
 # of blocks of users: rows of a user, rows, numbers of all rows
 _EACH = 4
-
-
 _LEAST = 64
-
-
 _MOST = 8192
-
-
 _NUMBERS = 2**26
 
 
@@ -156,13 +145,12 @@ class Slots:
         return self._kept
 
     def of_records(self, places: _Indices) -> Iterator[tuple[_Indices, _Indices]]:
-        """Yields (records, slots) of each block that has any; one empty block for an empty draw.
+        """Yields (records, slots) of each block, each record in the first one in which its slot is free.
 
         Args:
             places: of the records of the draw.
         """
-        blocks, slots = np.divmod(places, self.block)
-        return _grouped(blocks, slots)
+        return _first_free(places % self.block)
 
     def of_users(self, sizes: _Indices, places: _Indices) -> Iterator[tuple[_Indices, _Indices]]:
         """Yields (rows, slots) of each block that has any, for rows that are in order of their users.
@@ -197,7 +185,11 @@ def free_slots(records: int, block: int, source: Stream) -> Iterator[tuple[_Indi
     """
     # PRIVACY: a slot in the order of the records would move with each record before it
     # (test_a_record_that_leaves_moves_no_other)
-    slots = source.integers(block, records)
+    return _first_free(source.integers(block, records))
+
+
+def _first_free(slots: _Indices) -> Iterator[tuple[_Indices, _Indices]]:
+    """Yields (records, slots) of each block: which one a record is in depends on others, and its slot does not."""
     return _grouped(_before(slots), slots)
 
 
@@ -216,7 +208,8 @@ def _stacked(column: _Indices, width: _Indices, columns: int) -> _Indices:
 
 def _before(group: _Indices) -> _Indices:
     """Returns the number of earlier entries of the same group."""
-    order = np.argsort(group, kind="stable")
+    # all different, so that the fastest sort will do
+    order = np.argsort(group * len(group) + np.arange(len(group)))
     starts = np.flatnonzero(np.diff(group[order], prepend=-1))
     out = np.empty_like(order)
     out[order] = np.arange(len(group)) - np.repeat(starts, np.diff(starts, append=len(group)))
@@ -225,6 +218,6 @@ def _before(group: _Indices) -> _Indices:
 
 def _grouped(blocks: _Indices, slots: _Indices) -> Iterator[tuple[_Indices, _Indices]]:
     """Yields (indices, slots) of each block in use, by slot."""
-    order = np.lexsort((slots, blocks))
+    order = np.argsort(blocks * (slots.max(initial=0) + 1) + slots)
     for part in np.split(order, np.flatnonzero(np.diff(blocks[order])) + 1):
         yield part, slots[part]

@@ -26,6 +26,7 @@ D (`usual_distance`), the clip (`clip_share`) and the number of passes, see docs
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -49,14 +50,25 @@ from torch_dpsco.accounting.events import (
     check_adjacency,
 )
 from torch_dpsco.errors import AdjacencyError, UnitError
-from torch_dpsco.losses.base import TableGradBound
-from torch_dpsco.problem import Problem
+from torch_dpsco.problem import Problem, TableGradBound
+from torch_dpsco.rules import AVERAGES
 from torch_dpsco.step import checks
 
+USUAL_BATCH = 512  # without the step rule
+USUAL_EPOCHS = 10
 _FEW_ROWS = 1e6  # gradients of rows in a run, at least
 _MOST_ROWS = 2e7
 _LEAST_USERS = 1024  # in a batch
 _SHORT = 0.25  # rows are longer than the mean, and so are their gradients
+
+
+_GIVEN: Mapping[str, Callable[..., Any]] = {
+    "n": check.positive_count,
+    "batch_size": check.positive_count,
+    "steps": check.positive_count,
+    "epochs": check.positive,
+    "noise_multiplier": check.nonnegative,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +95,7 @@ class Given:
     noise_multiplier: float | None = None
 
     def __post_init__(self) -> None:
-        check.positive_count(n=self.n)
+        check.ranges(self, _GIVEN)
 
     def sampled(self) -> Design:
         """Returns the design of a word and its numbers, of Poisson batches where nothing is said."""
@@ -108,15 +120,14 @@ class Given:
         if self.sampling != "allocated" or not isinstance(design, Assigned):
             return design
         if self.steps is not None:
-            steps = check.positive_count(steps=self.steps)
-            return replace(design, passes=math.ceil(steps / design.batches))
+            return replace(design, passes=math.ceil(self.steps / design.batches))
         passes = default if self.epochs is None else self.epochs
         if passes is None:
             raise ValueError(
                 "epochs or steps must be given for sampling='allocated': passes are fixed before"
                 " the first"
             )
-        return replace(design, passes=math.ceil(check.positive(epochs=passes)))
+        return replace(design, passes=math.ceil(passes))
 
     def steps_in(
         self, design: Design, default: float | None = None, *, once: bool = False
@@ -142,7 +153,7 @@ class Given:
                 f"steps must be <= {design.steps_per_epoch}, {passed} of {design} (got"
                 f" {steps}){more}"
             )
-        return check.positive_count(steps=steps)
+        return steps
 
     def require_one_length(self) -> None:
         """Raises ValueError where steps and epochs are given both."""
@@ -158,7 +169,46 @@ def public_size(n: int | None, sampling: str | Design | None) -> int:
         n = sampling.n
     if n is None:
         raise ValueError("n must be given: the public number of records")
-    return check.positive_count(n=n)
+    return n
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(Given):
+    """What a plan on records is asked for; an algorithm adds what is its own.
+
+    Args:
+        problem: promised constants.
+        budget: target; the noise is chosen for it unless it is given, and then the budget only limits the run.
+        lr: step size, without momentum.
+        average: which iterates are the answer.
+        dim: number of parameters.
+        distance: bound on, or guess of, |w_1 - w*|.
+    """
+
+    problem: Problem
+    budget: Budget | None
+    lr: float | None
+    average: str | None
+    dim: int | None
+    distance: float | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.choice((*AVERAGES, None), average=self.average)
+        require_target(self.budget, self.noise_multiplier)
+        check.ranges(self, {"distance": check.positive})
+
+    @property
+    def goal(self) -> Budget | None:
+        """The budget that noise is chosen for; None where noise is given."""
+        return self.budget if self.noise_multiplier is None else None
+
+    def sized(self) -> Given:
+        """Returns this with batches of 512 records, where nothing is said of them."""
+        said = self.batch_size is not None or self.sampling == "full"
+        if said or isinstance(self.sampling, Design):
+            return self
+        return replace(self, batch_size=min(USUAL_BATCH, self.n))
 
 
 class Draws(NamedTuple):
@@ -193,23 +243,29 @@ def choose_design(
 
 
 def choose_noise(
-    budget: Budget | None, design: Design, steps: int | None, given: Given | None = None
+    budget: Budget | None, design: Design, steps: int | None, given: Given
 ) -> float:
     """Returns the noise multiplier that is given, or else the least one of the budget."""
-    noise = None if given is None else given.noise_multiplier
-    require_target(budget, noise)
-    if noise is not None or budget is None:
-        return check.nonnegative(noise_multiplier=noise)
+    require_target(budget, given.noise_multiplier)
+    if given.noise_multiplier is not None:
+        return given.noise_multiplier
+    assert budget is not None  # or there was no target
     return noise_for(budget, design, steps)
 
 
 def require_target(budget: Budget | None, noise_multiplier: float | None) -> None:
     """Raises ValueError where there is neither noise of the caller's nor a budget to choose it for."""
-    if noise_multiplier is not None:
-        check.nonnegative(noise_multiplier=noise_multiplier)
-    elif budget is None:
+    if noise_multiplier is None and budget is None:
         raise ValueError(
             "budget or noise_multiplier must be given: the target, or noise of your own"
+        )
+
+
+def require_planned(budget: Budget) -> None:
+    """Raises ValueError for a budget that is not spent by a plan."""
+    if budget.mode != "planned":
+        raise ValueError(
+            f"budget must be of mode 'planned', to be spent by a plan (got {budget.mode!r})"
         )
 
 
@@ -269,9 +325,7 @@ class Scale:
 
     def horizon(self, n: int, budget: Budget) -> float:
         """Returns the sum of the step sizes of a run on all records."""
-        return self.distance / noise_of_mean(
-            release_noise(budget), self.bound, n, 1, self.dim, sampled=False
-        )
+        return self.distance / (self.bound * loudness(n, budget, self.dim))
 
     def steps(self, n: int, budget: Budget) -> int:
         """Returns the number of steps by the horizon."""

@@ -195,7 +195,7 @@ class RunOptimizer(CommonOptimizer):
             resume: for designs of one pass: go on where this run, or its checkpoint, left its partition, instead of
                 drawing another one, which composes with the first.
             physical_batch_size: deliver a draw in chunks of at most that many rows, whose number is private; step()
-                adds them up.
+                adds them up. In slots a few rows cost least, see docs/performance.md.
             collate_fn: as in DataLoader.
             num_workers: as in DataLoader.
             pin_memory: as in DataLoader.

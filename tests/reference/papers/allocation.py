@@ -38,7 +38,7 @@ def allocation_epsilon(
     losses = _losses(noise, steps, adjacency, epochs, direction)
     if losses is None:
         return math.inf
-    if direction is not None:
+    if direction is not None and isinstance(losses[0][0], AllocationLoss):
         return epsilon_at(AllocationLoss(noise, steps, direction), delta)
     found = pld_epsilon(losses, delta)
     assert found is not None
@@ -59,7 +59,7 @@ def allocation_delta(
     losses = _losses(noise, steps, adjacency, epochs, direction)
     if losses is None:
         return 1.0
-    if direction is not None:
+    if direction is not None and isinstance(losses[0][0], AllocationLoss):
         return math.exp(log_delta(AllocationLoss(noise, steps, direction), epsilon))
     found = pld_delta(losses, epsilon)
     assert found is not None
@@ -72,6 +72,8 @@ def _losses(
     """Returns the law of the passes, None without noise, after the checks of all arguments."""
     noise = check.nonnegative(noise=noise)
     epochs = check.count(epochs=epochs)
+    check.positive_count(steps=steps)
+    check.choice(("add_remove", "zero_out", "replace_one"), adjacency=adjacency)
     law = allocation_law(noise or 1.0, steps, adjacency)
     if direction is not None:
         check.choice(("remove", "add"), direction=direction)

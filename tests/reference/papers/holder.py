@@ -64,7 +64,6 @@ from torch_dpsco.algorithms.holder_numbers import (
     _growth,
     _law,
     _log_binomial,
-    _rate,
     _sigma,
     expansions,
     iterate_bounds,
@@ -123,7 +122,7 @@ def uniform_rdp(order: float, sigma: float, path: RunPath, sample_rate: float) -
         0.151
     """
     order, sigma = check.order(order=order), check.positive(sigma=sigma)
-    rate, steps = _rate(sample_rate), path.hits.size
+    rate, steps = sample_rate, path.hits.size
     sums = scaled_up(path.drift + np.cumsum(np.sort(path.hits)[::-1]), steps)
     moved = np.concatenate([[0.0], np.minimum(sums, path.cap)])
     with np.errstate(over="ignore"):
@@ -205,7 +204,7 @@ def output_sigma_weighted(
 
 def count_law(path: RunPath, sample_rate: float) -> SensitivityLaw:
     """Returns the law of drift + k times the largest hit, k ~ Bin(T - 1, p)."""
-    start, masses, lost = _binomial(path.hits.size, _rate(sample_rate), _TAIL)
+    start, masses, lost = _binomial(path.hits.size, sample_rate, _TAIL)
     return _law(path, start, masses, lost, float(path.hits.max(initial=0.0)))
 
 

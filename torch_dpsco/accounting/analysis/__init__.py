@@ -4,7 +4,7 @@
 * `rdp`: Renyi curves of the Gaussian mechanism under Poisson and fixed-size sampling, what epsilon or delta a curve or
   zero-concentrated privacy gives, and failure probabilities.
 * `pure`: mechanisms of a pure epsilon, and noisy tests; `shuffle`: shifts of binomial sums.
-* `pld_laws`, `pld`: privacy loss distributions, and what they give composed; `allocation`, `allocation_sums`: passes of
+* `pld_laws`, `pld`: privacy loss distributions, and what they give composed; `allocation`: passes of
   random allocation.
 * `objective`: objective perturbation; `rounding`: what floating-point numbers cost.
 

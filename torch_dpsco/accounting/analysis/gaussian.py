@@ -40,12 +40,13 @@ import scipy
 from scipy.special import erfcx, ndtr
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.rdp import FloatArray
+from torch_dpsco.accounting.analysis.rounding import FloatArray
 
 SENSITIVITIES: Mapping[str, float] = {"replace_one": 2.0, "zero_out": 1.0, "add_remove": 1.0}
 
 # The inverses aim at log(delta) (1 + _SLACK): more than the error of the kernel, so that rounding cannot undo them.
 _SLACK = 1e-12
+KERNEL = 1e-12  # relative error of log(delta)
 _INVERSE = 1e-13  # of mu: room for what 1/sigma and sqrt(mu^2) round
 _ROUNDING = 2e-15  # of epsilon / mu - mu / 2, relative to its terms: it matters for mu > 1e3
 
@@ -109,6 +110,24 @@ def gaussian_log_delta(epsilon: float, mu: float) -> float:
     return float(log_delta_curve(np.array([epsilon]), mu)[0])
 
 
+def profile(epsilon: float, mu: float) -> float:
+    """Returns delta(epsilon, mu) for any real epsilon, rounded up.
+
+    For epsilon < 0 it is 1 - e^epsilon + e^epsilon delta(-epsilon, mu), by the symmetry of the Gaussian pair.
+
+    Example:
+        >>> round(profile(1.0, 1.0), 6), round(profile(-1.0, 1.0), 6)
+        (0.126937, 0.678818)
+    """
+    # PRIVACY: a tail of 1e-300 keeps its sign and size (test_profiles_are_never_below_their_high_precision_values)
+    delta = math.exp(gaussian_log_delta(abs(epsilon), mu) * (1 - KERNEL))
+    if epsilon < 0:
+        delta = -math.expm1(epsilon) + math.exp(epsilon) * delta
+    return min(1.0, delta * (1 + 1e-15))
+
+
+# the batches of one pass all ask for the same figure
+@functools.lru_cache(maxsize=256, typed=True)
 def gaussian_epsilon(mu: float, delta: float) -> float:
     """Returns the smallest epsilon for which a mu-GDP Gaussian release is (epsilon, delta)-DP, rounded up.
 
@@ -130,13 +149,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
         >>> round(gaussian_epsilon(mu=1.0, delta=1e-5), 4)
         4.3772
     """
-    return _epsilon(
-        check.nonnegative(mu=mu, allow_inf=True), check.open_interval(0.0, 1.0, delta=delta)
-    )
-
-
-@functools.lru_cache(maxsize=256)  # the batches of one pass all ask for the same figure
-def _epsilon(mu: float, delta: float) -> float:
+    mu = check.nonnegative(mu=mu, allow_inf=True)
     target = _target(delta)
 
     def excess(epsilon: float) -> float:
@@ -146,7 +159,7 @@ def _epsilon(mu: float, delta: float) -> float:
         return 0.0
     # delta <= Phi(-u) <= exp(-u^2/2) / 2 with u = epsilon/mu - mu/2 >= 0: at this epsilon delta is half the target.
     upper = mu * (mu / 2 + math.sqrt(-2 * math.log(delta))) * (1 + _SLACK)
-    return _safe_root(excess, 0.0, upper) * (1 + _ROUNDING) if upper < math.inf else math.inf
+    return safe_root(excess, 0.0, upper) * (1 + _ROUNDING) if upper < math.inf else math.inf
 
 
 @functools.lru_cache(maxsize=256, typed=True)
@@ -191,7 +204,7 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     infeasible = 2 * feasible
     while gaussian_log_delta(epsilon, infeasible) <= target:
         infeasible *= 2
-    mu = math.exp(-_safe_root(excess, -math.log(infeasible), -math.log(feasible)))
+    mu = math.exp(-safe_root(excess, -math.log(infeasible), -math.log(feasible)))
     return mu * (1 - _INVERSE)
 
 
@@ -257,33 +270,29 @@ def _mills(x: FloatArray) -> FloatArray:
 
 
 def _mills_drop(middle: FloatArray, mu: float) -> FloatArray:
-    """Returns R(m - mu/2) - R(m + mu/2) for m >= 0, by the difference or, where that cancels, by Taylor's formula.
+    """Returns R(m - mu/2) - R(m + mu/2) for m >= 0, by the difference or, where that cancels, from the slope of R.
 
-    The drop is about R mu / (1 + m), so the difference loses (1 + m) / mu ulps. Below mu = 1e-3 (1 + m) the series
-    mu T_1 + mu^3 T_3 / 24, T_k = -R^(k)(m), is used: what it leaves out is less than 1e-13 of it.
+    The drop is about R mu / (1 + m), so the difference loses (1 + m) / mu ulps. Below mu = 1e-3 (1 + m) the integral of
+    -R' is taken by Gauss' rule of two points: what it leaves out is less than 1e-13 of it.
     """
     difference: FloatArray = _mills(np.maximum(middle - mu / 2, -1.0)) - _mills(middle + mu / 2)
     cancels = mu < 1e-3 * (1 + middle)
     if not cancels.any():
         return difference
-    first, third = _mills_derivatives(middle)
-    return np.where(cancels, mu * (first + mu * (mu * third) / 24), difference)
+    apart = mu / math.sqrt(12)
+    slopes = _mills_fall(middle - apart) + _mills_fall(middle + apart)
+    return np.where(cancels, mu * (slopes / 2), difference)
 
 
-def _mills_derivatives(x: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Returns -R'(x) and -R'''(x) for x >= 0, from R' = x R - 1 or, for x > 12, from the asymptotic series of R."""
-    ratio = _mills(x)
-    first = 1 - x * ratio
-    third = (2 + x**2) * first - x * ratio
+def _mills_fall(x: FloatArray) -> FloatArray:
+    """Returns -R'(x) = 1 - x R for x > -1 or, for x > 12, from the asymptotic series of R."""
     inverse_square = 1 / np.maximum(x, 12.0) ** 2
     term = inverse_square
-    far_first = np.zeros_like(x)
-    far_third = np.zeros_like(x)
+    far = np.zeros_like(x)
     for k in range(20):  # the first term left out is below 1e-16 of the sum
-        far_first = far_first + term
-        far_third = far_third + (2 * k + 2) * (2 * k + 3) * term * inverse_square
+        far = far + term
         term = -(2 * k + 3) * term * inverse_square
-    return np.where(x > 12, far_first, first), np.where(x > 12, far_third, third)
+    return np.where(x > 12, far, 1 - x * _mills(x))
 
 
 def _target(delta: float) -> float:
@@ -291,7 +300,7 @@ def _target(delta: float) -> float:
     return math.log(check.open_interval(0.0, 1.0, delta=delta)) * (1 + _SLACK)
 
 
-def _safe_root(excess: Callable[[float], float], low: float, high: float) -> float:
+def safe_root(excess: Callable[[float], float], low: float, high: float) -> float:
     """Returns the root of a decreasing function with excess(low) > 0 >= excess(high), moved up until excess <= 0."""
     tolerance = 1e-15 * max(abs(low), abs(high))
     root = float(

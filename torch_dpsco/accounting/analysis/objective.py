@@ -77,47 +77,28 @@ from dataclasses import dataclass
 
 import numpy as np
 import scipy
-from numpy.typing import NDArray
-from scipy.special import log_ndtr
+from scipy.special import log_ndtr, xlogy
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import (
+    KERNEL,
     gaussian_delta,
-    gaussian_log_delta,
     gaussian_mu,
     log_delta_curve,
+    profile,
+    safe_root,
     sensitivity_factor,
 )
-from torch_dpsco.accounting.analysis.rounding import down, safe, scaled_up
+from torch_dpsco.accounting.analysis.rdp import nodes
+from torch_dpsco.accounting.analysis.rounding import FloatArray, down, safe, scaled_up
 from torch_dpsco.errors import InfeasibleError
 
-FloatArray = NDArray[np.float64]
-
-_POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(16)
 _PANELS = 48
 _DEPTH = 50.0  # nats below the peak where the window ends: what lies outside is below 1e-18 of the integral
-_KERNEL = 1e-12  # relative error of log(delta)
 _ENLARGED = (
     1e-9  # more than the quadrature error (test_quadratures_are_never_below_the_integral)
 )
 _DOUBLINGS = 40
-
-
-def profile(epsilon: float, mu: float) -> float:
-    """Returns delta(epsilon, mu) of a Gaussian release for any real epsilon, rounded up.
-
-    For epsilon < 0 it is 1 - e^epsilon + e^epsilon delta(-epsilon, mu), by the symmetry of the Gaussian pair.
-
-    Example:
-        >>> round(profile(1.0, 1.0), 6), round(profile(-1.0, 1.0), 6)
-        (0.126937, 0.678818)
-    """
-    if epsilon < 0:
-        return min(
-            1.0, (-math.expm1(epsilon) + math.exp(epsilon) * profile(-epsilon, mu)) * (1 + 2e-15)
-        )
-    # PRIVACY: a tail of 1e-300 keeps its sign and size (test_profiles_are_never_below_their_high_precision_values)
-    return min(1.0, math.exp(gaussian_log_delta(epsilon, mu) * (1 - _KERNEL)) * (1 + 1e-15))
 
 
 def log_profile(epsilon: FloatArray, mu: float) -> FloatArray:
@@ -133,9 +114,7 @@ def log_profile(epsilon: FloatArray, mu: float) -> FloatArray:
 def log_chi_density(radius: FloatArray, dim: int) -> FloatArray:
     """Returns the log density of the length of a standard normal vector of R^dim."""
     constant = (dim / 2 - 1) * math.log(2) + math.lgamma(dim / 2)
-    with np.errstate(divide="ignore"):
-        power = (dim - 1) * np.log(radius) if dim > 1 else np.zeros_like(radius)
-    density: FloatArray = power - radius**2 / 2 - constant
+    density: FloatArray = xlogy(dim - 1, radius) - radius**2 / 2 - constant
     return density
 
 
@@ -161,52 +140,29 @@ def log_concave_integral(
     if left - steps[-1] < corner < right + steps[-1]:
         near = corner + np.concatenate([-steps, [0.0], steps])
         edges = np.union1d(edges, near[(near > left) & (near < right)])
-    half = np.diff(edges)[:, None] / 2
-    terms = (
-        log_f((edges[:-1, None] + half * (1 + _POINTS)).ravel())
-        + np.log(half * _WEIGHTS).ravel()
-    )
+    points, weights = nodes(edges)
+    terms = log_f(points) + np.log(weights)
     top = float(np.max(terms))
     if top == -math.inf:
         return -math.inf
     log_total = top + math.log(float(np.sum(np.exp(terms - top))))
     # PRIVACY: quadrature errors only on the safe side (test_quadratures_are_never_below_the_integral)
-    return log_total + abs(log_total) * _KERNEL + _ENLARGED
+    return log_total + abs(log_total) * KERNEL + _ENLARGED
 
 
 def _window(
     log_f: Callable[[FloatArray], FloatArray], low: float, high: float
 ) -> tuple[float, float]:
-    """Returns an interval around the peak outside of which f is more than `_DEPTH` nats below it."""
-    left = low
-    right = high
+    """Returns an interval outside of which f is more than `_DEPTH` nats below its peak: too wide is safe."""
     for _ in range(12):
-        grid = np.linspace(left, right, 129)
-        best = int(np.argmax(log_f(grid)))
-        nearer = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, 128)])
-        if nearer == (left, right):
+        grid = np.linspace(low, high, 129)
+        values = log_f(grid)
+        inside = np.flatnonzero(values >= np.max(values) - _DEPTH)
+        nearer = float(grid[max(inside[0] - 1, 0)]), float(grid[min(inside[-1] + 1, 128)])
+        if nearer == (low, high):
             break
-        left, right = nearer
-    peak = (left + right) / 2
-    floor = float(np.max(log_f(np.array([left, peak, right])))) - _DEPTH
-
-    def end(outside: float) -> float:
-        inside = peak
-        if float(log_f(np.array([outside]))[0]) >= floor:
-            return outside
-        for _ in range(4):  # five halvings at once; the outer end is kept: too wide is safe
-            points = np.full(33, inside)
-            points[-1] = outside
-            for step in (16, 8, 4, 2, 1):
-                points[step :: 2 * step] = (
-                    points[: -1 : 2 * step] + points[2 * step :: 2 * step]
-                ) / 2
-            first = int(np.argmin(log_f(points) >= floor))
-            inside = float(points[first - 1])
-            outside = float(points[first])
-        return outside
-
-    return end(low), end(high)
+        low, high = nearer
+    return low, high
 
 
 def shifted_profile(
@@ -248,59 +204,24 @@ def least_noise(
         why_not: message if no sigma works.
 
     Raises:
-        ValueError: delta is not in (0, 1).
         InfeasibleError: no sigma up to 2^40 times the start works.
     """
-    delta = check.open_interval(0.0, 1.0, delta=delta)
-    delta_of = functools.cache(delta_of)
-    high = start
-    for _ in range(_DOUBLINGS):
-        if delta_of(high) <= delta:
-            break
-        high *= 2
-    else:
-        raise InfeasibleError(why_not)
-    low = high / 2
-    while delta_of(low) <= delta and low > start * 2.0**-_DOUBLINGS:
-        high = low
-        low = low / 2
-    below, above = _near_root(delta_of, delta, low, high)
-    while high > low * (1 + 1e-10):
-        middle = math.sqrt(low) * math.sqrt(high)
-        if not low < middle < high:
-            break
-        if middle >= above or (middle > below and delta_of(middle) <= delta):
-            high = middle
-        else:
-            low = middle
-    # PRIVACY: an end of a bracket that was checked (test_the_noise_meets_its_delta_and_hardly_less_does_not)
-    return high if delta_of(high) <= delta else above
 
-
-def _near_root(
-    delta_of: Callable[[float], float], delta: float, low: float, high: float
-) -> tuple[float, float]:
-    """Returns (below, above) with delta_of(below) > delta >= delta_of(above), close to each other, in few calls."""
-
+    @functools.cache
     def excess(sigma: float) -> float:
         return math.log1p(max((delta_of(sigma) - delta) / delta, 1e-16 - 1))
 
-    if not excess(low) > 0 >= excess(high):
-        return low, high
-    root = float(scipy.optimize.brentq(excess, low, high, xtol=low * 1e-11))
-    for sigma in (root * (1 - 2e-11), root * (1 + 2e-11)):
-        if not low < sigma < high:
-            continue
-        if delta_of(sigma) <= delta:
-            high = sigma
-        else:
-            low = sigma
-    return low, high
-
-
-def log_normal_cdf(x: float) -> float:
-    """Returns log Phi(x)."""
-    return float(log_ndtr(x))
+    high = start
+    while excess(high) > 0:
+        high *= 2
+        if high > start * 2.0**_DOUBLINGS:
+            raise InfeasibleError(why_not)
+    low = high / 2
+    while excess(low) <= 0 and low > start * 2.0**-_DOUBLINGS:
+        high = low
+        low = low / 2
+    # PRIVACY: what was checked (test_the_noise_meets_its_delta_and_hardly_less_does_not)
+    return safe_root(excess, low, high) if excess(low) > 0 else high
 
 
 AMP_MU_OUT = 0.01  # default level of the noise on the output
@@ -321,8 +242,7 @@ def log_det(reg: float, smoothness: float) -> float:
         >>> round(log_det(reg=5.0, smoothness=0.25), 9)
         0.048790164
     """
-    ratio = check.nonnegative(smoothness=smoothness) / check.positive(reg=reg)
-    return scaled_up(math.log1p(scaled_up(ratio, 1)), 4) if smoothness else 0.0
+    return scaled_up(math.log1p(scaled_up(smoothness / reg, 1)), 4) if smoothness else 0.0
 
 
 def hessian_sensitivity(smoothness: float, adjacency: str) -> float:
@@ -342,9 +262,7 @@ def hessian_sensitivity(smoothness: float, adjacency: str) -> float:
         (0.25, 0.353553)
     """
     factor = math.sqrt(sensitivity_factor(adjacency))
-    return (
-        check.nonnegative(smoothness=smoothness) * factor * (1 + 2.0**-51 if factor > 1 else 1.0)
-    )
+    return smoothness * factor * (1 + 2.0**-51 if factor > 1 else 1.0)
 
 
 def spare_epsilon(epsilon: float, reg: float, smoothness: float) -> float:
@@ -354,7 +272,7 @@ def spare_epsilon(epsilon: float, reg: float, smoothness: float) -> float:
         >>> round(spare_epsilon(1.0, reg=1.0, smoothness=0.25), 9)
         0.776856449
     """
-    left = check.positive(epsilon=epsilon) - log_det(reg, smoothness)
+    left = epsilon - log_det(reg, smoothness)
     if left <= 0:
         # expm1 overflows from 709 on, where c < epsilon for every reg that is not subnormal
         least = smoothness / math.expm1(min(epsilon, 700.0))
@@ -401,9 +319,6 @@ def amp_delta(epsilon: float, noise_std: float, change: Change, mu_out: float) -
         change: what a record can do.
         mu_out: 2 tau / (lam sigma_out) > 0.
 
-    Raises:
-        ValueError: an argument is out of range.
-
     Guarantee: as `Change`, for points with a gradient of norm <= tau, released with N(0, sigma_out^2 I).
 
     Source: docs/proofs/objective.md#approximate-minimizers
@@ -415,8 +330,7 @@ def amp_delta(epsilon: float, noise_std: float, change: Change, mu_out: float) -
         0.051856
     """
     level = noise_level(change.reach, noise_std)
-    left = check.nonnegative(epsilon=epsilon) - change.log_det
-    mu_out = check.positive(mu_out=mu_out)
+    left = epsilon - change.log_det
     if change.dim > 0:
         return shifted_profile(left - level * level / 2, level, change.dim, mu_out)
     once = _one_corner(left, mu_out, level)
@@ -430,7 +344,7 @@ def amp_delta(epsilon: float, noise_std: float, change: Change, mu_out: float) -
 
 def _one_corner(left: float, mu_out: float, level: float) -> float:
     """Returns E[delta(left - max(0, G), mu_out)]."""
-    at_zero = math.exp(log_normal_cdf(-level / 2)) * profile(left, mu_out)
+    at_zero = math.exp(log_ndtr(-level / 2)) * profile(left, mu_out)
     above = shifted_profile(left - level * level / 2, level, 0, mu_out, -level / 2)
     return at_zero * (1 + 1e-14) + above
 
@@ -445,7 +359,6 @@ def amp_sigma(epsilon: float, delta: float, change: Change, mu_out: float) -> fl
         mu_out: 2 tau / (lam sigma_out) > 0.
 
     Raises:
-        ValueError: an argument is out of range.
         InfeasibleError: epsilon <= c, or mu_out alone uses delta up.
 
     Source: docs/proofs/objective.md#approximate-minimizers
@@ -456,7 +369,7 @@ def amp_sigma(epsilon: float, delta: float, change: Change, mu_out: float) -> fl
         >>> round(amp_sigma(1.0, 1e-6, Change(0.1, 1.0, dim=1), mu_out=0.01), 3)
         4.821
     """
-    left = check.positive(epsilon=epsilon) - change.log_det
+    left = epsilon - change.log_det
     if left <= 0:
         raise InfeasibleError(
             f"epsilon must be > log_det = {change.log_det:g} (got {epsilon:g}): use a larger reg"
@@ -475,8 +388,7 @@ def amp_sigma(epsilon: float, delta: float, change: Change, mu_out: float) -> fl
 
 def noise_level(lipschitz: float, noise_std: float) -> float:
     """Returns s = L / sigma, rounded up."""
-    level = check.positive(lipschitz=lipschitz) / check.positive(noise_std=noise_std)
-    return math.nextafter(level, math.inf)
+    return math.nextafter(lipschitz / check.positive(noise_std=noise_std), math.inf)
 
 
 def objpert_reg(epsilon: float, smoothness: float) -> float:
@@ -492,8 +404,7 @@ def objpert_reg(epsilon: float, smoothness: float) -> float:
         >>> round(objpert_reg(epsilon=1.0, smoothness=0.25), 6)
         0.880203
     """
-    quarter = min(check.positive(epsilon=epsilon) / 4, 700.0)
-    return safe(check.positive(smoothness=smoothness) / math.expm1(quarter))
+    return safe(smoothness / math.expm1(min(epsilon / 4, 700.0)))
 
 
 def noise_reg(noise_std: float, dim: int, distance: float) -> float:
@@ -512,8 +423,7 @@ def noise_reg(noise_std: float, dim: int, distance: float) -> float:
         >>> noise_reg(2.0, dim=25, distance=10.0)
         1.0
     """
-    root = math.sqrt(check.positive_count(dim=dim))
-    return root * check.positive(noise_std=noise_std) / check.positive(distance=distance)
+    return math.sqrt(dim) * noise_std / distance
 
 
 def objpert_pure_rate(
@@ -535,7 +445,6 @@ def objpert_pure_rate(
         adjacency: "add_remove", "zero_out" or "replace_one".
 
     Raises:
-        ValueError: an argument is out of range.
         InfeasibleError: epsilon <= c; the message names the smallest reg.
 
     Guarantee: epsilon-DP under the adjacency, for smooth convex losses of one linear score, an exact minimizer.
@@ -546,7 +455,7 @@ def objpert_pure_rate(
         >>> round(objpert_pure_rate(1.0, reg=1.0, lipschitz=1.0, smoothness=0.25), 9)
         0.776856449
     """
-    jump = sensitivity_factor(adjacency) * check.positive(lipschitz=lipschitz)
+    jump = sensitivity_factor(adjacency) * lipschitz
     # margin: rounded down (docs/proofs/rounding.md#model-of-arithmetic)
     return spare_epsilon(epsilon, reg, smoothness) / jump * (1 - 1e-15)
 
@@ -568,13 +477,8 @@ def softmax_log_det(bound_x: float, reg: float, num_classes: int) -> float:
         >>> round(softmax_log_det(bound_x=1.0, reg=5.0, num_classes=2), 9)
         0.09531018
     """
-    bound = check.positive(bound_x=bound_x)
-    reg = check.positive(reg=reg)
-    if check.positive_count(num_classes=num_classes) < 2:
-        raise ValueError(f"num_classes must be an integer >= 2 (got {num_classes})")
-    return scaled_up(
-        (num_classes - 1) * math.log1p(scaled_up(bound * bound / (num_classes * reg), 3)), 4
-    )
+    share = scaled_up(bound_x * bound_x / (num_classes * reg), 3)
+    return scaled_up((num_classes - 1) * math.log1p(share), 4)
 
 
 def amp_noise_std(tolerance: float, reg: float, mu_out: float = AMP_MU_OUT) -> float:
@@ -592,8 +496,8 @@ def amp_noise_std(tolerance: float, reg: float, mu_out: float = AMP_MU_OUT) -> f
         0.0002
     """
     # PRIVACY: twice tau / lam: either side may be off (test_the_output_noise_covers_both_approximate_minimizers)
-    distance = 2 * check.positive(tolerance=tolerance) / check.positive(reg=reg)
-    return safe(distance / check.positive(mu_out=mu_out))
+    distance = 2 * tolerance / reg
+    return safe(distance / mu_out)
 
 
 def objpert_rdp(order: float, noise_std: float, change: Change) -> float:
@@ -625,23 +529,23 @@ def objpert_rdp(order: float, noise_std: float, change: Change) -> float:
         >>> round(objpert_rdp(2, 10.0, Change(log_det(5.0, 0.25), 1.0, dim=1)), 9)
         0.135432335
     """
-    k = check.order(order=order) - 1
+    k = order - 1
     level = noise_level(change.reach, noise_std)
     if change.dim > 0:
         log_moment = _length_log_moment(k * level, change.dim)
-        return (change.log_det + level * level / 2 + log_moment / k) * (1 + _ROUNDING)
+        return float(change.log_det + level * level / 2 + log_moment / k) * (1 + _ROUNDING)
     if change.replaced:
         log_moment = _replaced_log_moment(k, level, change.log_det)
     else:
         log_moment = _dominating_log_moment(k, level, change.log_det)
     # margin: rounded up (docs/proofs/objective.md#integrals)
-    return (log_moment * (1 + _ROUNDING) + 1e-13) / k
+    return float(log_moment * (1 + _ROUNDING) + 1e-13) / k
 
 
 def _length_log_moment(tilt: float, dim: int) -> float:
     """Returns log E e^(tilt chi_dim), rounded up."""
     if dim == 1:
-        log_moment = tilt * tilt / 2 + math.log(2) + log_normal_cdf(tilt)
+        log_moment: float = tilt * tilt / 2 + math.log(2) + log_ndtr(tilt)
         return log_moment + (1e-15 + _ROUNDING * tilt * tilt)
     high = tilt + math.sqrt(dim - 1) + 45.0
     return log_concave_integral(
@@ -653,20 +557,20 @@ def _dominating_log_moment(k: float, level: float, determinant: float) -> float:
     gauss = k * (k + 1) * level * level / 2
     far = (k + 0.5) * level
     bend = _tangent(level, determinant)
-    slope = math.exp(-determinant + log_normal_cdf(-level / 2 - bend))
-    atom = math.exp(log_normal_cdf(-level / 2)) - slope
+    slope = math.exp(-determinant + log_ndtr(-level / 2 - bend))
+    atom = math.exp(log_ndtr(-level / 2)) - slope
     middle = [math.log(atom)] if atom > 0 else []
     with_record = [
-        gauss + log_normal_cdf(-far),
+        gauss + log_ndtr(-far),
         *middle,
-        k * determinant + gauss + log_normal_cdf(far - bend),
+        k * determinant + gauss + log_ndtr(far - bend),
     ]
     without = [
-        gauss + log_normal_cdf(far),
+        gauss + log_ndtr(far),
         *middle,
-        gauss - (k + 1) * determinant + log_normal_cdf(-far - bend),
+        gauss - (k + 1) * determinant + log_ndtr(-far - bend),
     ]
-    return max(0.0, _log_sum(with_record), _log_sum(without))
+    return max(0.0, *(float(np.logaddexp.reduce(one)) for one in (with_record, without)))
 
 
 @functools.lru_cache(maxsize=256)  # all orders of a curve share one
@@ -677,8 +581,8 @@ def _tangent(level: float, determinant: float) -> float:
     total_variation = gaussian_delta(level, 0.0)
 
     def gap(z: float) -> float:
-        upper = log_normal_cdf(level / 2 - z)
-        lower = log_normal_cdf(-level / 2 - z)
+        upper: float = log_ndtr(level / 2 - z)
+        lower: float = log_ndtr(-level / 2 - z)
         # e^u - e^(l - c), as e^u (1 - e^(l - c - u)): both are tiny far out
         return (
             upper
@@ -712,13 +616,8 @@ def _symmetric_log_moment(k: float, level: float, determinant: float) -> float:
     fall = -(k + 1) * determinant
     gauss = k * (k + 1) * level * level / 2
     far = (k + 0.5) * level
-    terms = [gauss + rise + log_normal_cdf(far), gauss + fall + log_normal_cdf(-far)]
+    terms = [gauss + rise + log_ndtr(far), gauss + fall + log_ndtr(-far)]
     if determinant > 0:
-        atom = math.log(math.tanh(determinant / 2)) + log_normal_cdf(-level / 2)
+        atom = math.log(math.tanh(determinant / 2)) + log_ndtr(-level / 2)
         terms += [atom + rise, atom + fall]
-    return _log_sum(terms)
-
-
-def _log_sum(terms: list[float]) -> float:
-    top = max(terms)
-    return top + math.log(math.fsum(math.exp(term - top) for term in terms))
+    return float(np.logaddexp.reduce(terms))

@@ -109,7 +109,6 @@ import numpy.typing as npt
 import scipy.fft
 from scipy.special import log_ndtr
 
-from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.pld_laws import (
     UNIT,
     Counted,
@@ -169,11 +168,8 @@ def pld_epsilon(
     Args:
         losses: laws with the numbers of their releases, >= 0 (parameters fixed in advance). For `PoissonLoss` either
             direction stands for both: the list is composed as given and with every pair exchanged.
-        delta: in (0, 1].
+        delta: in (0, 1).
         grid: largest step of the losses, unless that takes too many points.
-
-    Raises:
-        ValueError: delta or grid is out of range, or a number of releases is negative.
 
     Guarantee: (epsilon, delta)-DP under the adjacency that all the laws share, also under adaptive choice of the data
     (not of the parameters).
@@ -185,17 +181,15 @@ def pld_epsilon(
         >>> round(pld_epsilon([(PoissonLoss(rate=256 / 60000, noise=1.0), 235)], delta=1e-5).epsilon, 3)
         0.393
     """
-    delta = check.between(0.0, 1.0, delta=check.positive(delta=delta))
     ledger = _canonical(losses)
-    step = check.positive(grid=grid)
-    if delta == 1 or not ledger:
+    if not ledger:
         return PLDResult(0.0, delta, 0.0, 0.0)
     one = _single(ledger)
     if one is not None and (alone := one.epsilon_alone(delta)) is not None:
         return PLDResult(alone, delta, 0.0, 0.0)
     if any(delta < law.least_delta for law, _ in ledger):
         return None
-    return _both_ways(ledger, _AtDelta(delta), step)
+    return _both_ways(ledger, _AtDelta(delta), grid)
 
 
 def pld_delta(
@@ -208,9 +202,6 @@ def pld_delta(
         epsilon: >= 0.
         grid: largest step of the losses, unless that takes too many points.
 
-    Raises:
-        ValueError: epsilon or grid is out of range, or a number of releases is negative.
-
     Guarantee: as for `pld_epsilon`.
 
     Source: docs/proofs/accounting.md#composition-by-transforms.
@@ -220,15 +211,13 @@ def pld_delta(
         >>> round(pld_delta([(GaussianLoss(ratio=0.6), 1), (GaussianLoss(ratio=0.8), 1)], epsilon=1.0).delta, 6)
         0.126937
     """
-    epsilon = check.nonnegative(epsilon=epsilon)
     ledger = _canonical(losses)
-    step = check.positive(grid=grid)
     if not ledger:
         return PLDResult(epsilon, 0.0, 0.0, 0.0)
     one = _single(ledger)
     if one is not None and (alone := one.delta_alone(epsilon)) is not None:
         return PLDResult(epsilon, alone, 0.0, 0.0)
-    return _both_ways(ledger, _AtEpsilon(epsilon), step)
+    return _both_ways(ledger, _AtEpsilon(epsilon), grid)
 
 
 class _Plan(NamedTuple):
@@ -296,11 +285,10 @@ def _canonical(losses: Sequence[tuple[LossLaw, int]]) -> Ledger:
     counts: dict[LossLaw, int] = {}
     squares = []
     for law, count in losses:
-        number = check.count(count=count)
         if law.mu is None:
-            counts[law] = counts.get(law, 0) + number
+            counts[law] = counts.get(law, 0) + count
         else:
-            squares.append(law.mu * law.mu * number)
+            squares.append(law.mu * law.mu * count)
     total = math.fsum(squares)
     if total > 0:
         # PRIVACY: rounded up, exact composition of Gaussians (test_merged_gaussians_are_not_below_their_exact_sum)
@@ -492,21 +480,16 @@ def compose(laws: Counted, view: Window, aim: float) -> DeltaCurve:
     parts = [(tilted(law, tilt), count) for law, count in laws]
     losses = np.asarray((first + np.arange(size)) * grid, dtype=np.float64)
     mass, error = convolved(parts, first, size)
-    log_scale = math.fsum(count * part.log_norm for part, count in parts)
+    each = [released(part, view.rise) for part, _ in parts]
+    log_scale, size_of_sums, moment, finite_mass = totals([count for _, count in laws], each)
     # margin: the error of the transform (docs/proofs/accounting.md#composition-by-transforms)
     finite = _log_suffix(np.maximum(mass + error, 0.0), losses - aim, tilt, grid) + (
         log_scale - tilt * aim
     )
     finite = np.maximum(finite, -1e5)  # -inf where no mass is above
-    # |log_norm| + log n bounds the numbers that log_norm is the sum of
-    summed = math.fsum(
-        count * (2 + 2 * abs(part.log_norm) + math.log(part.mass.size)) for part, count in parts
-    )
-    slack = 8 * UNIT * (8 + size + summed + tilt * float(np.abs(losses).max()))
-    log_lost = log_beyond(laws, losses[-1], view.rise)
-    log_infinite = log_of(
-        -math.expm1(math.fsum(count * math.log1p(-law.infinite) for law, count in laws))
-    )
+    slack = 8 * UNIT * (8 + size + size_of_sums + tilt * float(np.abs(losses).max()))
+    log_lost = 1e-6 - view.rise * losses[-1] + moment
+    log_infinite = log_of(-math.expm1(finite_mass))
     log_delta = np.logaddexp(np.logaddexp(finite + slack, log_lost), log_infinite) + 8 * UNIT * (
         8 + np.abs(finite)
     )
@@ -519,74 +502,74 @@ def convolved(
     parts: list[tuple[TiltedLaw, int]], first: int, size: int
 ) -> tuple[FloatArray, float]:
     """Returns the circular convolution of the tilted laws from index `first` on, and the bound E on its error."""
-    rows = max(part.mass.size for part, _ in parts) / size + 2  # of `_folded`, each an addition
+    laws = [part for part, _ in parts]
     if len(parts) == 1 and parts[0][1] == 1:  # nothing to convolve
-        folded = _folded(parts[0][0].mass, parts[0][0].law.first, size) * (1 + 2 * rows * UNIT)
-        return np.roll(folded, -first % size), 0.0
-    half = size // 2 + 1
-    log_size = np.zeros(half)
-    angle = np.zeros(half)
-    log_bound = np.zeros(half)
-    slope = np.zeros(half)
-    for part, count in parts:
-        one = transform(part, size, len(parts), rows)
-        first -= count * (part.law.first + one.atom)
-        bound = np.exp(one.log_size) + one.error
-        log_size += count * one.log_size
-        angle += count * one.angle
-        log_bound += count * np.log(bound)
-        slope += (count * one.error) / bound
-    bound = np.exp(log_bound) * multiplicity(size)
-    total = float(bound @ (slope + power_rounding(size, len(parts), rows))) / size
+        mass = _folded(laws[0].mass, laws[0].law.first, size)
+        return np.roll(mass * (1 + 2 * _rows(laws, size) * UNIT), -first % size), 0.0
+    ones = transforms(laws, size)
+    counts = np.array([[float(count)] for _, count in parts])
+    first -= sum(count * origin for (_, count), origin in zip(parts, ones.origins, strict=True))
+    log_bound = (counts * np.log(ones.bound)).sum(axis=0)
+    slope = (counts * ones.error / ones.bound).sum(axis=0)
+    bound = np.exp(log_bound) * ones.times
+    total = float(bound @ (slope + ones.rounding)) / size
     kept = log_bound > -80  # the rest is set to 0: an error of at most its bound
-    product = np.zeros(half, dtype=np.complex128)
-    product[kept] = np.exp(log_size[kept] + 1j * angle[kept])
+    product = np.zeros(size // 2 + 1, dtype=np.complex128)
+    log_product = (counts * ones.log_size).sum(axis=0) + 1j * (counts * ones.angle).sum(axis=0)
+    product[kept] = np.exp(log_product[kept])
     total += float(bound[~kept].sum()) / size
     return np.roll(scipy.fft.irfft(product, size), -first % size), total * 1.001
 
 
-class Transform(NamedTuple):
-    """Transform F of a tilted law, its largest atom as the origin (item 2 of the module).
+class Transforms(NamedTuple):
+    """Transforms F of S tilted laws, the largest atom of each as its origin (item 2 of the module).
 
     Args:
-        atom: index of the origin in the masses.
-        log_size: (N/2 + 1,) log |F|.
-        angle: (N/2 + 1,) arg F.
-        error: the bound e.
+        origins: (S,) indices of the origins.
+        log_size: (S, N/2 + 1) log |F|.
+        angle: (S, N/2 + 1) arg F.
+        error: (S, 1) the bounds e.
+        bound: (S, N/2 + 1) |F| + e.
+        times: (N/2 + 1,) how many of N frequencies each one stands for: its conjugate too, but for the ends.
+        rounding: what exponentials and the way back add to the relative error of a product of powers.
     """
 
-    atom: int
+    origins: list[int]
     log_size: FloatArray
     angle: FloatArray
-    error: float
+    error: FloatArray
+    bound: FloatArray
+    times: FloatArray
+    rounding: float
 
 
-def transform(part: TiltedLaw, size: int, laws: int, rows: float) -> Transform:
-    """Returns the transform of N = `size` points of one of S = `laws` laws that are folded into R = `rows` rows."""
-    atom = int(np.argmax(part.mass))
-    rest = part.mass.copy()
-    rest[atom] = 0.0
-    moved = scipy.fft.rfft(_folded(rest, -atom, size)) + (part.mass[atom] - 1)
-    error = _ETA * _levels(size, laws, rows) * float(rest.sum()) + 2 * UNIT * abs(
-        float(part.mass[atom]) - 1
-    )
-    return Transform(atom, *_log_near_one(moved), error)
-
-
-def multiplicity(size: int) -> FloatArray:
-    """Returns how many of N frequencies each of the N/2 + 1 stands for: its conjugate too, but for the ends."""
+def transforms(parts: list[TiltedLaw], size: int) -> Transforms:
+    """Returns the transforms of N = `size` points."""
+    rounding = _ETA * (math.log2(2 * size) + 16 + (len(parts) + _rows(parts, size)) / 2)
+    origins = []
+    errors = []
+    logs = []
+    for part in parts:
+        atom = int(np.argmax(part.mass))
+        rest = part.mass.copy()
+        rest[atom] = 0.0
+        moved = scipy.fft.rfft(_folded(rest, -atom, size)) + (part.mass[atom] - 1)
+        origins.append(part.law.first + atom)
+        errors.append(
+            [rounding * float(rest.sum()) + 2 * UNIT * abs(float(part.mass[atom]) - 1)]
+        )
+        logs.append(_log_near_one(moved))
+    log_size, angle = (np.array(each) for each in zip(*logs, strict=True))
+    error = np.array(errors)
     times = np.ones(size // 2 + 1)
     times[1 : size - size // 2] = 2.0
-    return times
+    rounding += (400 + 100 * len(parts)) * UNIT
+    return Transforms(origins, log_size, angle, error, np.exp(log_size) + error, times, rounding)
 
 
-def power_rounding(size: int, laws: int, rows: float) -> float:
-    """Returns what exponentials and the way back add to the relative error of a product of powers."""
-    return _ETA * _levels(size, laws, rows) + (400 + 100 * laws) * UNIT
-
-
-def _levels(size: int, laws: int, rows: float) -> float:
-    return math.log2(2 * size) + 16 + (laws + rows) / 2
+def _rows(parts: list[TiltedLaw], size: int) -> float:
+    """Returns a bound on the rows of `_folded`, each an addition."""
+    return max(part.mass.size for part in parts) / size + 2
 
 
 def _log_near_one(moved: npt.NDArray[np.complex128]) -> tuple[FloatArray, FloatArray]:
@@ -621,9 +604,17 @@ def _log_suffix(mass: FloatArray, losses: FloatArray, tilt: float, grid: float) 
     return result
 
 
-def log_beyond(laws: Counted, end: float, rise: float) -> float:
-    """Returns log of the bound on what losses above `end` contribute."""
-    return 1e-6 - rise * end + sum(count * log_moment(law, rise) for law, count in laws)
+def released(part: TiltedLaw, rise: float) -> FloatArray:
+    """Returns what a release adds to: log_scale, its rounding, the moment beyond a window, log of the finite mass."""
+    norm = part.log_norm
+    # |norm| + log n bounds the numbers that it is the sum of
+    size = 2 + 2 * abs(norm) + math.log(part.mass.size)
+    return np.array([norm, size, log_moment(part.law, rise), math.log1p(-part.law.infinite)])
+
+
+def totals(counts: Sequence[int], each: list[FloatArray]) -> list[float]:
+    """Returns the sums of that over the releases of all laws."""
+    return [summed(counts, values) for values in zip(*each, strict=True)]
 
 
 def log_moment(law: GridLaw, rise: float) -> float:
@@ -679,45 +670,30 @@ class Powers:
         self._size = size = transform_size(view.width / self.grid + 4)
         self._last = self._first + size - 1
         parts = [tilted(law, view.tilt) for law, _ in laws]
-        rows = max(part.mass.size for part in parts) / size + 2
-        ones = [transform(part, size, len(parts), rows) for part in parts]
-        bounds = [np.exp(one.log_size) + one.error for one in ones]
-        logs = [np.log(bound) for bound in bounds]
+        ones = transforms(parts, size)
+        log_bound = np.log(ones.bound)
+        few = np.array(least, dtype=np.float64)[:, None]
+        most = np.array([[float(count)] for _, count in laws])
         # PRIVACY: at the counts of the block at which it is largest (test_frequencies_left_out_are_counted)
-        ceiling = sum(
-            np.maximum(few * log, count * log)
-            for (_, count), few, log in zip(laws, least, logs, strict=True)
-        )
-        times = multiplicity(size)
+        ceiling = np.maximum(few * log_bound, most * log_bound).sum(axis=0)
         kept = np.asarray(ceiling > _LEAST_LOG)
         self.few = int(kept.sum()) * len(parts) <= _MOST_KEPT
-        self._left_out = float((np.exp(ceiling) * times)[~kept].sum())
-        self._times = times[kept]
-        self._log_size = np.array([one.log_size[kept] for one in ones])
-        self._angle = np.array([one.angle[kept] for one in ones])
-        self._log_bound = np.array([log[kept] for log in logs])
-        self._slope = np.array(
-            [one.error / bound[kept] for one, bound in zip(ones, bounds, strict=True)]
-        )
-        self._rounding = power_rounding(size, len(parts), rows)
+        self._left_out = float((np.exp(ceiling) * ones.times)[~kept].sum())
+        self._times = ones.times[kept]
+        self._log_size = ones.log_size[:, kept]
+        self._angle = ones.angle[:, kept]
+        self._log_bound = log_bound[:, kept]
+        self._slope = (ones.error / ones.bound)[:, kept]
+        self._rounding = ones.rounding
         self._weight = math.exp(log_geometric(view.tilt, self.grid, size))
         self._frequencies = np.flatnonzero(kept)
         step = self.grid * view.tilt - 2j * np.pi / size * self._frequencies
         self._above = 1 / np.expm1(step)
         self._far = 1 / np.expm1(step + self.grid)
-        self._origins = [
-            part.law.first + one.atom for part, one in zip(parts, ones, strict=True)
-        ]
-        self._note_releases(laws, parts, view.rise)
+        self._origins = ones.origins
+        self._each = [released(part, view.rise) for part in parts]
         if self.few:
             self._aim = self.curve([count for _, count in laws], log_delta).first
-
-    def _note_releases(self, laws: Counted, parts: list[TiltedLaw], rise: float) -> None:
-        """Notes what each release of a law adds to norms, sizes, moments and infinite losses."""
-        self._norms = [part.log_norm for part in parts]
-        self._sizes = [2 + 2 * abs(part.log_norm) + math.log(part.mass.size) for part in parts]
-        self._moments = [log_moment(law, rise) for law, _ in laws]
-        self._infinite = [math.log1p(-law.infinite) for law, _ in laws]
 
     def curve(self, counts: Sequence[int], log_delta: float) -> DeltaCurve:
         """Returns the curve of delta of a composition next to where it falls to a log delta: two points, or the end."""
@@ -735,12 +711,11 @@ class Powers:
         beyond = float((power * self._above * last_turn).sum().real)
         farther = float((power * self._far * last_turn).sum().real)
         margin = self._margin(times)
-        log_scale = summed(counts, self._norms)
+        log_scale, size_of_sums, moment, finite_mass = totals(counts, self._each)
         largest = max(abs(self._first), abs(last)) * grid
-        slack = 8 * UNIT * (8 + summed(counts, self._sizes) + tilt * largest)
-        log_lost = 1e-6 - self._rise * last * grid + summed(counts, self._moments)
-        infinite = -math.expm1(summed(counts, self._infinite))
-        log_infinite = math.log(infinite) if infinite > 0 else -math.inf
+        slack = 8 * UNIT * (8 + size_of_sums + tilt * largest)
+        log_lost = 1e-6 - self._rise * last * grid + moment
+        log_infinite = log_of(-math.expm1(finite_mass))
 
         @cache
         def log_value(index: int) -> tuple[float, float]:

@@ -46,14 +46,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtr
 
-from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_epsilon
 from torch_dpsco.accounting.analysis.rdp import FloatArray, PoissonMixture
 
@@ -82,8 +81,8 @@ class LossPair(ABC):
         """Returns log(P(x) / Q(x))."""
 
     @abstractmethod
-    def positions(self, losses: FloatArray) -> tuple[FloatArray, float]:
-        """Returns the x of ascending losses inside the range of the loss, and the largest residual of the solver."""
+    def positions(self, losses: FloatArray) -> FloatArray:
+        """Returns the x of ascending losses inside the range of the loss."""
 
     @abstractmethod
     def _densities(
@@ -101,7 +100,7 @@ class LossPair(ABC):
         return self.loss(low), self.loss(high)
 
     def shift(self, reach: float) -> float:
-        """Returns a bound on the rounding error of the loss at a cut, besides the residual of the solver.
+        """Returns a bound on the rounding error of the loss at a cut.
 
         A cut is x = z^2 y + j / 2, y a sum of logarithms of e^l, weights and e^(j^2 / 2z^2) (see `positions`). It is
         off by a few ulps of z^2 |y| + |x|, and l grows with slope at most 2 / z^2.
@@ -115,13 +114,14 @@ class LossPair(ABC):
         spread = (1 + self.reverse_shift) / self.noise
         return 8 * UNIT * (8 + (reach + spread) ** 2 + self._log_weight)
 
-    def below(self, x: float) -> tuple[float, float]:
-        """Returns P(X <= x) and Q(X <= x)."""
-        return self._tails(x, 1.0)
-
-    def above(self, x: float) -> tuple[float, float]:
-        """Returns P(X > x) and Q(X > x)."""
-        return self._tails(x, -1.0)
+    def tails(self, x: float, side: float) -> tuple[float, float]:
+        """Returns P and Q of what lies below x (side 1), or above it (side -1)."""
+        weight = np.exp(self._log_weights)
+        first, second = (
+            float(weight @ ndtr(side * (x - np.array([0.0, mean])) / self.noise))
+            for mean in (1.0, -self.reverse_shift)
+        )
+        return first, second
 
     def integrate(
         self, cuts: FloatArray, losses: FloatArray, reach: float
@@ -159,13 +159,6 @@ class LossPair(ABC):
         )
         return density
 
-    def _tails(self, x: float, side: float) -> tuple[float, float]:
-        mean = np.arange(2)
-        weight = np.exp(self._log_weights)
-        first = float(weight @ ndtr(side * (x - mean) / self.noise))
-        mean = -mean if self.reverse_shift else 0 * mean
-        return first, float(weight @ ndtr(side * (x - mean) / self.noise))
-
     @cached_property
     def _log_weights(self) -> FloatArray:
         """Logarithms of 1 - q and q."""
@@ -189,12 +182,13 @@ class MixturePair(LossPair):
             return (2 * x - 1) / (2 * self.noise * self.noise)
         return float(PoissonMixture(self.rate, self.noise).log_ratio(np.array([x]))[0])
 
-    def positions(self, losses: FloatArray) -> tuple[FloatArray, float]:
+    def positions(self, losses: FloatArray) -> FloatArray:
         """Solves q e^((2x - 1) / 2z^2) = e^l - (1 - q)."""
         variance = self.noise * self.noise
         stay, drawn = self._log_weights
         target = losses + np.log(-np.expm1(stay - losses))
-        return (target - (drawn - 1 / (2 * variance))) * variance, 0.0
+        found: FloatArray = (target - (drawn - 1 / (2 * variance))) * variance
+        return found
 
     def _densities(
         self, x: FloatArray, rise: FloatArray, loss: FloatArray
@@ -216,7 +210,7 @@ class OppositePair(LossPair):
         ratio = PoissonMixture(self.rate, self.noise).log_ratio(np.array([x, -x]))
         return float(ratio[0] - ratio[1])
 
-    def positions(self, losses: FloatArray) -> tuple[FloatArray, float]:
+    def positions(self, losses: FloatArray) -> FloatArray:
         """Returns x = z^2 (l/2 + asinh(((1-q)/q) e^(1/2z^2) sinh(l/2))), the argument of asinh kept as a logarithm."""
         variance = self.noise * self.noise
         half = np.abs(losses) / 2
@@ -231,7 +225,7 @@ class OppositePair(LossPair):
             log_argument + math.log(2),
             np.arcsinh(np.exp(np.minimum(log_argument, 20))),
         )
-        return np.copysign(variance * (half + inverse), losses), 0.0
+        return np.copysign(variance * (half + inverse), losses)
 
     def _densities(
         self, x: FloatArray, rise: FloatArray, loss: FloatArray
@@ -312,18 +306,18 @@ def dots(pair: LossPair, low: float, high: float, grid: float, reach: float) -> 
 
 def _dots(pair: LossPair, low: float, high: float, grid: float, reach: float) -> Dots:
     first, ends = cuts(pair.loss(low), pair.loss(high), grid)
-    positions, residual = pair.positions(ends[1:-1])
-    borders = np.concatenate([[low], np.clip(positions, low, high), [high]])
-    mass, excess = lifted(*pair.integrate(borders, ends[:-1], reach), ends[0] - first * grid)
+    borders = np.concatenate([[low], np.clip(pair.positions(ends[1:-1]), low, high), [high]])
+    mass, excess = pair.integrate(borders, ends[:-1], reach)
+    # the first one is p - m e^low so far, of the dot at or below `low`
+    excess[0] -= (mass[0] - excess[0]) * math.expm1(-max(ends[0] - first * grid, 0.0))
     accuracy = pair.accuracy(reach)
-    shift = pair.shift(reach) + residual
     return Dots(
         first,
         connected(mass, excess, grid, accuracy),
-        pair.below(low),
-        pair.above(high),
+        pair.tails(low, 1.0),
+        pair.tails(high, -1.0),
         grid,
-        shift,
+        pair.shift(reach),
         accuracy,
     )
 
@@ -339,15 +333,16 @@ def cuts(low: float, high: float, grid: float) -> tuple[int, FloatArray]:
     return first, np.concatenate([[low], np.arange(first + 1, last) * grid, [high]])
 
 
-def lifted(mass: FloatArray, excess: FloatArray, gap: float) -> tuple[FloatArray, FloatArray]:
-    """Makes the first excess, p - m e^low, that over the dot a `gap` >= 0 below the low end of the first bucket."""
-    excess[0] -= (mass[0] - excess[0]) * math.expm1(-max(gap, 0.0))
-    return mass, excess
-
-
-def atom(loss: float, weight: float, index: int, grid: float) -> tuple[float, float]:
-    """Returns mass and excess of an atom in the bucket that starts at dot `index`."""
-    return weight, -weight * math.expm1(-max(loss - index * grid, 0.0))
+def of_atoms(losses: FloatArray, mass: FloatArray, infinite: float, grid: float) -> GridLaw:
+    """Returns a grid law that dominates the law of ascending losses with masses, and that at infinity."""
+    places = np.ceil(losses / grid).astype(np.int64) - 1
+    above = np.maximum(losses - places * grid, 0.0)
+    buckets = np.zeros((2, int(places[-1] - places[0]) + 1))
+    for bucket, each in zip(buckets, (mass, -mass * np.expm1(-above)), strict=True):
+        np.add.at(bucket, places - places[0], each)
+    accuracy = 16 * UNIT * (4 + float(np.abs(losses).max()))
+    points = connected(buckets[0], buckets[1], grid, accuracy)
+    return GridLaw(int(places[0]), points, infinite, grid, accuracy)
 
 
 def connected(mass: FloatArray, excess: FloatArray, grid: float, accuracy: float) -> FloatArray:
@@ -396,7 +391,40 @@ class LossLaw(ABC):
 
 
 @dataclass(frozen=True)
-class PoissonLoss(LossLaw):
+class SampledLoss(LossLaw):
+    """The loss of the Gaussian mechanism on a random batch.
+
+    Args:
+        rate: in (0, 1].
+        noise: z > 0, noise std over the shift of one record.
+    """
+
+    rate: float
+    noise: float
+    reverse = False
+
+    def __post_init__(self) -> None:
+        # squares are finite: more noise than 1e100 counts as 1e100, and noise up to 1e-100 gets no figure anyway
+        object.__setattr__(self, "noise", min(max(self.noise, 1e-100), 1e100))
+
+    @property
+    def pair(self) -> LossPair:
+        """The mixtures of it."""
+        return MixturePair(self.rate, self.noise)
+
+    def span(self, reach: float) -> tuple[float, float]:
+        """See the base class."""
+        low, high = self.pair.span(reach)
+        return (-high, -low) if self.reverse else (low, high)
+
+    def on_grid(self, grid: float, reach: float) -> GridLaw:
+        """See the base class."""
+        both = dots(self.pair, *self.pair.ends(reach), grid, reach)
+        return both.exchanged() if self.reverse else both.law()
+
+
+@dataclass(frozen=True)
+class PoissonLoss(SampledLoss):
     """The Gaussian mechanism on a Poisson sample, for a record added, removed or zeroed out.
 
     Args:
@@ -409,30 +437,11 @@ class PoissonLoss(LossLaw):
     Source: docs/proofs/accounting.md#poisson-batch-one-record-added-or-removed.
     """
 
-    rate: float
-    noise: float
     reverse: bool = False
-
-    def __post_init__(self) -> None:
-        check.fields(self, rate=_rate, noise=_noise)
 
     def exchanged(self) -> PoissonLoss:
         """Returns the other direction."""
         return replace(self, reverse=not self.reverse)
-
-    def span(self, reach: float) -> tuple[float, float]:
-        """See the base class."""
-        low, high = self._pair.span(reach)
-        return (-high, -low) if self.reverse else (low, high)
-
-    def on_grid(self, grid: float, reach: float) -> GridLaw:
-        """See the base class."""
-        both = dots(self._pair, *self._pair.ends(reach), grid, reach)
-        return both.exchanged() if self.reverse else both.law()
-
-    @property
-    def _pair(self) -> MixturePair:
-        return MixturePair(self.rate, self.noise)
 
 
 @dataclass(frozen=True)
@@ -444,9 +453,6 @@ class GaussianLoss(LossLaw):
     """
 
     ratio: float
-
-    def __post_init__(self) -> None:
-        check.fields(self, ratio=check.positive)
 
     @property
     def mu(self) -> float | None:
@@ -471,34 +477,21 @@ class GaussianLoss(LossLaw):
 
 
 @dataclass(frozen=True)
-class ReplaceOneLoss(LossLaw):
+class ReplaceOneLoss(SampledLoss):
     """The Gaussian mechanism on a Poisson sample, for one record replaced: rate q in (0, 1), noise z > 0 over the clip.
 
     Guarantee: REPLACE_ONE, if a record's contribution does not depend on who else is in the batch.
     Source: docs/proofs/accounting.md#poisson-batch-one-record-replaced.
     """
 
-    rate: float
-    noise: float
-
-    def __post_init__(self) -> None:
-        check.fields(self, rate=partial(check.open_interval, 0.0, 1.0), noise=_noise)
-
-    def span(self, reach: float) -> tuple[float, float]:
-        """See the base class."""
-        return self._pair.span(reach)
-
-    def on_grid(self, grid: float, reach: float) -> GridLaw:
-        """See the base class."""
-        return dots(self._pair, *self._pair.ends(reach), grid, reach).law()
-
     @property
-    def _pair(self) -> OppositePair:
+    def pair(self) -> LossPair:
+        """See the base class."""
         return OppositePair(self.rate, self.noise)
 
 
 @dataclass(frozen=True)
-class FixedSizeLoss(LossLaw):
+class FixedSizeLoss(SampledLoss):
     """The Gaussian mechanism on a batch of fixed size, drawn uniformly: rate gamma in (0, 1], noise z > 0 over 2 clip.
 
     The profile H_t(mix, Q) for t >= 1, H_t(Q, mix) for t < 1 is attained pointwise, by no single pair; the law with
@@ -508,20 +501,14 @@ class FixedSizeLoss(LossLaw):
     Source: docs/proofs/accounting.md#batches-of-fixed-size.
     """
 
-    rate: float
-    noise: float
-
-    def __post_init__(self) -> None:
-        check.fields(self, rate=_rate, noise=_noise)
-
     def span(self, reach: float) -> tuple[float, float]:
         """See the base class."""
-        _, high = self._pair.span(reach)
+        _, high = self.pair.span(reach)
         return -high, high
 
     def on_grid(self, grid: float, reach: float) -> GridLaw:
         """See the base class."""
-        pair = self._pair
+        pair = self.pair
         half = replace(dots(pair, 0.5, pair.ends(reach)[1], grid, reach), below=(0.0, 0.0))
         forward = half.law()
         backward = half.exchanged()
@@ -531,10 +518,6 @@ class FixedSizeLoss(LossLaw):
             [backward.mass[:-1], [rest + backward.mass[-1] + forward.mass[0]], forward.mass[1:]]
         )
         return GridLaw(backward.first, mass, forward.infinite, grid, forward.shift)
-
-    @property
-    def _pair(self) -> MixturePair:
-        return MixturePair(self.rate, self.noise)
 
 
 @dataclass(frozen=True)
@@ -546,38 +529,15 @@ class PureLoss(LossLaw):
 
     epsilon: float
 
-    def __post_init__(self) -> None:
-        check.fields(self, epsilon=check.nonnegative)
-
     def span(self, reach: float) -> tuple[float, float]:
         """The support."""
         return -self.epsilon, self.epsilon
 
     def on_grid(self, grid: float, reach: float) -> GridLaw:
         """See the base class."""
-        first = math.floor(-self.epsilon / grid)
-        count = math.ceil(self.epsilon / grid) - first
-        mass = np.zeros(max(count, 1))
-        excess = np.zeros(max(count, 1))
         scale = 1 / (1 + math.exp(-self.epsilon))
-        for index, loss, weight in (
-            (0, -self.epsilon, scale * math.exp(-self.epsilon)),
-            (-1, self.epsilon, scale),
-        ):
-            atom_mass, atom_excess = atom(loss, weight, first + index % mass.size, grid)
-            mass[index] += atom_mass
-            excess[index] += atom_excess
-        accuracy = 16 * UNIT * (4 + self.epsilon)
-        return GridLaw(first, connected(mass, excess, grid, accuracy), 0.0, grid, accuracy)
-
-
-def _rate(rate: float) -> float:
-    return check.between(0.0, 1.0, rate=check.positive(rate=rate))
-
-
-def _noise(noise: float) -> float:
-    """Keeps squares finite: more noise than 1e100 counts as 1e100, and noise up to 1e-100 gets no figure anyway."""
-    return min(max(check.positive(noise=noise), 1e-100), 1e100)
+        mass = np.array([scale * math.exp(-self.epsilon), scale])
+        return of_atoms(np.array(self.span(reach)), mass, 0.0, grid)
 
 
 Counted = Sequence[tuple[GridLaw, int]]
@@ -704,27 +664,26 @@ def narrowed(cumulant: Cumulant, tilt: float, epsilon: float, spare: float) -> W
 def _summary(law: GridLaw) -> tuple[FloatArray, FloatArray]:
     """Returns centers of mass and masses of the blocks of a law."""
     size = law.mass.size
-    edges = _edges(max(abs(law.first), abs(law.first + size), _DETAIL).bit_length())
-    inside = edges[
-        np.searchsorted(edges, law.first + 1, side="right") : np.searchsorted(
-            edges, law.first + size - 1
-        )
-    ]
+    starts = (
+        edges(_DETAIL, max(abs(law.first), abs(law.first + size), _DETAIL).bit_length())
+        - law.first
+    )
+    inside = starts[(starts > 1) & (starts < size - 1)]
     # the ends stay single points: they decide about large |t|
-    edges = np.unique(np.concatenate([[0, 1], inside - law.first, [size - 1]]))
-    mass = np.add.reduceat(law.mass, edges)
-    moment = np.add.reduceat(law.mass * np.arange(size), edges)
+    starts = np.unique(np.concatenate([[0, 1], inside, [size - 1]]))
+    mass = np.add.reduceat(law.mass, starts)
+    moment = np.add.reduceat(law.mass * np.arange(size), starts)
     kept = mass > 0
     return (law.first + moment[kept] / mass[kept]) * law.grid, mass[kept]
 
 
 @lru_cache(maxsize=64)
-def _edges(bits: int) -> npt.NDArray[np.int64]:
-    """Returns the indices between +-2^bits at which blocks start."""
-    ratio = 1 + 1 / _DETAIL
-    count = math.ceil(math.log(2.0**bits / _DETAIL) / math.log(ratio))
-    far = np.ceil(_DETAIL * ratio ** np.arange(count + 1)).astype(np.int64)
-    return np.unique(np.concatenate([-far, np.arange(-_DETAIL, _DETAIL + 1), far]))
+def edges(detail: int, bits: int) -> npt.NDArray[np.int64]:
+    """Returns the indices between +-2^bits at which blocks start, of one or of 1 / detail of their distance from 0."""
+    ratio = 1 + 1 / detail
+    count = math.ceil(math.log(2.0**bits / detail) / math.log(ratio))
+    far = np.ceil(detail * ratio ** np.arange(count + 1)).astype(np.int64)
+    return np.unique(np.concatenate([-far, np.arange(-detail, detail + 1), far]))
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,8 @@ Laplace noise of scale b = 1/t on a number of sensitivity 1 is better at every o
 
     (a - 1) D_a = log( a/(2a-1) e^((a-1) t) + (a-1)/(2a-1) e^(-a t) ).
 
-Both are evaluated by their excess E, a sum or product of positive terms, where it is small, and by the exponents where
-it is large, so that neither 1 + E rounds to 1 nor anything overflows.
+Both are evaluated by the logarithm of their excess E, a sum or product of positive terms, so that neither 1 + E rounds
+to 1 nor anything overflows.
 
 The L2 K-norm mechanism has noise of density proportional to exp(-epsilon |z|_2 / sensitivity), in R^dim. Measure z in
 units of the sensitivity. Between a data set and a neighbor the center moves by v, |v| <= 1; the moment E exp(c (|Z - v|
@@ -57,15 +57,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import NamedTuple, overload
 
 import numpy as np
 
-from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta
+from torch_dpsco.accounting.analysis.gaussian import profile
 from torch_dpsco.accounting.analysis.rdp import (
     FloatArray,
-    Orders,
     by_order,
     divergence,
     nodes,
@@ -78,18 +75,15 @@ from torch_dpsco.errors import InfeasibleError
 _LEAST = 1e-300  # a smaller cost is rounded up to it: below, products underflow and numbers lose digits
 
 
-def rdp_laplace(scale: float, order: Orders) -> Orders:
+def rdp_laplace(scale: float, order: FloatArray) -> FloatArray:
     """Returns the Renyi divergence of Laplace noise on a number of sensitivity 1.
 
     Args:
         scale: b >= 0, the scale of the noise over the sensitivity under the adjacency asked for.
-        order: Renyi order(s) a > 1.
+        order: Renyi orders a > 1.
 
     Returns:
         D_a, rounded up; inf for scale = 0.
-
-    Raises:
-        ValueError: an argument is out of range.
 
     Guarantee: one release of a number with that sensitivity, whatever the adjacency of the sensitivity; or of a vector
     with that L1 sensitivity and independent noise of that scale: (a - 1) D_a is convex in t and 0 at 0, so that the
@@ -98,56 +92,32 @@ def rdp_laplace(scale: float, order: Orders) -> Orders:
     Source: docs/proofs/accounting.md#laplace-noise; Mironov 2017, proposition 6.
 
     Example:
-        >>> round(rdp_laplace(scale=1.0, order=2.0), 6)
-        0.619124
+        >>> rdp_laplace(scale=1.0, order=np.array([2.0])).round(6)
+        array([0.619124])
     """
-    scale = check.nonnegative(scale=scale)
-    inverse = 1 / scale if scale > 0 else math.inf
-
-    def curve(block: FloatArray) -> FloatArray:
-        return _laplace(inverse, block)
-
-    return by_order(curve, order)
+    return _cost(1 / scale if scale > 0 else math.inf, order, _laplace_log_excess)
 
 
-@overload
-def rdp_pure(epsilon: float, order: float) -> float: ...
-
-
-@overload
-def rdp_pure(epsilon: float, order: FloatArray) -> FloatArray: ...
-
-
-def rdp_pure(epsilon: float, order: float | FloatArray) -> float | FloatArray:
+def rdp_pure(epsilon: float, order: FloatArray) -> FloatArray:
     """Returns the largest Renyi divergence that an epsilon-DP mechanism can have: that of randomized response.
 
     Args:
         epsilon: >= 0 (inf allowed).
-        order: Renyi order(s) a >= 1; at 1 the Kullback-Leibler divergence epsilon tanh(epsilon / 2).
+        order: Renyi orders a > 1.
 
     Returns:
         D_a, rounded up, and never above epsilon.
-
-    Raises:
-        ValueError: an argument is out of range.
 
     Guarantee: every epsilon-DP mechanism, interactive ones included, under the adjacency of its epsilon.
 
     Source: docs/proofs/accounting.md#pure-mechanisms.
 
     Example:
-        >>> round(rdp_pure(epsilon=1.0, order=2.0), 6), round(rdp_pure(epsilon=1.0, order=1.0), 6)
-        (0.735326, 0.462117)
+        >>> rdp_pure(epsilon=1.0, order=np.array([2.0])).round(6)
+        array([0.735326])
     """
-    epsilon = check.nonnegative(epsilon=epsilon, allow_inf=True)
-    values = np.asarray(order, dtype=np.float64)
-    if values.ndim > 1:
-        raise ValueError(f"order must be a number or a 1-d array (got shape {values.shape})")
-    for bad in np.atleast_1d(values)[~((values >= 1) & (values < np.inf)).ravel()]:
-        raise ValueError(f"order must be finite and >= 1 (got {bad})")
     # PRIVACY: the pair is the worst of all (test_no_random_epsilon_dp_pair_costs_more_than_randomized_response)
-    result = _randomized_response(epsilon, np.atleast_1d(values))
-    return float(result[0]) if values.ndim == 0 else result
+    return _cost(epsilon, order, _response_log_excess)
 
 
 def rho_pure(epsilon: float) -> float:
@@ -163,9 +133,6 @@ def rho_pure(epsilon: float) -> float:
     Returns:
         rho, rounded up.
 
-    Raises:
-        ValueError: epsilon is negative or not a number.
-
     Guarantee: every epsilon-DP mechanism is rho-zCDP, under the adjacency of its epsilon.
 
     Source: docs/proofs/accounting.md#pure-mechanisms.
@@ -174,123 +141,65 @@ def rho_pure(epsilon: float) -> float:
         >>> round(rho_pure(1.0), 6)
         0.462117
     """
-    epsilon = check.nonnegative(epsilon=epsilon, allow_inf=True)
     if epsilon == 0:
         return 0.0
     # PRIVACY: 2e-15 exceeds the rounding of tanh and product (test_rho_is_not_below_its_high_precision_value)
     return min(epsilon, max(_LEAST, epsilon * math.tanh(epsilon / 2) * (1 + 2e-15)))
 
 
-def pure_delta(epsilon: float, pure_epsilon: float) -> float:
-    """Returns the largest delta at `epsilon` of a mechanism that is `pure_epsilon`-DP: that of randomized response.
+def _response_log_excess(epsilon: float, order: FloatArray) -> FloatArray:
+    """Returns log E of randomized response, from the product of two positive terms."""
+    rise = (order - 1) * epsilon
+    product = np.expm1(-order * epsilon) * np.expm1(-rise)
+    log_excess: FloatArray = rise + np.log(product) - math.log1p(math.exp(-epsilon))
+    return log_excess
 
-    Args:
-        epsilon: any finite number.
-        pure_epsilon: >= 0 (inf allowed).
 
-    Returns:
-        (e^pure_epsilon - e^epsilon) / (1 + e^pure_epsilon), and max(0, 1 - e^epsilon) beyond +-pure_epsilon, rounded
-        up.
+def _laplace_log_excess(inverse: float, order: FloatArray) -> FloatArray:
+    """Returns log E of Laplace noise; `inverse` is t = 1/scale.
 
-    Raises:
-        ValueError: an argument is out of range.
-
-    Source: docs/proofs/accounting.md#pure-mechanisms; Kairouz, Oh and Viswanath 2015.
-
-    Example:
-        >>> round(pure_delta(epsilon=0.5, pure_epsilon=1.0), 6)
-        0.287649
+    With h(y) = e^y - 1 - y, (2a - 1) E = a h((a-1) t) + (a - 1) h(-a t): the terms linear in t cancel and are left out.
     """
-    epsilon = check.finite(epsilon=epsilon)
-    worst = check.nonnegative(pure_epsilon=pure_epsilon, allow_inf=True)
-    if epsilon <= -worst:
-        return _profile(epsilon)
-    return _profile(epsilon - worst, 1 + math.exp(-worst))
-
-
-def _profile(exponent: float, divisor: float = 1.0) -> float:
-    """Returns (1 - e^exponent) / divisor, or 0 if that is negative, rounded up."""
-    # PRIVACY: 1e-15 exceeds the rounding (test_profiles_are_not_below_their_high_precision_values)
-    return min(1.0, max(0.0, -math.expm1(exponent)) / divisor * (1 + 1e-15))
-
-
-def _laplace(inverse: float, order: FloatArray) -> FloatArray:
-    """D_a of Laplace noise; `inverse` is 1/scale.
-
-    With g(y) = (e^y - 1 - y) / y^2 > 0, E = (a - 1) F, F = a t^2 ((a - 1) g((a-1) t) + a g(-a t)) / (2a - 1): the terms
-    linear in t cancel exactly and are left out.
-    """
-    if math.isinf(inverse):
-        return np.full_like(order, np.inf)
     excess = order - 1
-    with np.errstate(over="ignore", under="ignore"):
-        up = np.minimum(excess * inverse, 1.0)
-        weighted = excess * _second_difference(up) + order * _second_difference(-order * inverse)
-        small = _from_slope(order * inverse * inverse * weighted / (2 * order - 1), excess)
-        # large: e^((a-1) t) a/(2a-1) (1 + (a-1)/a e^(-(2a-1) t)); for a near 1 the logs are of the order of a - 1
-        rest = np.log1p(excess / order * np.exp(-(2 * order - 1) * inverse)) - np.log1p(
-            excess / order
-        )
-        large = inverse + rest / excess
-        return _cost(np.where(excess * inverse < 1.0, small, large), inverse)
+    up = np.log(order) + _log_bend(excess * inverse)
+    down = np.log(excess) + _log_bend(-order * inverse)
+    return np.logaddexp(up, down) - np.log(2 * order - 1)
 
 
-def _randomized_response(epsilon: float, order: FloatArray) -> FloatArray:
-    """D_a of randomized response; at a = 1 its limit."""
-    if math.isinf(epsilon):
-        return np.full_like(order, np.inf)
-    excess = order - 1
-    with np.errstate(over="ignore", under="ignore"):
-        half = np.minimum(excess * epsilon, 1.0) / 2
-        sinh_over_excess = (
-            epsilon / 2 * np.where(half > 0, np.sinh(half) / np.where(half > 0, half, 1.0), 1.0)
-        )
-        ratio = (
-            -np.exp(half) * np.expm1(-order * epsilon) / (1 + math.exp(-epsilon))
-        )  # sinh over cosh
-        small = _from_slope(2 * ratio * sinh_over_excess, excess)
-        # large: D = epsilon - log((1 + e^-epsilon) / (1 + e^(-(2a-1) epsilon))) / (a - 1), the ratio as 1 + gap
-        far = np.exp(-(2 * order - 1) * epsilon)
-        gap = -math.exp(-epsilon) * np.expm1(-2 * excess * epsilon) / (1 + far)
-        large = epsilon - np.log1p(gap) / np.where(excess > 0, excess, 1.0)
-        return np.minimum(
-            _cost(np.where(excess * epsilon < 1.0, small, large), epsilon), epsilon
-        )
-
-
-def _from_slope(slope: FloatArray, excess: FloatArray) -> FloatArray:
-    """Returns log(1 + E) / (a - 1) for E = (a - 1) slope, with the relative accuracy of the slope."""
-    moment = np.minimum(excess * slope, 1e100)  # larger ones are not used
-    safe = np.where(moment > 0, moment, 1.0)
-    result: FloatArray = slope * np.where(moment > 0, np.log1p(safe) / safe, 1.0)
-    return result
-
-
-def _second_difference(y: FloatArray) -> FloatArray:
-    """Returns (e^y - 1 - y) / y^2, by its series for |y| < 1."""
-    total = np.zeros_like(y)
+def _log_bend(y: FloatArray) -> FloatArray:
+    """Returns log(e^y - 1 - y), by its series for |y| < 1."""
     near = np.clip(y, -1.0, 1.0)
+    total = np.zeros_like(y)
     for k in range(22, 1, -1):  # sum of y^(k-2) / k!; what is left out is below 1e-22
         total = total * near + 1 / math.factorial(k)
-    far = np.where(np.abs(y) < 1.0, 1.0, y)
-    return np.where(np.abs(y) < 1.0, total, (np.expm1(far) - far) / far / far)
+    above = y + np.log1p(-(1 + y) * np.exp(-np.maximum(y, 1.0)))
+    far = np.where(y > 0, above, np.log(np.expm1(np.minimum(y, 0.0)) - y))
+    return np.where(np.abs(y) < 1.0, 2 * np.log(np.abs(near)) + np.log(total), far)
 
 
-def _cost(value: FloatArray, epsilon: float) -> FloatArray:
-    """Returns the value rounded up; where it underflows, the least cost that is reported for a positive epsilon."""
+def _cost(
+    epsilon: float, order: FloatArray, log_excess: Callable[[float, FloatArray], FloatArray]
+) -> FloatArray:
+    """Returns D_a of a mechanism that is epsilon-DP, rounded up; what underflows is the least cost that is reported."""
+    if epsilon == 0 or math.isinf(epsilon):
+        return np.full_like(order, epsilon)
+    with np.errstate(all="ignore"):
+        log_moment = log_excess(epsilon, order)
+        # log(1 + E) <= E, and nearly E where that is tiny
+        tiny = np.exp(log_moment - np.log(order - 1))
+        value = np.where(log_moment < -40, tiny, np.logaddexp(0.0, log_moment) / (order - 1))
     # PRIVACY: covers rounding and underflow (test_no_curve_is_below_its_high_precision_value)
-    return np.maximum(rounded_up(value), _LEAST) if epsilon > 0 else np.zeros_like(value)
+    return np.minimum(np.maximum(rounded_up(value), _LEAST), epsilon)
 
 
 _DEPTH = 50.0  # what lies e^-50 below the peak of an integrand is left out
 _PANELS = 32
-_POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(16)
-_NODES = ((np.arange(_PANELS)[:, None] + (1 + _POINTS) / 2) / _PANELS).ravel()
-_LOG_WEIGHTS = np.log(np.tile(_WEIGHTS / 2 / _PANELS, _PANELS))
+_NODES, _WEIGHTS = nodes(np.linspace(0.0, 1.0, _PANELS + 1))
+_LOG_WEIGHTS = np.log(_WEIGHTS)
 _LEAST_EPSILON = 1e-100  # below, the bound of randomized response serves: products underflow
 
 
-def rdp_l2_knorm(epsilon: float, dim: int, order: Orders) -> Orders:
+def rdp_l2_knorm(epsilon: float, dim: int, order: FloatArray) -> FloatArray:
     """Returns the Renyi divergence of one K-norm release.
 
     For moderate a epsilon it is about a epsilon^2 / (2 dim), the price of a Gaussian of nearly equal energy, and far
@@ -299,55 +208,45 @@ def rdp_l2_knorm(epsilon: float, dim: int, order: Orders) -> Orders:
     Args:
         epsilon: >= 0, the pure epsilon of the release: the noise has the scale sensitivity / epsilon.
         dim: >= 1, coordinates of the release.
-        order: Renyi order(s) a > 1.
+        order: Renyi orders a > 1.
 
     Returns:
         D_a, rounded up, and never above `rdp_pure`.
-
-    Raises:
-        ValueError: an argument is out of range.
 
     Guarantee: one release of a vector with that L2 sensitivity, whatever the adjacency of the sensitivity.
 
     Source: docs/proofs/accounting.md#k-norm-noise.
 
     Example:
-        >>> round(rdp_l2_knorm(epsilon=1.0, dim=100, order=2.0), 7)
-        0.0099988
+        >>> rdp_l2_knorm(epsilon=1.0, dim=100, order=np.array([2.0])).round(7)
+        array([0.0099988])
     """
-    epsilon = check.nonnegative(epsilon=epsilon)
-    dim = check.positive_count(dim=dim)
-
-    def curve(block: FloatArray) -> FloatArray:
-        worst = rdp_pure(epsilon, block)
-        if epsilon < _LEAST_EPSILON:
-            return worst
-        if dim == 1:
-            return np.minimum(rdp_laplace(1 / epsilon, block), worst)
-        # PRIVACY: quadrature errors are below what is added (test_the_curve_is_not_below_its_closed_form)
-        return np.minimum(divergence(block, _log_excess(epsilon, dim, block)), worst)
-
-    return by_order(curve, order)
+    worst = rdp_pure(epsilon, order)
+    if epsilon < _LEAST_EPSILON:
+        return worst
+    if dim == 1:
+        return np.minimum(rdp_laplace(1 / epsilon, order), worst)
+    # PRIVACY: quadrature errors are below what is added (test_the_curve_is_not_below_its_closed_form)
+    found = by_order(lambda block: divergence(block, _log_excess(epsilon, dim, block)), order)
+    return np.minimum(found, worst)
 
 
 def _log_excess(epsilon: float, dim: int, order: FloatArray) -> FloatArray:
     """Returns log E, E = E_Q[r^a] - 1, by the two-sided kernel: Q has the exponent -loss / 2 on loss > 0."""
     column = order[:, None]
-
-    def kernel(loss: FloatArray) -> FloatArray:
-        return two_sided(column, loss) - column * loss
-
-    slopes = (order - 0.5) * epsilon
-    return _log_integral(epsilon, dim, slopes, kernel) - _log_total(epsilon, dim)
+    log_excess = _log_integral(
+        epsilon,
+        dim,
+        (order - 0.5) * epsilon,
+        lambda loss: two_sided(column, loss) - column * loss,
+    )
+    return log_excess - _log_total(epsilon, dim)
 
 
 def _log_total(epsilon: float, dim: int) -> float:
     """Returns the log of the constant of the density of eta."""
-
-    def kernel(loss: FloatArray) -> FloatArray:
-        return np.log1p(np.exp(-loss))
-
-    return float(_log_integral(epsilon, dim, np.array([epsilon / 2]), kernel)[0])
+    slopes = np.array([epsilon / 2])
+    return float(_log_integral(epsilon, dim, slopes, lambda loss: np.log1p(np.exp(-loss)))[0])
 
 
 def _log_integral(
@@ -404,20 +303,16 @@ def _window(slopes: FloatArray, dim: int, start: float) -> tuple[FloatArray, Flo
             drop = drop - power * np.log(ratio)
         return drop
 
-    inside_low = peak
-    outside_low = np.full_like(peak, start)
-    inside_high = peak
-    outside_high = np.full_like(peak, math.pi / 2)
-    for _ in range(60):  # the outer ends are kept: too wide is safe
-        middle = (inside_low + outside_low) / 2
-        deep = fall(middle) > _DEPTH
-        outside_low = np.where(deep, middle, outside_low)
-        inside_low = np.where(deep, inside_low, middle)
-        middle = (inside_high + outside_high) / 2
-        deep = fall(middle) > _DEPTH
-        outside_high = np.where(deep, middle, outside_high)
-        inside_high = np.where(deep, inside_high, middle)
-    return outside_low, outside_high
+    def end(outside: FloatArray) -> FloatArray:
+        inside = peak
+        for _ in range(60):  # the outer end is kept: too wide is safe
+            middle = (inside + outside) / 2
+            deep = fall(middle) > _DEPTH
+            outside = np.where(deep, middle, outside)
+            inside = np.where(deep, inside, middle)
+        return outside
+
+    return end(np.full_like(peak, start)), end(np.full_like(peak, math.pi / 2))
 
 
 def _kappa(epsilon: float, dim: int) -> float:
@@ -446,13 +341,6 @@ def _kappa(epsilon: float, dim: int) -> float:
 _REACH = 60.0  # Laplace scales kept beyond the outermost breakpoint: the rest is below e^-60 of the result
 
 
-class AboveThresholdScales(NamedTuple):
-    """Laplace scales of the threshold and of each query."""
-
-    threshold_scale: float
-    query_scale: float
-
-
 def above_threshold_epsilon(
     threshold_scale: float, query_scale: float, sensitivity: float, num_positives: int = 1
 ) -> float:
@@ -467,9 +355,6 @@ def above_threshold_epsilon(
     Returns:
         D / b1 + 2 c D / b2; inf if a scale is 0 and D > 0.
 
-    Raises:
-        ValueError: an argument is out of range.
-
     Guarantee: epsilon-DP of the whole run, for any number of adaptive queries; a restart is a new run.
 
     Source: docs/proofs/accounting.md#above-threshold.
@@ -478,24 +363,19 @@ def above_threshold_epsilon(
         >>> round(above_threshold_epsilon(threshold_scale=2.0, query_scale=4.0, sensitivity=1.0), 12)
         1.0
     """
-    scales = (
-        check.nonnegative(threshold_scale=threshold_scale),
-        check.nonnegative(query_scale=query_scale),
-    )
-    sensitivity = check.nonnegative(sensitivity=sensitivity)
-    positives = check.positive_count(num_positives=num_positives)
     if sensitivity == 0:
         return 0.0
-    if min(scales) == 0:
+    if min(threshold_scale, query_scale) == 0:
         return math.inf
+    epsilon = sensitivity / threshold_scale + 2 * num_positives * (sensitivity / query_scale)
     # PRIVACY: four roundings of at most 2^-53 each (test_epsilon_is_not_below_its_exact_value)
-    return (sensitivity / scales[0] + 2 * positives * (sensitivity / scales[1])) * (1 + 1e-15)
+    return epsilon * (1 + 1e-15)
 
 
 def above_threshold_scales(
     epsilon: float, sensitivity: float, num_positives: int = 1, threshold_share: float = 0.5
-) -> AboveThresholdScales:
-    """Returns scales that make a run epsilon-DP: b1 = D / (share epsilon), b2 = 2 c D / ((1 - share) epsilon).
+) -> tuple[float, float]:
+    """Returns scales (of threshold, queries) of an epsilon-DP run: D / (share epsilon), 2 c D / ((1 - share) epsilon).
 
     Args:
         epsilon: > 0.
@@ -506,23 +386,15 @@ def above_threshold_scales(
     Returns:
         The scales, rounded up so that `above_threshold_epsilon` of them is at most epsilon.
 
-    Raises:
-        ValueError: an argument is out of range.
-
     Source: docs/proofs/accounting.md#above-threshold.
 
     Example:
         >>> [round(scale, 9) for scale in above_threshold_scales(epsilon=0.5, sensitivity=1.0)]
         [4.0, 8.0]
     """
-    epsilon = check.positive(epsilon=epsilon)
-    sensitivity = check.positive(sensitivity=sensitivity)
-    positives = check.positive_count(num_positives=num_positives)
-    share = check.open_interval(0.0, 1.0, threshold_share=threshold_share)
-    unit = (
-        sensitivity / epsilon * (1 + 4e-15)
-    )  # more than all roundings here and in above_threshold_epsilon
-    return AboveThresholdScales(unit / share, 2 * positives * (unit / (1 - share)))
+    # more than all roundings here and in above_threshold_epsilon
+    unit = sensitivity / epsilon * (1 + 4e-15)
+    return unit / threshold_share, 2 * num_positives * (unit / (1 - threshold_share))
 
 
 def concentration_score_sensitivity(n_users: int) -> float:
@@ -542,8 +414,7 @@ def concentration_score_sensitivity(n_users: int) -> float:
         >>> concentration_score_sensitivity(4)
         1.5
     """
-    n = check.positive_count(n_users=n_users)
-    return upper(Fraction(2 * (n - 1), n))
+    return upper(Fraction(2 * (n_users - 1), n_users))
 
 
 def laplace_difference_tail(margin: float, threshold_scale: float, query_scale: float) -> float:
@@ -563,20 +434,13 @@ def laplace_difference_tail(margin: float, threshold_scale: float, query_scale: 
     Returns:
         The probability.
 
-    Raises:
-        ValueError: an argument is out of range.
-
     Source: docs/proofs/accounting.md#above-threshold.
 
     Example:
         >>> laplace_difference_tail(margin=0.0, threshold_scale=2.0, query_scale=3.0)
         0.5
     """
-    margin = check.finite(margin=margin)
-    one = check.positive(threshold_scale=threshold_scale)
-    other = check.positive(query_scale=query_scale)
-    small = min(one, other)
-    large = max(one, other)
+    small, large = sorted((threshold_scale, query_scale))
     reach = abs(margin) / large
     u = reach * (large - small) / small
     shape = -math.expm1(-u) / u if u > 0 else 1.0
@@ -602,9 +466,6 @@ def bad_pass_probability(
     Returns:
         beta in [0, 1], rounded up by 1e-9 of it.
 
-    Raises:
-        ValueError: an argument is out of range.
-
     Guarantee: beta bounds the failure of kind `transcript` of the filtered mean.
 
     Source: docs/proofs/accounting.md#above-threshold.
@@ -613,17 +474,14 @@ def bad_pass_probability(
         >>> round(bad_pass_probability(margin=20.83, steps=1, threshold_scale=4.0, query_scale=8.0), 6)
         0.048418
     """
-    margin = check.finite(margin=margin)
-    steps = check.positive_count(steps=steps)
-    threshold = check.positive(threshold_scale=threshold_scale)
-    query = check.positive(query_scale=query_scale)
 
     def some_pass(r: FloatArray) -> FloatArray:
-        return -np.expm1(steps * _log_cdf((margin + r) / query))
+        return -np.expm1(steps * _log_cdf((margin + r) / query_scale))
 
-    top = query * math.log(steps)  # about the maximum of the noises
-    integral = _mean_over_laplace(threshold, query, [0.0, -margin, top - margin], some_pass)
-    union = steps * laplace_difference_tail(margin, threshold, query)
+    top = query_scale * math.log(steps)  # about the maximum of the noises
+    breaks = [0.0, -margin, top - margin]
+    integral = _mean_over_laplace(threshold_scale, query_scale, breaks, some_pass)
+    union = steps * laplace_difference_tail(margin, threshold_scale, query_scale)
     # PRIVACY: 1e-9 exceeds the quadrature error (test_bad_pass_probability_is_not_below_its_integral); margin of the
     # tail (docs/proofs/accounting.md#renyi-integrals)
     return min(1.0, integral * (1 + 1e-9), up(union, 1e-9))
@@ -647,20 +505,29 @@ def bad_pass_margin(
         >>> round(bad_pass_margin(failure=0.01, steps=100, threshold_scale=4.0, query_scale=8.0), 3)
         70.439
     """
-    failure = check.open_interval(0.0, 1.0, failure=failure)
-    steps = check.positive_count(steps=steps)
+
+    def fits(margin: float) -> bool:
+        return steps * laplace_difference_tail(margin, threshold_scale, query_scale) <= failure
+
     low = 0.0
     high = threshold_scale + query_scale
-    while steps * laplace_difference_tail(high, threshold_scale, query_scale) > failure:
+    while not fits(high):
         low = high
         high = 2 * high
-    while low < (middle := (low + high) / 2) < high and high - low > 1e-12 * high:
-        fits = steps * laplace_difference_tail(middle, threshold_scale, query_scale) <= failure
-        if fits:
-            high = middle
+    return _bisected(fits, high, low, 1e-12)
+
+
+def _bisected(fits: Callable[[float], bool], good: float, bad: float, share: float) -> float:
+    """Returns a number that fits, next to one that does not, up to a share of it."""
+    while abs(good - bad) > share * max(good, bad):
+        middle = (good + bad) / 2
+        if middle in (good, bad):
+            break
+        if fits(middle):
+            good = middle
         else:
-            low = middle
-    return high
+            bad = middle
+    return good
 
 
 def svt_gaussian_delta(epsilon: float, epsilon_svt: float, mu: float) -> float:
@@ -678,9 +545,6 @@ def svt_gaussian_delta(epsilon: float, epsilon_svt: float, mu: float) -> float:
     Returns:
         delta in [0, 1].
 
-    Raises:
-        ValueError: an argument is out of range.
-
     Guarantee: (epsilon, delta)-DP of the interleaved mechanism, for the adjacency of both sensitivities.
 
     Source: docs/proofs/accounting.md#noisy-tests-beside-gaussians.
@@ -689,15 +553,12 @@ def svt_gaussian_delta(epsilon: float, epsilon_svt: float, mu: float) -> float:
         >>> round(svt_gaussian_delta(epsilon=1.0, epsilon_svt=0.5, mu=0.3), 6)
         0.004714
     """
-    epsilon = check.nonnegative(epsilon=epsilon)
-    svt = check.nonnegative(epsilon_svt=epsilon_svt)
-    mu = check.nonnegative(mu=mu)
-    likely = 1 / (1 + math.exp(-svt))
-    rare = math.exp(-svt) * likely
-    delta = likely * _gaussian_hockey_stick(epsilon - svt, mu) + rare * _gaussian_hockey_stick(
-        epsilon + svt, mu
+    likely = 1 / (1 + math.exp(-epsilon_svt))
+    rare = math.exp(-epsilon_svt) * likely
+    delta = likely * profile(epsilon - epsilon_svt, mu) + rare * profile(
+        epsilon + epsilon_svt, mu
     )
-    return min(1.0, delta * (1 + 1e-14))
+    return min(1.0, delta * (1 + 9e-15))
 
 
 def svt_gaussian_mu(epsilon: float, delta: float, epsilon_svt: float) -> float:
@@ -712,7 +573,6 @@ def svt_gaussian_mu(epsilon: float, delta: float, epsilon_svt: float) -> float:
         mu > 0 with svt_gaussian_delta(epsilon, epsilon_svt, mu) <= delta.
 
     Raises:
-        ValueError: an argument is out of range.
         InfeasibleError: the run alone exceeds the budget.
 
     Source: docs/proofs/accounting.md#noisy-tests-beside-gaussians.
@@ -721,39 +581,20 @@ def svt_gaussian_mu(epsilon: float, delta: float, epsilon_svt: float) -> float:
         >>> round(svt_gaussian_mu(epsilon=1.0, delta=1e-6, epsilon_svt=0.2), 6)
         0.19837
     """
-    epsilon = check.nonnegative(epsilon=epsilon)
-    delta = check.open_interval(0.0, 1.0, delta=delta)
-    svt = check.nonnegative(epsilon_svt=epsilon_svt)
-    low = 0.0
-    high = 1.0
-    if svt_gaussian_delta(epsilon, svt, low) >= delta:
+
+    def fits(mu: float) -> bool:
+        return svt_gaussian_delta(epsilon, epsilon_svt, mu) <= delta
+
+    least = svt_gaussian_delta(epsilon, epsilon_svt, 0.0)
+    if least >= delta:
         raise InfeasibleError(
-            f"delta must be > {pure_delta(epsilon, svt):g} beside epsilon_svt = {svt:g} at epsilon"
-            f" = {epsilon:g} (got {delta:g})"
+            f"delta must be > {least:g} beside epsilon_svt = {epsilon_svt:g} at epsilon = {epsilon:g} (got"
+            f" {delta:g})"
         )
-    while svt_gaussian_delta(epsilon, svt, high) <= delta:
-        low = high
+    high = 1.0
+    while fits(high):
         high = 2 * high
-    if low == 0:
-        low = high
-        while svt_gaussian_delta(epsilon, svt, low) > delta:
-            high = low
-            low = low / 2
-    # invariant: low fits, high does not
-    while high > low * (1 + 1e-13) and low < (middle := (low + high) / 2) < high:
-        if svt_gaussian_delta(epsilon, svt, middle) <= delta:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def _gaussian_hockey_stick(epsilon: float, mu: float) -> float:
-    """Returns H_t(N(mu, 1) || N(0, 1)) at t = e^epsilon for any real epsilon; H_t = 1 - t + t H_(1/t) by symmetry."""
-    log_delta = gaussian_log_delta(abs(epsilon), mu)
-    # margin: the kernel is accurate to 1e-12 of the log (docs/proofs/accounting.md#renyi-integrals)
-    delta = math.exp(log_delta * (1 - 1e-12)) if math.isfinite(log_delta) else 0.0
-    return delta if epsilon >= 0 else -math.expm1(epsilon) + math.exp(epsilon) * delta
+    return _bisected(fits, high / 2 if high > 1 else 0.0, high, 1e-13)
 
 
 def _log_cdf(y: FloatArray) -> FloatArray:
