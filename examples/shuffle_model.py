@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.oracles import ShuffledClipped
+from torch_dpsco.shuffle_model import ShuffledClipped
 
 EPSILON, DELTA = 1.0, 1e-5
 ADJACENCY = "replace_one"  # the number of users of a batch is public

@@ -186,7 +186,7 @@ def _run(
     weight = optimizer.param_groups[0]["params"][0]
     # some vectors start outside of W; the optimizer has projected its start
     weight.data.copy_(torch.tensor([w0], dtype=torch.float64))
-    partition = resolve("torch_dpsco.sampling", "Partition")(np.arange(len(x)))
+    partition = resolve("torch_dpsco.sampling", "Partition")(np.arange(len(x)), len(x))
     sampler = resolve("torch_dpsco.sampling", "make_sampler")(optimizer.design, resume=partition)
     loader = resolve("torch_dpsco.sampling", "PrivateLoader")(
         torch.utils.data.TensorDataset(x, y), sampler

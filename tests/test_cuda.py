@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.contract.registry import ROWS
 from tests.contract.runs import LOSS, STEPS, Run
-from tests.streams import Counted, seeded
-from torch_dpsco.noise import Repeatable, normal_
+from tests.streams import Counted, Picked, seeded
+from torch_dpsco.noise import normal_
 from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch, row_norms
 from torch_dpsco.step.oracle import Clipped
 
@@ -146,13 +146,13 @@ def test_noise_on_cuda_is_that_of_the_same_bits(real):
         normal_(
             torch.empty(70_001, dtype=real, device=device),
             1.5,
-            Repeatable(np.random.default_rng(3)),
+            Picked(np.random.default_rng(3)),
         )
         for device in ("cpu", "cuda")
     )
     torch.testing.assert_close(there.cpu(), here, rtol=1e-6, atol=0.0)
     mean = torch.arange(70_001, dtype=torch.float64, device="cuda")
-    moved = normal_(torch.empty_like(there), 1.5, Repeatable(np.random.default_rng(3)), mean)
+    moved = normal_(torch.empty_like(there), 1.5, Picked(np.random.default_rng(3)), mean)
     torch.testing.assert_close(moved.double() - mean, there.double(), rtol=0.0, atol=1e-2)
 
 

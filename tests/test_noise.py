@@ -32,11 +32,10 @@ from torch_dpsco.noise import (
     noise_generator,
     normal,
     normal_,
-    uniform,
-    words,
 )
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import RankSampler, make_sampler
+from torch_dpsco.shuffle_model.oracles import uniform, words
 
 pytestmark = pytest.mark.usefixtures("arithmetic")
 FALSE_ALARM = 1e-6

@@ -5,7 +5,6 @@ import itertools
 import math
 import os
 import pickle
-import warnings
 from collections import Counter
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 from scipy import stats
 
 from tests.streams import picks, seeded
-from torch_dpsco.accounting.designs import Fixed, Poisson, Shuffled
+from torch_dpsco.accounting.designs import Poisson
 from torch_dpsco.errors import PrivacyError, UtilityWarning
 from torch_dpsco.noise import (
     KeyedStream,
@@ -23,10 +22,9 @@ from torch_dpsco.noise import (
     Stream,
     noise_generator,
     rank_generator,
-    sampling_generator,
     stream_of,
 )
-from torch_dpsco.sampling import PoissonSampler, make_sampler
+from torch_dpsco.sampling import PoissonSampler
 
 FALSE_ALARM = 1e-6
 KEY = bytes(range(32))
@@ -123,16 +121,6 @@ def test_a_generator_on_another_device_is_refused():
 def test_a_device_may_be_named_or_given():
     for device in ("cpu", torch.device("cpu"), "cpu:0"):
         assert noise_generator(device).device.type == "cpu"
-
-
-def test_batches_repeat_only_with_a_seed_and_that_warns():
-    assert sampling_generator().read(32) != sampling_generator().read(32)
-    seeded = []
-    for seed in (5, 5, 5 + 2**32, 5 + 2**64):
-        with pytest.warns(UtilityWarning, match="seed= makes the batches repeatable"):
-            seeded.append(sampling_generator(seed).read(32))
-    assert seeded[0] == seeded[1]
-    assert len(set(seeded)) == 3
 
 
 @pytest.mark.parametrize(
@@ -241,15 +229,3 @@ def test_positions_drawn_twice_leave_a_subset_of_its_size():
     source = Stuck([0, 1, 1])
     assert len(set(source.subset(1000, 8).tolist())) == 8
     assert not source.left
-
-
-def test_seeded_samplers_repeat_their_batches():
-    for design in (Poisson(5, 40), Fixed(5, 40), Shuffled(5, 40)):
-        drawn = []
-        for seed in (1, 1, 2):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UtilityWarning)
-                drawn.append(
-                    [indices.tolist() for _, indices in make_sampler(design, seed=seed).draws()]
-                )
-        assert drawn[0] == drawn[1] != drawn[2]

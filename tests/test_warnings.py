@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import torch_dpsco as dp
 from torch_dpsco.accounting.ledger_file import LedgerFile
 from torch_dpsco.errors import UtilityWarning
-from torch_dpsco.noise import sampling_generator
 
 ROOT = Path(__file__).parents[1]
 N, BATCH, DIM = 60, 12, 3
@@ -149,7 +148,6 @@ def with_a_large_delta_at_the_end() -> None:
     ("make", "words"),
     [
         (with_generator, "generator= makes the"),
-        (lambda: sampling_generator(3), "seed= makes the"),
         (with_a_large_delta, "delta must be"),
         (with_a_large_delta_at_the_end, "delta must be"),
     ],

@@ -27,7 +27,7 @@ easily inverted to, a state of a few thousand bits, and the noise of one release
 |---|---|---|
 | `Keystream` | fresh for every call | noise, batches |
 | `KeyedStream` | a function of 256 secret bits (SHAKE256; 256-bit security) | what is drawn twice alike: ranks, cuts |
-| `Repeatable` | of a generator of the caller's, torch's or numpy's | tests: its seed reveals all |
+| `Repeatable` | of a generator of the caller's | tests: its seed reveals all |
 
 A type for states that must stay secret: it shows no value, and a checkpoint that holds one says so.
 """
@@ -39,7 +39,6 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
 from copy import deepcopy
 from hashlib import shake_256
 from typing import Any, NoReturn
@@ -141,17 +140,6 @@ def exponential_sum(count: int, source: Source) -> float:
     return -math.fsum(
         float(_logarithms(stream.words(size), stream, np.empty(size)).sum()) for size in sizes
     )
-
-
-def uniform(shape: Sequence[int], source: Source) -> Tensor:
-    """Returns uniform multiples of 2^-53 in [0, 1): float64, on the source's device."""
-    return words(shape, 53, source).double().mul_(2.0**-53)
-
-
-def words(shape: Sequence[int], bits: int, source: Source) -> Tensor:
-    """Returns uniform integers of `bits` bits, at most 63: int64, on the source's device."""
-    drawn = stream_of(source).words(math.prod(shape)).view(np.uint64) >> np.uint64(64 - bits)
-    return torch.from_numpy(drawn.view(np.int64)).view(tuple(shape)).to(source.device)
 
 
 def _write(part: Tensor, std: float, stream: Stream, mean: Tensor | None = None) -> None:
@@ -338,15 +326,12 @@ class Repeatable(Stream):
         generator: its seed, or enough of what it drew, reveals all of it.
     """
 
-    def __init__(self, generator: torch.Generator | np.random.Generator) -> None:
-        self._generator: Any = generator
-        if isinstance(generator, torch.Generator):
-            self.device = generator.device
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+        self.device = generator.device
 
     def read(self, size: int) -> bytes:
         """Returns the next bytes."""
-        if isinstance(self._generator, np.random.Generator):
-            return self._generator.bytes(size)
         words = torch.empty(-(-size // 8), dtype=torch.int64, device=self.device)
         words.random_(-(2**63), None, generator=self._generator)  # all 64 bits
         return words.cpu().numpy().tobytes()[:size]
@@ -391,17 +376,9 @@ def noise_generator(
     return Repeatable(generator)
 
 
-def sampling_generator(seed: int | None = None) -> Stream:
-    """Returns the stream for drawing batches: the operating system's, unless a seed is given."""
-    if seed is None:
-        return Keystream()
-    warnings.warn(
-        "seed= makes the batches repeatable: amplification by sampling holds only while they are"
-        " secret; tests only",
-        UtilityWarning,
-        stacklevel=3,
-    )
-    return Repeatable(np.random.Generator(np.random.PCG64DXSM(seed)))
+def sampling_generator() -> Stream:
+    """Returns the stream for drawing batches: the operating system's."""
+    return Keystream()
 
 
 def sampling_key() -> bytes:

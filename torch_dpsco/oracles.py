@@ -10,8 +10,6 @@ from torch_dpsco.algorithms.clips import (
 from torch_dpsco.algorithms.oracles import (
     Coordinatewise,
     CorrelatedClipped,
-    ShuffledClipped,
-    ShuffledMedian,
 )
 from torch_dpsco.algorithms.user_numbers import UserFilter
 from torch_dpsco.algorithms.user_oracles import UserClipped, UserFiltered
@@ -40,8 +38,6 @@ __all__ = [
     "PilotClipped",
     "QuantilePilot",
     "Release",
-    "ShuffledClipped",
-    "ShuffledMedian",
     "UserClipped",
     "UserFilter",
     "UserFiltered",

@@ -19,6 +19,7 @@ from scipy import stats
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
+from tests.streams import seeded_sampler
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.calibrate import design_epsilon, noise_multiplier
 from torch_dpsco.accounting.designs import Fixed, Poisson, Shuffled, identify
@@ -30,7 +31,6 @@ from torch_dpsco.accounting.events import (
     clipped_gaussian,
 )
 from torch_dpsco.errors import UnknownSamplerError, UtilityWarning
-from torch_dpsco.sampling import PoissonSampler
 
 DELTA = 1e-5
 FALSE_ALARM = 1e-6
@@ -176,7 +176,7 @@ def test_poisson_batches_are_independent_coin_tosses_and_fixed_or_cyclic_ones_ar
     with pytest.warns(UtilityWarning, match="repeatable"):
         ours = [
             indices
-            for _, indices in PoissonSampler(Poisson(size, n), steps=draws, seed=1).draws()
+            for _, indices in seeded_sampler(Poisson(size, n), steps=draws, seed=1).draws()
         ]
     assert (
         min(subsets_p_value(batches, n, size / n) for batches in (binomial, ours)) > FALSE_ALARM

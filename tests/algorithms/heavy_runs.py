@@ -19,10 +19,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from tests.streams import seeded_sampler
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.algorithms.heavy_plan import ClippedPlan
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.sampling import OnePassSampler, PrivateLoader, make_sampler
+from torch_dpsco.sampling import OnePassSampler, PrivateLoader
 
 DIM = 4  # with the bias
 LOSS = dp.losses.Squared()
@@ -110,7 +111,7 @@ class Run:
     def seeded(self, seed: int = 1, physical: int | None = None) -> PrivateLoader:
         """Returns a bound loader of repeatable draws, for all steps that are planned."""
         data = records(self.n, next(self.model.parameters()).dtype)
-        sampler = make_sampler(
+        sampler = seeded_sampler(
             self.opt.design, size=self.n, steps=self.opt.schedule.steps, seed=seed
         )
         return self.opt.bind(PrivateLoader(data, sampler, physical_batch_size=physical))

@@ -70,7 +70,7 @@ def joint_moves(
     noisy = AdaptiveClipped(1.0, z, 4, target, count_noise=s)
     noisy.open([torch.zeros(dim)])
     mean_std = noisy.noise_std * noisy.batch_size
-    votes_std = s / noisy._unit * noisy.count_sensitivity("zero_out")
+    votes_std = s / noisy._unit * noisy.count_sensitivity
     oracle = exact(target=target)
 
     def with_record(length: float | None) -> tuple[torch.Tensor, float]:
@@ -176,7 +176,7 @@ def test_one_record_more_moves_the_votes_by_at_most_their_sensitivity(reduction)
                 for n in (size, size + 1)
             ]
             moved_steps.append(abs(found[0] - found[1]))
-    assert max(moved) <= oracle.count_sensitivity("add_remove")
+    assert max(moved) <= oracle.count_sensitivity
     assert (max(moved_steps) > 50) is (
         reduction == "mean"
     )  # what a count by a step function would do
@@ -276,7 +276,7 @@ def test_the_votes_have_their_noise(target):
         oracle.open([torch.zeros(1)])
         oracle.release(generator)
         drawn.append(-math.log(oracle.state()["clip"]) / 0.2 * 40)
-    std = 3.0 / max(target, 1 - target) * oracle.count_sensitivity("add_remove")
+    std = 3.0 / max(target, 1 - target) * oracle.count_sensitivity
     assert 3.0 <= std < 3.2
     low, high = stats.chi2.ppf([5e-7, 1 - 5e-7], 3000)
     assert low <= sum((value / std) ** 2 for value in drawn) <= high

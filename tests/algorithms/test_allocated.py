@@ -461,22 +461,6 @@ def test_one_sampler_of_passes_delivers_one_data_set() -> None:
     assert_caught(check, lambda patch: patch.setattr(LogicalBatch, "_require_own_pass", nothing))
 
 
-@pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")
-def test_a_seed_takes_the_amplification_away() -> None:
-    """The optimizer must say so, and is then charged for a release whose place is known."""
-    sampler = AssignedSampler(Assigned(N // T, N), seed=1)
-    assert not sampler.design.amplification
-    with pytest.raises(AdjacencyError, match="loader must draw by"):
-        built(passes=1)[1].bind(PrivateLoader(DATA, sampler))
-    model, optimizer = built(passes=1, amplification=False)
-    for batch in optimizer.bind(PrivateLoader(DATA, sampler)):
-        one_step(model, optimizer, *batch)
-    assert RandomAllocation not in {type(event) for event, _ in charged(optimizer)}
-    assert "nothing is gained from the random assignment: amplification=False" in str(
-        optimizer.report(DELTA)
-    )
-
-
 def test_no_other_design_is_amplified() -> None:
     """Batches of fixed sizes have no such bound (docs/proofs/allocation.md#not-covered)."""
     base = clipped_gaussian(Z)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
-from tests.algorithms.test_allocated import begun_again, charged, one_step, refused, stored
+from tests.algorithms.test_allocated import begun_again, one_step, refused, stored
 from tests.algorithms.test_allocated import built as whole_run
 from tests.test_mutations import assert_caught, nothing
 from torch_dpsco.accounting.designs import Assigned, AssignedParts, Draw, Parts
@@ -174,8 +174,6 @@ def test_parts_with_passes_cost_what_the_costliest_does(adjacency: Any) -> None:
 def check_that_known_batches_are_of_one_pass() -> None:
     with pytest.raises(ValueError, match="passes must be 1"):
         AssignedParts(((dp.Full(8), 2), (Assigned(4, 16, passes=2, amplification=False), 8)), N)
-    with pytest.raises(ValueError, match="passes must be 1"):
-        DESIGN.without_amplification()
     for call in (
         lambda: DESIGN.draw_event(Pure(0.1, ADJACENCIES), Draw(4, "p", "1/0", 2)),
         lambda: DESIGN.between(2, 8, [FULL, Pure(0.1, ADJACENCIES)]),
@@ -187,7 +185,7 @@ def check_that_known_batches_are_of_one_pass() -> None:
 def test_a_part_is_assigned_to_batches_once() -> None:
     """Where nothing is amplified batches are charged, which are disjoint within one pass only."""
     once = AssignedParts(((dp.Full(8), 2), (Assigned(4, 16), 4)), N)
-    known = once.without_amplification()
+    known = AssignedParts(((dp.Full(8), 2), (Assigned(4, 16, amplification=False), 4)), N)
     assert (once.secret, known.secret, DESIGN.secret) == (True, False, True)
     assert "RandomAllocation" not in str(known.event(FULL, 6))
     pure = Pure(0.1, ADJACENCIES)
@@ -345,9 +343,7 @@ def test_draws_in_parts_serve_once() -> None:
             "may have been released already",
         )
 
-    assert_caught(
-        check, lambda patch: patch.setattr(charges.Run, "_require_fresh", nothing)
-    )
+    assert_caught(check, lambda patch: patch.setattr(charges.Run, "_require_fresh", nothing))
 
 
 def test_parts_with_passes_are_not_begun_again() -> None:
@@ -432,7 +428,7 @@ def test_copies_of_a_sampler_of_parts_draw_anew() -> None:
 class InOrder(AssignedPartsSampler):
     """Draws in the order of the records, and says that it assigns."""
 
-    def _parts(self, cut: Any) -> Any:
+    def _all_parts(self, cut: Any) -> Any:
         yield from [("0", np.arange(8))] * 2
         yield from [
             (f"1/{k}", part)
@@ -456,22 +452,6 @@ def test_draws_in_parts_that_may_be_known_are_not_amplified() -> None:
                 )  # type: ignore[misc]
 
     assert_caught(check, lambda patch: patch.setattr(LogicalBatch, "_require_secret", nothing))
-
-
-@pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")
-def test_a_seed_takes_the_amplification_of_parts_away() -> None:
-    once = AssignedParts(((dp.Full(8), 2), (Assigned(4, 16), 4)), N)
-    sampler = AssignedPartsSampler(once, seed=1)
-    assert sampler.design == once.without_amplification()
-    with pytest.raises(AdjacencyError, match="loader must draw by"):
-        built(once)[1].bind(PrivateLoader(DATA, sampler))
-    model, optimizer = built(once.without_amplification())
-    for batch in optimizer.bind(PrivateLoader(DATA, sampler)):
-        one_step(model, optimizer, *batch)
-    assert {event for event, _ in charged(optimizer)} == {FULL}
-    assert "RandomAllocation" not in str(optimizer.report(DELTA))
-    with pytest.raises(ValueError, match="passes must be 1"):
-        AssignedPartsSampler(DESIGN, seed=1)
 
 
 # -- draws ------------------------------------------------------------------------------------------------------------
@@ -616,9 +596,7 @@ def test_a_lost_step_in_a_pass_is_paid_to_its_end_and_no_further() -> None:
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
         real = charges.Run._lost_draw
-        patch.setattr(
-            charges.Run, "_lost_draw", lambda *args: replace(real(*args), index=0)
-        )
+        patch.setattr(charges.Run, "_lost_draw", lambda *args: replace(real(*args), index=0))
 
     assert_caught(check_that_lost_steps_are_paid_to_the_end_of_their_pass, mutate)
 

@@ -123,7 +123,7 @@ def names_of_permutations(cut_of: Any) -> bool:
     """Returns whether the name in the ledger is that of a permutation of so few records."""
     design = Parts(((Assigned(2, 5), 3),), 5)
     sampler = PartsSampler(design)
-    sampler.partition = Partition(cut_of(sampler), size=5)
+    sampler.partition = Partition(cut_of(sampler), 5)
     name = one_pass.partition_name(design, sampler.partition)
     orders = (np.array(order) for order in permutations(range(5)))
     return any(
@@ -156,14 +156,13 @@ def test_draws_in_positions_that_may_be_known_are_not_amplified() -> None:
     given = PartsSampler(BY_POSITION, resume=Partition(np.arange(32, dtype=np.uint8), size=N))
     with pytest.raises(UnknownSamplerError, match="must draw by itself"):
         built()[1].bind(PrivateLoader(DATA, given))
-    once = Parts(((dp.Full(8), 2), (Assigned(4, 16), T)), N)
-    with pytest.warns(dp.errors.UtilityWarning, match="seed="):
-        seeded = PartsSampler(once, seed=1)
-    assert seeded.design == once.without_amplification()
+    known = Parts(((dp.Full(8), 2), (Assigned(4, 16, amplification=False), T)), N)
     with pytest.raises(AdjacencyError, match="loader must draw by"):
-        built(once)[1].bind(PrivateLoader(DATA, seeded))
-    model, optimizer = built(once.without_amplification())
-    for x, y in optimizer.bind(PrivateLoader(DATA, seeded)):
+        built(Parts(((dp.Full(8), 2), (Assigned(4, 16), T)), N))[1].bind(
+            PrivateLoader(DATA, PartsSampler(known))
+        )
+    model, optimizer = built(known)
+    for x, y in optimizer.bind(PrivateLoader(DATA, PartsSampler(known))):
         one_step(model, optimizer, x, y)
     assert "RandomAllocation" not in str(list(optimizer.accountant.ledger.entries()))
     with pytest.raises(UnknownSamplerError, match="design must be Parts"):

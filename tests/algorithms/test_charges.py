@@ -196,9 +196,7 @@ def test_a_lost_release_of_an_oracle_that_does_not_expect_it_is_caught(tmp_path:
             )  # of what is lost, once it is admitted
             refused(lambda: again.resume(state), "cannot go on")
 
-    assert_caught(
-        check, lambda patch: patch.setattr(charges.Run, "require_losable", nothing)
-    )
+    assert_caught(check, lambda patch: patch.setattr(charges.Run, "require_losable", nothing))
 
 
 def test_a_run_that_can_lose_nothing_is_charged_step_by_step(

@@ -108,11 +108,6 @@ def test_the_update_moves_towards_the_target_and_stays_at_it():
     assert adaptive_clip_update(2.0, -3.0, 0.5, lr=0.2) == pytest.approx(2.0 * math.exp(0.7))
     assert adaptive_clip_update(2.0**39, -1e5, 0.5, lr=20.0) == math.inf
     assert adaptive_clip_update(2.0, 1e5, 0.5, lr=20.0) == 0.0
-    for wrong in ({"clip": 0.0}, {"fraction": math.nan}, {"target": 1.5}, {"lr": 0.0}):
-        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
-            adaptive_clip_update(
-                **({"clip": 1.0, "fraction": 0.5, "target": 0.5, "lr": 0.2} | wrong)
-            )
 
 
 def test_a_threshold_at_an_end_of_the_grid_warns_by_the_output_alone():

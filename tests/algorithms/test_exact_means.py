@@ -147,7 +147,7 @@ def test_the_noise_of_an_absolute_oracle_follows_its_steps():
 def test_votes_are_released_on_a_grid_of_their_own(monkeypatch):
     oracle = opened(MEANS["adaptive"], True)
     plain = opened(MEANS["adaptive"], False)
-    assert oracle.count_sensitivity("add_remove") == plain.count_sensitivity("add_remove") * GRID
+    assert oracle.count_sensitivity == plain.count_sensitivity * GRID
     seen = []
 
     def released(value, grid, source=None):
@@ -159,7 +159,7 @@ def test_votes_are_released_on_a_grid_of_their_own(monkeypatch):
     oracle.release(torch.Generator())
     ((total, grid),) = seen
     assert total.tolist() == [-3.0]  # 6 rows above the clip, at the median
-    std = 4.0 / 0.5 * oracle.count_sensitivity("zero_out")
+    std = 4.0 / 0.5 * oracle.count_sensitivity
     assert std < grid.spacing * 2**grid.bits < std * (1 + 2.0**-16)
     assert oracle.state()["clip"] == pytest.approx(math.exp(0.2 * 3.0 / BATCH))
 

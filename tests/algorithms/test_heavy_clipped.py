@@ -33,7 +33,6 @@ from torch_dpsco.algorithms.heavy_tailed_numbers import averaging_schedule
 from torch_dpsco.errors import AdjacencyError, MissingConstantError
 
 # Seeds warn in every test here.
-pytestmark = pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")
 N = 24
 WEIGHTS = {
     "head": (0.0, 0.0, 1.0, 2.0),

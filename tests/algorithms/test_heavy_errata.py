@@ -23,7 +23,7 @@ from torch_dpsco.algorithms.heavy_tailed_numbers import clip_bias, mean_noise_st
 from torch_dpsco.algorithms.localized_numbers import (
     sc_reduction_sizes_full,
 )
-from torch_dpsco.algorithms.mechanisms import VECTORS, shuffle_parameters
+from torch_dpsco.shuffle_model import VECTORS, shuffle_parameters
 
 LAW = {
     "dim": 10,

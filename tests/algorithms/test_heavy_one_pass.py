@@ -36,6 +36,7 @@ from tests.algorithms.heavy_runs import (
     saved,
 )
 from tests.reference import heavy_tailed_literal as literal
+from tests.streams import seeded_sampler
 from torch_dpsco.errors import (
     AdjacencyError,
     MissingConstantError,
@@ -47,7 +48,6 @@ from torch_dpsco.errors import (
 from torch_dpsco.sampling import PrivateLoader, make_sampler
 
 # Seeds warn in every test here.
-pytestmark = pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")
 CLASSES = [dp.AcceleratedSGD, dp.ProximalSGD]
 N = 26  # 4 batches of 6, and one of 2
 
@@ -323,7 +323,7 @@ def test_the_order_of_records_cannot_depend_on_the_data(adjacency: str) -> None:
         records(N),
         TensorDataset(*(torch.flip(t, [0]) for t in records(N).tensors[:2]), torch.arange(N)),
     ):
-        sampler = make_sampler(run.opt.design, size=N, seed=7)
+        sampler = seeded_sampler(run.opt.design, size=N, seed=7)
         orders.append([batch[2].tolist() for batch in _unlogged(PrivateLoader(data, sampler))])
     assert orders[0] == orders[1]
     for wrong in ("shuffle", "sampler", "key", "sort"):

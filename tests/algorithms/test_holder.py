@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.reference.papers.holder import search_gradient_noise_paper
+from tests.streams import seeded_sampler
 from torch_dpsco.accounting.calibrate import noise_multiplier
 from torch_dpsco.accounting.events import PoissonGaussian, WORGaussian
 from torch_dpsco.errors import (
@@ -23,7 +24,7 @@ from torch_dpsco.errors import (
     MissingConstantError,
     SequenceError,
 )
-from torch_dpsco.sampling import PrivateLoader, make_sampler
+from torch_dpsco.sampling import PrivateLoader
 
 DIM = 3
 BUDGET = dp.Budget(1.0, 1e-4)
@@ -275,7 +276,7 @@ def test_the_risk_bound_is_above_the_measured_excess_risk(adjacency: str) -> Non
             generator=torch.Generator().manual_seed(seed),
         )
         assert opt.param_groups[0]["lr"] == plan.lr
-        sampler = make_sampler(opt.design, steps=plan.steps, seed=seed)
+        sampler = seeded_sampler(opt.design, steps=plan.steps, seed=seed)
         train(model, opt, opt.bind(PrivateLoader(data, sampler)), loss)
         opt.finalize()
         excess.append(

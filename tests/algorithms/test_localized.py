@@ -44,7 +44,6 @@ from torch_dpsco.errors import (
 )
 
 # Seeds warn in every test here.
-pytestmark = pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")
 N = 40
 
 

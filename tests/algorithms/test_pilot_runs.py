@@ -44,7 +44,6 @@ from torch_dpsco.errors import AdjacencyError, InfeasibleError, SequenceError
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{words}:torch_dpsco.errors.UtilityWarning")
     for words in (
-        "seed= makes",
         "generator=",
         "a pilot of",
         "noise dominates",

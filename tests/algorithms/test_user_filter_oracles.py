@@ -401,7 +401,6 @@ def test_without_noise_nothing_is_promised():
         ("noise_std must be", lambda: certain(same(8), noise_std=-1.0)),
         ("steps must be", lambda: certain(same(8), steps=0)),
         ("min_items must be", lambda: certain(same(8), min_items=0)),
-        ("reach must be", lambda: certain(same(8), reach=0.5)),
         ("n must be >= 4", lambda: same(3, 2.9, 2)),
         ("ramp_end must be", lambda: same(8, 7.0, 8)),
         ("ramp_end must be", lambda: same(8, 7.0, 4)),

@@ -284,7 +284,7 @@ def test_wrong_inputs_of_phases_are_named(
             dp.UserClippedSGD,
             {"lr": 0.1, "clip": 1.0, "noise_multiplier": 1.0, "batch_size": 5, "n_users": 10},
         ),
-        (dp.UserFilteredSGD, {"lr": 0.1, "reach": 50.0}),
+        (dp.UserFilteredSGD, {"lr": 0.1}),
     ],
 )
 def test_numbers_of_a_plan_given_to_the_optimizer_are_sent_to_the_plan(

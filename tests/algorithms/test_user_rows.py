@@ -8,27 +8,32 @@ import pytest
 import torch
 
 from tests.algorithms.users import same
-from torch_dpsco.algorithms.user_oracles import UserFiltered, UserRows
+from torch_dpsco.algorithms.user_oracles import UserClipped, UserFiltered
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.rows.attach import attach
+from torch_dpsco.step.oracle import Clipped
+
+
+def unopened(n_users=3, expected=3):
+    return UserClipped(Clipped(1.0, 0.0, expected), n_users)
 
 
 def opened(n_users=6, expected=6, dim=2, dtype=torch.float32):
-    rows = UserRows(n_users, expected)
-    rows.open([torch.zeros(dim, dtype=dtype)])
-    return rows
+    oracle = unopened(n_users, expected)
+    oracle.open([torch.zeros(dim, dtype=dtype)])
+    return oracle
 
 
 def add(users, rows, ids):
-    users.add(GradBatch([DenseBlock(rows)]), torch.tensor(ids))
+    users.observe(GradBatch([DenseBlock(rows)]), torch.tensor(ids))
 
 
 def test_means_are_those_of_own_rows_in_order_of_appearance():
     users = opened()
     add(users, torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 0.0]]), [4, 0, 4])
     add(users, torch.tensor([[0.0, 1.0]]), [4])
-    means, counts = users.take()
+    means, counts = users._take()
     assert counts.tolist() == [1, 3]
     torch.testing.assert_close(means, torch.tensor([[3.0, 4.0], [2.0, 1.0]]))
 
@@ -41,7 +46,7 @@ def test_memory_grows_with_users_beyond_those_expected():
     ids = [997, 3, 3, 0, *range(100, 136)]
     for k in range(0, 40, 3):
         add(users, rows[k : k + 3], ids[k : k + 3])
-    means, counts = users.take()
+    means, counts = users._take()
     assert (len(means), sorted(counts.tolist())) == (39, [1] * 38 + [2])
     torch.testing.assert_close(means.sum(0), rows.sum(0) - (rows[1] + rows[2]) / 2)
 
@@ -56,20 +61,20 @@ def test_the_mean_of_a_user_is_the_same_to_the_last_bit_whatever_others_hold(val
     other[:10] = value
     for k in range(30):
         add(spoiled, other[k : k + 1], ids[k : k + 1])
-    assert torch.equal(plain.take()[0][1], spoiled.take()[0][1])
+    assert torch.equal(plain._take()[0][1], spoiled._take()[0][1])
 
 
 def test_a_batch_that_was_discarded_or_taken_is_forgotten():
     users = opened()
-    for forget in (users.discard, users.take, lambda: users.open([torch.zeros(2)])):
+    for forget in (users.discard, users._take, lambda: users.open([torch.zeros(2)])):
         add(users, torch.ones(1, 2), [3])
         forget()
-        assert [len(part) for part in users.take()] == [0, 0]
+        assert [len(part) for part in users._take()] == [0, 0]
 
 
 def test_rows_without_ids_are_refused():
     with pytest.raises(SequenceError, match="users must be given"):
-        opened().add(GradBatch([DenseBlock(torch.ones(1, 2))]), None)
+        opened().observe(GradBatch([DenseBlock(torch.ones(1, 2))]), None)
 
 
 @pytest.mark.parametrize(
@@ -78,15 +83,15 @@ def test_rows_without_ids_are_refused():
 def test_ids_out_of_range_are_refused(ids):
     users = opened()
     with pytest.raises(ValueError, match="users must be"):
-        users.add(GradBatch([DenseBlock(torch.ones(1, 2))]), ids)
-    assert len(users.take()[0]) == 0
+        users.observe(GradBatch([DenseBlock(torch.ones(1, 2))]), ids)
+    assert len(users._take()[0]) == 0
 
 
 def test_rows_of_another_shape_and_unopened_batches_are_refused():
     with pytest.raises(ValueError, match="those of the query"):
         add(opened(), torch.ones(1, 3), [0])
     with pytest.raises(SequenceError, match="no logical batch"):
-        UserRows(3, 3).add(GradBatch([DenseBlock(torch.ones(1, 2))]), torch.tensor([0]))
+        unopened().observe(GradBatch([DenseBlock(torch.ones(1, 2))]), torch.tensor([0]))
 
 
 def test_more_users_than_the_filter_is_for_are_refused():
@@ -112,13 +117,13 @@ def test_rows_of_a_mean_loss_are_known_and_refused_where_users_are_compared(rows
         model = attach(torch.nn.Linear(1, 1, bias=False), rows=rows, loss_reduction=reduction)
         torch.nn.init.ones_(model.weight)
         for exact in (True, False):
-            users = UserRows(3, 3, exact=exact)
+            users = UserFiltered(same(8)) if exact else unopened()
             users.open(list(model.parameters()))
             getattr((model(x) ** 2).flatten(), reduction)().backward()
             batch = GradBatch.consume(list(model.parameters()))
             assert batch.averaged is (reduction == "mean")
             if exact and batch.averaged:
                 with pytest.raises(SequenceError, match="rows must be of a sum loss"):
-                    users.add(batch, torch.arange(3))
+                    users.observe(batch, torch.arange(3))
             else:
-                users.add(batch, torch.arange(3))
+                users.observe(batch, torch.arange(3))

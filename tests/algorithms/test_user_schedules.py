@@ -151,7 +151,6 @@ def test_item_level_noise_protects_a_user_less_the_more_items_they_have():
         (lambda: pair_radius_iid(1.0, 5, 10, 0.0), "failure must be in"),
         (lambda: sketch_failure(0, 0.5, 10, 10), "sketch_dim must be an integer >= 1"),
         (lambda: sketch_failure(5, 1.0, 10, 10), "distortion must be in"),
-        (lambda: schedule(1.0, 1.0, 10, 0, 1, 0.0), "steps must be an integer >= 1"),
         (lambda: ball_marginal_cdf(0, 1.0, 0.0), "dim must be an integer >= 1"),
         (lambda: ball_marginal_cdf(1, 0.0, 0.0), "radius must be > 0"),
     ],

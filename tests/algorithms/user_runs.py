@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from tests.streams import seeded_sampler
 from torch_dpsco.accounting.designs import Full, Parts
 from torch_dpsco.algorithms.user_filtered import UserFilteredPlan, UserLocalizedPlan
 from torch_dpsco.algorithms.user_numbers import (
@@ -28,7 +29,7 @@ from torch_dpsco.algorithms.user_numbers import (
     best_ramp_end,
     calibrate_filter,
 )
-from torch_dpsco.sampling import UserLoader, make_sampler
+from torch_dpsco.sampling import UserLoader
 
 DELTA = 1e-3
 EPSILON = 4.0
@@ -92,7 +93,7 @@ class Run:
         if seed is None:
             return self.opt.loader(data, users, **{"isolation": "none"} | others)
         others.pop("isolation", None)
-        sampler = make_sampler(
+        sampler = seeded_sampler(
             self.opt.design, size=self.opt.design.n, seed=seed, steps=others.pop("steps", None)
         )
         return self.opt.bind(UserLoader(data, sampler, torch.as_tensor(users), **others))

@@ -22,8 +22,8 @@ from tests.reference.exact import Exact
 from torch_dpsco import oracles
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.algorithms.localized_numbers import LocalizedPhase, LocalizedSchedule
-from torch_dpsco.algorithms.mechanisms import ShuffleParameters
 from torch_dpsco.algorithms.user_numbers import UserFilter, calibrate_filter
+from torch_dpsco.shuffle_model import ShuffledClipped, ShuffledMedian, ShuffleParameters
 from torch_dpsco.step.oracle import MeanOracle
 
 INF = float("inf")
@@ -322,9 +322,9 @@ ROWS = [
     _row("auto", _own(_auto, _poisson, ADD), ADD, FIXED),
     # noise of all coordinates in a group of a third of the batch; of 256 bits of each record on a grid of 16
     _row("coordinatewise", _own(_coordinatewise, _disjoint), REPLACE, FIXED, "empty", louder=lambda _: 3 * 4**0.5),
-    _row("shuffled-clipped", _own(_shuffled(oracles.ShuffledClipped), _shuffle), REPLACE, FIXED, "empty quiet",
+    _row("shuffled-clipped", _own(_shuffled(ShuffledClipped), _shuffle), REPLACE, FIXED, "empty quiet",
          louder=lambda _: 6**0.5),
-    _row("shuffled-median", _own(_shuffled(oracles.ShuffledMedian, groups=3), _disjoint), REPLACE, FIXED,
+    _row("shuffled-median", _own(_shuffled(ShuffledMedian, groups=3), _disjoint), REPLACE, FIXED,
          "empty quiet", louder=lambda _: 3 * 2**0.5),
     _row("absolute", _own(_absolute, _poisson, ADD), ADD, BALL, "alike", louder=lambda oracle: 6 / oracle.clip),
     _row("phased", _own(_phased, _poisson, ADD), ADD, None, "clip alike"),

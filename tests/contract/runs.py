@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from tests.streams import seeded
+from tests.streams import seeded, seeded_sampler
 from torch_dpsco.accounting.designs import Assigned, Design, Draw, Parts
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.sampling import DesignSampler, PrivateLoader, UserLoader, make_sampler
@@ -128,7 +128,7 @@ def is_amplified(design: Design) -> bool:
 def repeatable(design: Design, size: int, steps: int, seed: int) -> DesignSampler:
     """Returns a sampler that draws as a seed says; where no seed is accepted, its secret is written into it."""
     if not is_amplified(design):
-        return make_sampler(design, size=size, steps=steps, seed=seed)
+        return seeded_sampler(design, size=size, steps=steps, seed=seed)
     sampler = make_sampler(design, size=size, steps=steps)
     key = np.random.default_rng(seed).integers(0, 256, 32, dtype=np.uint8)
     sampler.partition = replace(sampler.partition, cut=key)  # type: ignore[attr-defined]

@@ -468,7 +468,7 @@ def test_a_halt_of_a_lost_step_is_noted_before_it_is_seen(
     run.opt.state_dict()  # the threshold is known
 
     def interrupted(oracle: Any, *_: Any) -> Any:
-        oracle._test._halted = True  # below the threshold, and nobody was told
+        oracle._test.halted = True  # below the threshold, and nobody was told
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:

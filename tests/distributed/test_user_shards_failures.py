@@ -29,7 +29,7 @@ from tests.distributed.user_shards import (
 )
 from tests.processes import N, launch, layer, message, numbers, records
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE
-from torch_dpsco.algorithms.user_oracles import UserRows
+from torch_dpsco.algorithms.user_oracles import UserMean
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.sampling import RankSampler, UserLoader
@@ -105,13 +105,14 @@ def sensitivity(adjacency: str) -> float:
 
 def rows_for_users() -> Callable[[], None]:
     """Clips each record, as if it were a user's mean."""
-    add = UserRows.add
+    add = UserMean.observe
 
-    def each(self: UserRows, rows: GradBatch, users: Tensor) -> None:
-        self.n_users = 10 * N
+    def each(self: UserMean, rows: GradBatch, users: Tensor) -> None:
+        self.__dict__["n_users"] = 10 * N
+        UserMean.discard(self)
         add(self, rows, torch.arange(len(users)))
 
-    return patched(UserRows, "add", each)
+    return patched(UserMean, "observe", each)
 
 
 MUTATIONS: dict[str, Callable[[], Callable[[], None]]] = {

@@ -10,7 +10,6 @@ from opacus.accountants import RDPAccountant
 from opacus.data_loader import DPDataLoader
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 import torch_dpsco as dp
 from tests.doctor.diagnoses import diagnose, find
@@ -89,19 +88,13 @@ def test_seeds_given_to_ours_are_found():
 
     with pytest.warns(UtilityWarning, match="generator="):
         optimizer = build(torch.Generator())
-    with pytest.warns(UtilityWarning, match="seed="):
-        sampler = dp.sampling.PoissonSampler(dp.Poisson(BATCH, N), seed=1)
     dp.attach(model)
     data = regression_data()
-    loader = DataLoader(data, batch_sampler=sampler)
     assert (
         "noise"
         in find(
             dp.doctor(model, F.mse_loss, optimizer.loader(data), optimizer), "fixed-seed"
         ).evidence
-    )
-    assert (
-        "sampler" in find(dp.doctor(model, F.mse_loss, loader, build()), "fixed-seed").evidence
     )
 
 

@@ -78,7 +78,6 @@ FINE = {
     **dict.fromkeys(["copy", "count", "num_workers"], COUNT),
     "radius": "part huge inf",
     "reg": NONNEGATIVE,
-    "reach": "part",
     "seed": "zero vast",
     "partition": TEXT,
     "weights": "tuple",

@@ -18,7 +18,7 @@ from tests.doors.shared import (
 )
 from torch_dpsco.accounting import calibrate, events
 from torch_dpsco.algorithms.correlated_numbers import square_root
-from torch_dpsco.algorithms.mechanisms import VECTORS, shuffle_parameters
+from torch_dpsco.shuffle_model import VECTORS, shuffle_parameters
 
 # -- accounting ----------
 
@@ -261,15 +261,15 @@ for _name in ("ShuffledClipped", "ShuffledMedian"):
         {"groups": 5} if _name == "ShuffledMedian" else {}
     )
     simple(
-        f"dp.oracles.{_name}.calibrated",
-        getattr(dp.oracles, _name).calibrated,
+        f"dp.shuffle_model.{_name}.calibrated",
+        getattr(dp.shuffle_model, _name).calibrated,
         **_more,
         epsilon=1.0,
         delta=1e-4,
     )
 simple(
-    "dp.oracles.ShuffledClipped",
-    dp.oracles.ShuffledClipped,
+    "dp.shuffle_model.ShuffledClipped",
+    dp.shuffle_model.ShuffledClipped,
     clip=1.0,
     parameters=lambda: shuffle_parameters(VECTORS, 200, 3, 1.0, 1e-4),
     batch_size=200,

@@ -89,7 +89,7 @@ EXEMPT = {
     *(f"Accountant.{name}" for name in ("continue_from", "marked", "require_planned")),
     *("Problem.require", "errors.warn", "show.loggers.in_single"),
     *(f"oracles.{name}" for name in ("Charge", "Release", "clip_weights", "joint_norm")),
-    *(f"oracles.{name}" for name in ("ShuffledMedian", "UserFiltered")),
+    *("oracles.UserFiltered", "shuffle_model.ShuffledMedian"),
     *(f"rules.{name}" for name in ("trained", "absorb", "averaged")),
     "prox.project_on_two_balls_",
     *(

@@ -23,7 +23,7 @@ from torch import nn
 import torch_dpsco as dp
 from torch_dpsco.accounting.designs import Parts
 from torch_dpsco.algorithms.clips import QuantilePilot
-from torch_dpsco.algorithms.oracles import ShuffledClipped
+from torch_dpsco.shuffle_model import ShuffledClipped
 
 # of a few thousand flights a pilot of 5 % may draw an end of its grid, now and then
 pytestmark = [

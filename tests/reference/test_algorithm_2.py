@@ -22,9 +22,9 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.reference.papers.holder import paper_grad_bound
-from tests.streams import gaussians, seeded
+from tests.streams import gaussians, seeded, seeded_sampler
 from torch_dpsco.rules import AVERAGES as AVERAGE_POWERS
-from torch_dpsco.sampling import PrivateLoader, make_sampler
+from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.step.oracle import ClippedMean
 
 pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")  # seeds
@@ -136,7 +136,7 @@ def make(
         ),
         generator=torch.Generator().manual_seed(17),
     )
-    sampler = make_sampler(opt.design, steps=STEPS, seed=4)
+    sampler = seeded_sampler(opt.design, steps=STEPS, seed=4)
     return model, opt, opt.bind(PrivateLoader(records(name), sampler))
 
 

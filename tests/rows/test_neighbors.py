@@ -145,7 +145,7 @@ def test_ties_are_decided_by_the_two_rows_alone():
     with (
         pytest.MonkeyPatch.context() as patch
     ):  # without it, the Gram matrix is at the mercy of its rounding
-        patch.setattr(neighbors._Counter, "_decide", lambda *args: None)
+        patch.setattr(neighbors, "_decide", lambda *args: None)
         assert not verdicts_agree()
 
 
@@ -186,12 +186,6 @@ def test_subnormal_and_huge_distances_are_compared_without_overflow():
     assert counts(torch.full((3, 5), 1e-200, dtype=torch.float64), 1e60).tolist() == [3, 3, 3]
 
 
-@pytest.mark.parametrize("radius", [0.0, -1.0, math.inf, math.nan, 1e-70])
-def test_radii_out_of_range_are_refused(radius):
-    with pytest.raises(ValueError, match="radius must be in"):
-        counts(torch.zeros(2, 1), radius)
-
-
 class LargestTensor(TorchDispatchMode):
     """Remembers the largest tensor that any operation returned."""
 
@@ -201,8 +195,16 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
+        known = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in args
+            if isinstance(tensor, torch.Tensor)
+        }
         for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(tensor, torch.Tensor) and tensor._base is None:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.untyped_storage().data_ptr() not in known
+            ):
                 self.numel = max(self.numel, tensor.numel())
         return out
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import torch_dpsco as dp
+from tests.streams import seeded_sampler
 from tests.test_mutations import assert_caught
 from torch_dpsco.accounting.designs import AssignedParts
 from torch_dpsco.errors import SequenceError, UnitError, UnknownSamplerError
@@ -28,7 +29,6 @@ from torch_dpsco.sampling.one_pass import (
     partition_name,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")
 FALSE_ALARM = 1e-6
 PARTS = dp.Parts(
     ((dp.Full(8), 2), (dp.Disjoint(3, 7), 3), (dp.Poisson(2, 4), 3), (dp.Fixed(2, 3), 2)), 24
@@ -42,7 +42,7 @@ def drawn(sampler: Any) -> list[tuple[str, str, list[int]]]:
 
 
 def partition_of(design: Any) -> Partition:
-    sampler = make_sampler(design, seed=1)
+    sampler = seeded_sampler(design, seed=1)
     next(sampler.draws())
     return sampler.partition
 
@@ -58,7 +58,7 @@ def used(draws: list[tuple[str, str, list[int]]]) -> dict[str, set[int]]:
 @pytest.mark.parametrize("design", DESIGNS, ids=lambda design: type(design).__name__)
 def test_parts_are_disjoint_and_each_draw_holds_a_record_once(design: Any) -> None:
     for seed in range(20):
-        draws = drawn(make_sampler(design, seed=seed))
+        draws = drawn(seeded_sampler(design, seed=seed))
         assert len(draws) == design.steps_per_epoch
         assert len({name for name, _, _ in draws}) == 1
         members = used(draws)
@@ -70,13 +70,15 @@ def test_parts_are_disjoint_and_each_draw_holds_a_record_once(design: Any) -> No
     "design", [dp.Disjoint(5, 24), dp.Assigned(5, 24)], ids=lambda design: type(design).__name__
 )
 def test_one_pass_uses_every_record_once(design: Any) -> None:
-    counts = Counter(i for _, _, indices in drawn(make_sampler(design, seed=3)) for i in indices)
+    counts = Counter(
+        i for _, _, indices in drawn(seeded_sampler(design, seed=3)) for i in indices
+    )
     assert counts == Counter(range(24))
 
 
 def test_disjoint_batches_have_their_public_sizes_and_phases_all_of_their_records() -> None:
     assert [
-        len(indices) for _, _, indices in drawn(make_sampler(dp.Disjoint(5, 24), seed=3))
+        len(indices) for _, _, indices in drawn(seeded_sampler(dp.Disjoint(5, 24), seed=3))
     ] == [
         5,
         5,
@@ -84,7 +86,7 @@ def test_disjoint_batches_have_their_public_sizes_and_phases_all_of_their_record
         5,
         4,
     ]
-    draws = drawn(make_sampler(PARTS, seed=3))
+    draws = drawn(seeded_sampler(PARTS, seed=3))
     assert [part for _, part, _ in draws] == [
         "0",
         "0",
@@ -136,8 +138,8 @@ def test_more_draws_than_are_left_are_refused(design: Any) -> None:
 @settings(derandomize=True, max_examples=30)
 @given(stops=st.lists(st.integers(0, 4), max_size=4).map(sorted), seed=st.integers(0, 99))
 def test_resumed_pieces_are_the_whole(design: Any, stops: list[int], seed: int) -> None:
-    whole = drawn(make_sampler(design, seed=seed))
-    sampler, pieces = make_sampler(design, seed=seed), []
+    whole = drawn(seeded_sampler(design, seed=seed))
+    sampler, pieces = seeded_sampler(design, seed=seed), []
     for stop in stops:
         for draw, indices in sampler.draws():
             if len(pieces) == stop:
@@ -148,8 +150,8 @@ def test_resumed_pieces_are_the_whole(design: Any, stops: list[int], seed: int) 
 
 
 def test_resumed_phases_keep_their_records() -> None:
-    whole = drawn(make_sampler(PARTS, seed=4))
-    first = make_sampler(PARTS, seed=4, steps=6)
+    whole = drawn(seeded_sampler(PARTS, seed=4))
+    first = seeded_sampler(PARTS, seed=4, steps=6)
     started = drawn(first)
     rest = drawn(make_sampler(PARTS, resume=replace(first.partition, made=6)))
     assert [part for _, part, _ in started + rest] == [part for _, part, _ in whole]
@@ -163,12 +165,12 @@ def test_resumed_phases_keep_their_records() -> None:
 def test_partitions_of_different_cuts_have_different_names() -> None:
     names = set()
     made = [
-        make_sampler(design, seed=seed)
+        seeded_sampler(design, seed=seed)
         for design in (*DESIGNS, dp.Disjoint(4, 24))
         for seed in range(5)
     ]
     other = dp.Parts((*PARTS.parts[:3], (dp.Fixed(1, 3), 2)), 24)  # the same cut in other parts
-    made += [make_sampler(other, seed=seed) for seed in range(5)]
+    made += [seeded_sampler(other, seed=seed) for seed in range(5)]
     for sampler in made:
         names |= {name for name, _, _ in drawn(sampler)}
     assert len(names) == 30
@@ -176,7 +178,7 @@ def test_partitions_of_different_cuts_have_different_names() -> None:
 
 def test_the_name_of_a_resumed_partition_is_the_first_one() -> None:
     for design in DESIGNS:
-        first = make_sampler(design, seed=1)
+        first = seeded_sampler(design, seed=1)
         name = drawn(first)[0][0]
         kept = replace(first.partition, cut=first.partition.cut.copy(), made=1)
         assert (
@@ -229,7 +231,7 @@ def test_assigned_batches_are_drawn_of_any_number_of_records(size: int) -> None:
 def test_a_record_that_is_removed_moves_no_other_one() -> None:
     """The keys of a seed are drawn one after another: those of the records before the last stay."""
     with_it, without = (
-        drawn(make_sampler(dp.Assigned(5, 24), size=size, seed=8)) for size in (24, 23)
+        drawn(seeded_sampler(dp.Assigned(5, 24), size=size, seed=8)) for size in (24, 23)
     )
     for (_, _, more), (_, _, less) in zip(with_it, without, strict=True):
         assert [i for i in more if i != 23] == less
@@ -237,13 +239,13 @@ def test_a_record_that_is_removed_moves_no_other_one() -> None:
 
 def test_a_record_less_moves_no_other_to_another_part() -> None:
     design = AssignedParts(((dp.Full(8), 1), (dp.Assigned(4, 16), 4)), 24)
-    with_it, without = (drawn(make_sampler(design, size=size, seed=8)) for size in (24, 23))
+    with_it, without = (drawn(seeded_sampler(design, size=size, seed=8)) for size in (24, 23))
     for (_, part, more), (_, same, less) in zip(with_it, without, strict=True):
         assert part == same
         assert [i for i in more if i != 23] == less
     members = (
-        used(drawn(make_sampler(KEYED, size=23, seed=8))),
-        used(drawn(make_sampler(KEYED, size=24, seed=8))),
+        used(drawn(seeded_sampler(KEYED, size=23, seed=8))),
+        used(drawn(seeded_sampler(KEYED, size=24, seed=8))),
     )
     first = [{i for part, own in side.items() if part == "0" for i in own} for side in members]
     assert first[0] == first[1] - {23}
@@ -263,7 +265,7 @@ def test_records_are_assigned_to_parts_as_often_as_their_sizes_say() -> None:
         np.zeros((24, 4)),
     )
     for seed in range(1500):
-        for k, (_, _, indices) in enumerate(drawn(make_sampler(design, seed=seed))):
+        for k, (_, _, indices) in enumerate(drawn(seeded_sampler(design, seed=seed))):
             counts[indices, k] += 1
     assert counts.sum(axis=1).tolist() == [1500] * 24
     assert ((counts - 375) ** 2 / 375).sum() < stats.chi2.isf(FALSE_ALARM, 24 * 3)
@@ -274,7 +276,7 @@ def test_every_record_is_in_every_part_equally_often() -> None:
     for design in (dp.Disjoint(6, 24), dp.Assigned(6, 24)):
         counts = np.zeros((24, 4))
         for seed in range(1500):
-            for k, (_, _, indices) in enumerate(drawn(make_sampler(design, seed=seed))):
+            for k, (_, _, indices) in enumerate(drawn(seeded_sampler(design, seed=seed))):
                 counts[indices, k] += 1
         # rows are independent of each other up to the fixed sizes of Disjoint, which only lower the statistic
         statistic = ((counts - 375) ** 2 / 375).sum()
@@ -288,7 +290,7 @@ def test_assigned_records_are_independent_of_each_other() -> None:
         part = {
             i: k
             for k, (_, _, indices) in enumerate(
-                drawn(make_sampler(dp.Assigned(6, 24), seed=seed))
+                drawn(seeded_sampler(dp.Assigned(6, 24), seed=seed))
             )
             for i in indices
         }
@@ -345,9 +347,8 @@ def test_each_pass_has_draws_of_its_own() -> None:
         assert_caught(check_that_passes_are_independent, mutation)
 
 
-def test_a_pass_goes_on_at_any_of_its_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches are the same wherever a sampler begins; draws are made in blocks."""
-    monkeypatch.setattr(one_pass, "_BLOCK", 100)
+def test_a_pass_goes_on_at_any_of_its_batches() -> None:
+    """Batches are the same wherever a sampler begins."""
     whole = make_sampler(dp.Assigned(50, 1000, passes=2), size=1003, steps=40)
     expected = drawn(whole)
     for made in (0, 7, 19):
@@ -358,7 +359,6 @@ def test_a_pass_goes_on_at_any_of_its_batches(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_draws_of_a_key_are_those_of_every_version() -> None:
     """A run may be resumed by a later version, which must find each record in its batch."""
-    assert one_pass._BLOCK == 2**20
     sampler = AssignedSampler(dp.Assigned(6, 24, passes=2), steps=8)
     sampler.partition = replace(sampler.partition, cut=np.arange(32, dtype=np.uint8))
     first, second = picked(sampler)
@@ -443,7 +443,7 @@ def test_iterations_are_passes_and_go_on_where_steps_have_stopped() -> None:
 def test_records_of_one_disjoint_batch_are_a_uniform_subset() -> None:
     subsets = Counter()
     for seed in range(3000):
-        subsets[frozenset(drawn(make_sampler(dp.Disjoint(2, 6), seed=seed))[1][2])] += 1
+        subsets[frozenset(drawn(seeded_sampler(dp.Disjoint(2, 6), seed=seed))[1][2])] += 1
     assert len(subsets) == 15
     assert uniform(np.array(list(subsets.values()))) > FALSE_ALARM
     assert np.std(list(subsets.values())) > 2  # not drawn round robin
@@ -453,6 +453,6 @@ def test_poisson_draws_of_a_phase_have_their_rate() -> None:
     design = dp.Parts(((dp.Full(4), 1), (dp.Poisson(2, 8), 50)), 12)
     hits = trials = 0
     for seed in range(40):
-        for _, part, indices in drawn(make_sampler(design, seed=seed)):
+        for _, part, indices in drawn(seeded_sampler(design, seed=seed)):
             hits, trials = hits + (part == "1") * len(indices), trials + (part == "1") * 8
     assert stats.binomtest(hits, trials, 0.25).pvalue > FALSE_ALARM

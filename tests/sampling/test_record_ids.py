@@ -253,13 +253,9 @@ def test_ids_need_secret_draws() -> None:
     with pytest.raises(UnknownSamplerError, match="ids need secret draws"):
         AssignedSampler(plain, ids=IDS)
     with pytest.raises(UnknownSamplerError, match="ids need secret draws"):
-        AssignedSampler(Assigned(6, N), ids=IDS, seed=1)
-    with pytest.raises(UnknownSamplerError, match="ids need secret draws"):
         built(amplification=False)[1].loader(DATA, ids=IDS)
     with pytest.raises(UnknownSamplerError, match="design must be Assigned"):
         one_pass.make_sampler(dp.Poisson(6, N), ids=IDS)
-    with pytest.raises(UnitError, match="ids must be unique"):
-        one_pass.make_sampler(dp.Poisson(6, N), ids=[*IDS[1:], IDS[1]])
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------

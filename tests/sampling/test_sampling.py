@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
+from tests.streams import Picked, seeded_sampler
 from torch_dpsco.accounting.designs import (
     Design,
     Disjoint,
@@ -26,8 +26,8 @@ from torch_dpsco.accounting.designs import (
     Undeclared,
 )
 from torch_dpsco.accounting.events import clipped_gaussian
-from torch_dpsco.errors import SequenceError, UnitError, UnknownSamplerError, UtilityWarning
-from torch_dpsco.noise import Repeatable, Stream
+from torch_dpsco.errors import SequenceError, UnitError, UnknownSamplerError
+from torch_dpsco.noise import Stream
 from torch_dpsco.sampling import (
     Chunk,
     DesignSampler,
@@ -71,9 +71,7 @@ class Dicts(Tuples):
 
 
 def seeded(design: Design, **options: Any) -> DesignSampler:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UtilityWarning)
-        return make_sampler(design, seed=1, **options)
+    return seeded_sampler(design, seed=1, **options)
 
 
 def used(loader: Any, sampler: DesignSampler) -> Iterator[tuple[Any, Chunk]]:
@@ -152,7 +150,7 @@ def test_batches_are_drawn_at_the_rate_that_is_charged(monkeypatch):
     ("size", "rate"), [(0, 0.5), (0, 1.0), (1, 1.0), (7, 1.0), (10**7, 1e-7), (5, 1e-300)]
 )
 def test_drawn_positions_are_distinct_sorted_and_in_range(size, rate):
-    rng = Repeatable(np.random.default_rng(0))
+    rng = Picked(np.random.default_rng(0))
     for _ in range(20):
         drawn = poisson_positions(size, rate, rng)
         assert drawn.dtype == np.int64
@@ -285,12 +283,7 @@ def test_a_copy_draws_other_batches_and_logs_for_itself(duplicate):
     assert positions(twin) != positions(sampler)
 
 
-def test_a_seed_repeats_the_batches_and_warns():
-    drawn = []
-    for _ in range(2):
-        with pytest.warns(UtilityWarning, match="seed= makes the batches repeatable"):
-            drawn.append(positions(make_sampler(Poisson(50, 1000), seed=3)))
-    assert drawn[0] == drawn[1]
+def test_batches_are_drawn_anew_each_time():
     assert positions(make_sampler(Poisson(50, 1000))) != positions(
         make_sampler(Poisson(50, 1000))
     )

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import torch_dpsco as dp
 from tests.algorithms import user_runs as runs
+from tests.streams import seeded_sampler
 from torch_dpsco.errors import PrivacyError, SequenceError, UnitError
 from torch_dpsco.sampling import (
     PrivateLoader,
@@ -22,7 +23,6 @@ from torch_dpsco.sampling import (
 )
 
 # Seeds warn in every test here.
-pytestmark = pytest.mark.filterwarnings("ignore:seed= makes:torch_dpsco.errors.UtilityWarning")
 IDS = torch.tensor([3, 0, 3, 1, 5, 3, 0])  # users 2, 4 have no rows
 ROWS = TensorDataset(torch.arange(7.0)[:, None], torch.arange(7))
 
@@ -35,7 +35,7 @@ def made(
 ) -> UserLoader:
     data = TensorDataset(torch.arange(float(len(ids)))[:, None], torch.arange(len(ids)))
     return UserLoader(
-        data, make_sampler(design, size=design.n, steps=steps, seed=3), ids, **more
+        data, seeded_sampler(design, size=design.n, steps=steps, seed=3), ids, **more
     )
 
 
@@ -110,7 +110,7 @@ def test_chunks_of_any_size_hold_the_rows_of_the_whole_draw(
 @pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_other_data_sets_and_workers_deliver_the_same_rows_and_ids(workers: int) -> None:
-    sampler = make_sampler(dp.Poisson(2, 6), size=6, steps=12, seed=3)
+    sampler = seeded_sampler(dp.Poisson(2, 6), size=6, steps=12, seed=3)
     loader = UserLoader(Numbers(), sampler, IDS, physical_batch_size=2, num_workers=workers)
     assert taken(loader) == taken(made(dp.Poisson(2, 6), steps=12, physical_batch_size=2))
 

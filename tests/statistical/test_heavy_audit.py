@@ -22,9 +22,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from tests.streams import seeded_sampler
 from torch_dpsco.audits import Audit
 from torch_dpsco.rows import DenseBlock, GradBatch
-from torch_dpsco.sampling import PrivateLoader, make_sampler
+from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.step.oracle import ClippedMean
 
 pytestmark = pytest.mark.filterwarnings(
@@ -74,7 +75,7 @@ def audit(make: Callable[..., dp.PrivateOptimizer], adjacency: str) -> Audit:
     noise, claims = torch.Generator().manual_seed(5), []
     layer = dp.attach(nn.Linear(1, 1, bias=False), loss_reduction="sum")
     prepared = make(layer.parameters(), adjacency, noise)
-    draws = list(make_sampler(prepared.design, size=N, seed=SEED).draws())
+    draws = list(seeded_sampler(prepared.design, size=N, seed=SEED).draws())
     hits = [k for k, (_, indices) in enumerate(draws) if 0 in indices]
     assert hits, "record 0 must train"
     del prepared
@@ -83,7 +84,7 @@ def audit(make: Callable[..., dp.PrivateOptimizer], adjacency: str) -> Audit:
         model = dp.attach(nn.Linear(1, 1, bias=False), loss_reduction="sum")
         opt = make(model.parameters(), adjacency, noise)
         sampler, seen = (
-            make_sampler(opt.design, size=len(data), steps=hits[-1] + 1, seed=SEED),
+            seeded_sampler(opt.design, size=len(data), steps=hits[-1] + 1, seed=SEED),
             0.0,
         )
         for k, (x,) in enumerate(opt.bind(PrivateLoader(data, sampler))):

@@ -17,10 +17,10 @@ import numpy.typing as npt
 import pytest
 from scipy import stats
 
+from tests.streams import Picked, seeded_sampler
 from torch_dpsco.accounting.designs import Design, Fixed, Poisson, Shuffled
 from torch_dpsco.errors import UtilityWarning
-from torch_dpsco.noise import Repeatable
-from torch_dpsco.sampling import make_sampler, poisson_positions
+from torch_dpsco.sampling import poisson_positions
 
 FALSE_ALARM = 1e-6
 N, B, DRAWS = 40, 8, 20_000
@@ -32,7 +32,7 @@ Batch = npt.NDArray[np.int64]
 def batches(design: Design, draws: int, seed: int = 0) -> list[Batch]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UtilityWarning)
-        sampler = make_sampler(design, steps=draws, seed=seed)
+        sampler = seeded_sampler(design, steps=draws, seed=seed)
     return [indices for _, indices in sampler.draws()]
 
 
@@ -193,7 +193,7 @@ def test_every_subset_has_the_probability_of_independent_coin_tosses(n, batch_si
 def test_tiny_rates_on_ten_million_records_are_exact():
     """Totals (binomial), positions (uniform) and the first position (geometric); false-alarm rate 1e-6 in all."""
     n, rate, draws = 10**7, 2e-6, 3000
-    rng = Repeatable(np.random.default_rng(7))
+    rng = Picked(np.random.default_rng(7))
     drawn = [poisson_positions(n, rate, rng) for _ in range(draws)]
     total = sum(map(len, drawn))
     tails = stats.binom.cdf(total, n * draws, rate), stats.binom.sf(total - 1, n * draws, rate)

@@ -13,6 +13,7 @@ from dp_accounting.rdp import RdpAccountant
 from scipy import stats
 
 import torch_dpsco as dp
+from tests.streams import Picked
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.events import ADD_REMOVE, ADJACENCIES, REPLACE_ONE
 from torch_dpsco.errors import (
@@ -24,7 +25,6 @@ from torch_dpsco.errors import (
     UnitError,
 )
 from torch_dpsco.estimators import LinearSVC, LogisticRegression, Ridge, SoftmaxRegression
-from torch_dpsco.noise import Repeatable
 from torch_dpsco.statistics import scores
 from torch_dpsco.statistics import search as module
 from torch_dpsco.statistics.search import PrivateSearch, draw_count
@@ -109,7 +109,7 @@ def test_objective_perturbation_is_counted_by_its_curve():
 def test_the_number_of_trials_has_its_law():
     """Binomial tails of each number; false alarm below 1e-6 in all."""
     gamma, draws = 0.3, 4000
-    source = Repeatable(np.random.default_rng(0))
+    source = Picked(np.random.default_rng(0))
     found = np.array([draw_count(gamma, source) for _ in range(draws)])
     counts = np.arange(1, 12)
     weights = (1 - gamma) ** (counts - 1) * gamma

@@ -12,6 +12,7 @@ import pytest
 from scipy import stats
 
 import torch_dpsco as dp
+from tests.streams import Picked
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.report import HELD
 from torch_dpsco.errors import BudgetExceeded, ConditionError, PrivacyError, UnitError
@@ -50,7 +51,7 @@ def made(schema: Schema = SCHEMA, budget: dp.Budget | None = None, **more: Any) 
 
 
 def source(seed: int) -> Repeatable:
-    return Repeatable(np.random.default_rng(seed))
+    return Picked(np.random.default_rng(seed))
 
 
 def test_where_the_number_of_units_is_public_so_is_that_of_each_part():

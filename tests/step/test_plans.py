@@ -155,9 +155,7 @@ MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
     ),
     "UserFilteredSGD, noise": (
         dp.UserFilteredSGD,
-        lambda: user_runs.filtered_plan(
-            filtered_users()().filter, 0.1, average="last", reach=50.0
-        ),
+        lambda: user_runs.filtered_plan(filtered_users()().filter, 0.1, average="last"),
     ),
     "LocalizedUserSGD": (dp.LocalizedUserSGD, localized_users()),
     "LocalizedUserSGD, noise": (

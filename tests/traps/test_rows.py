@@ -239,8 +239,6 @@ def test_t12_seeding_torch_repeats_neither_noise_nor_batches(rows: str) -> None:
         dp.HolderSGD(
             model.parameters(), dp.HolderSGD.plan(lr=1.0, **kind), generator=torch.Generator()
         )
-    with pytest.warns(UtilityWarning, match="seed= makes the batches repeatable"):
-        dp.sampling.PoissonSampler(dp.Poisson(10, 20), seed=0)
 
 
 # -- T15 --------------------------------------------------------------------------------------------------------------

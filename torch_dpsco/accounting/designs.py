@@ -579,14 +579,6 @@ class Parts(Design):
         """Whether who is in which batch of a part must be secret."""
         return any(design.secret for design, _ in self.parts)
 
-    def without_amplification(self) -> Parts:
-        """Returns the same parts, in which the draws of batches count as known; raises ValueError for many passes."""
-        known = [
-            (replace(d, amplification=False) if isinstance(d, Assigned) else d, k)
-            for d, k in self.parts
-        ]
-        return replace(self, parts=tuple(known))
-
     def covers(self, base: BaseEvent, draw: Draw) -> int:
         """Returns how many draws of a pass inside of a part are left, where it is charged as a whole."""
         part, left = self._locate(draw.index)

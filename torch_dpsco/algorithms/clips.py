@@ -32,7 +32,6 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.rounding import exact_grid, with_grid
 from torch_dpsco.accounting.events import (
     ADJACENCIES,
-    CLIP_UNITS,
     Adjacency,
     Pure,
     clipped_gaussian,
@@ -246,19 +245,13 @@ def adaptive_clip_update(clip: float, fraction: float, target: float, lr: float 
         target: quantile to be reached, in [0, 1].
         lr: > 0.
 
-    Raises:
-        ValueError: an argument is out of range.
-
     Source: Andrew, Thakkar, McMahan and Ramaswamy 2021; docs/proofs/heavy_tailed.md#adaptive-clip.
 
     Example:
         >>> round(adaptive_clip_update(1.0, fraction=0.9, target=0.5), 4)
         0.9231
     """
-    off = check.finite(fraction=fraction) - check.between(0.0, 1.0, target=target)
-    return check.positive(clip=clip) * math.exp(
-        min(-check.positive(lr=lr) * off, 709.0)
-    )  # exp(710) would raise
+    return clip * math.exp(min(lr * (target - fraction), 709.0))  # exp(710) would raise
 
 
 def pilot_size(n: int) -> int:
@@ -417,8 +410,7 @@ class HolderClipped(ClippedMean):
             min(1.0, self._reach)
         )  # repr leaves exact_grad_bound out
         own = {"problem": repr(self.problem), "grad_bound": at_one}
-        own |= {} if self.clip_share == 1 else {"clip_share": self.clip_share}
-        return self._named("noise", "noise_multiplier", "radius", **own)
+        return self._named("noise", "noise_multiplier", "radius", "clip_share", **own)
 
 
 _RAMP = 0.25  # width of the ramp around the clip, in units of the clip
@@ -558,9 +550,10 @@ class AdaptiveClipped(ClippedMean):
         """Returns the threshold that releases so far have led to."""
         return self._current
 
-    def count_sensitivity(self, adjacency: Adjacency) -> float:
-        """Returns how far the sum of votes can move: u per row, and rounding."""
-        return CLIP_UNITS[adjacency] * with_grid(self._unit + self._count_error, self._exact)
+    @property
+    def count_sensitivity(self) -> float:
+        """How far the sum of votes can move with a record more or less: u per row, and rounding."""
+        return with_grid(self._unit + self._count_error, self._exact)
 
     def use_exact_noise(self) -> None:
         """Draws the noise of means and votes in integers; see `MeanOracle.use_exact_noise`."""
@@ -597,9 +590,9 @@ class AdaptiveClipped(ClippedMean):
         total = self._sum
         answer = super().release(generator)  # ends the batch
         # PRIVACY: scaled to the sensitivity, rounding included (test_the_votes_have_their_noise)
-        std = self.count_noise / self._unit * self.count_sensitivity("zero_out")
+        std = self.count_noise / self._unit * self.count_sensitivity
         if self._exact:
-            votes_grid = exact_grid(std, self.count_sensitivity("zero_out"), 1)
+            votes_grid = exact_grid(std, self.count_sensitivity, 1)
             total = float(
                 release_on_grid(
                     torch.tensor([total], dtype=torch.float64), votes_grid, generator
@@ -624,9 +617,8 @@ class AdaptiveClipped(ClippedMean):
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
-        first = {"first": self.first} if self.first else {}
         return self._named(
-            "clip0", "noise_multiplier", "target", "count_noise", clip_lr=self.lr, **first
+            "clip0", "noise_multiplier", "target", "count_noise", "first", clip_lr=self.lr
         )
 
 

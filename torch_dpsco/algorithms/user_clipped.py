@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 from torch import nn
 
 from torch_dpsco import _validate as check
-from torch_dpsco._validate import check_fields
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Design, Full
 from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency
@@ -45,38 +44,6 @@ _TARGET = 0.1  # and quantile
 _VOTES = 0.02  # and share of the squared budget
 
 
-@dataclass(frozen=True)
-class ClipSearch:
-    """How a clip follows a low quantile of the lengths of users' gradients: `oracles.AdaptiveClipped`.
-
-    Args:
-        target: quantile.
-        count_noise: noise std of the votes.
-        lr: of the logarithm of the clip.
-        first: lr is at least first/(t + 1) in step t.
-    """
-
-    target: float
-    count_noise: float
-    lr: float
-    first: float
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    @classmethod
-    def within(cls, noise_multiplier: float, batch_size: int) -> ClipSearch:
-        """Returns a search that takes 2 % of the squared budget of each step.
-
-        Args:
-            noise_multiplier: of mean and votes together.
-            batch_size: expected number of users of a batch.
-        """
-        count_noise = (1.0 - _TARGET) * noise_multiplier / math.sqrt(_VOTES)
-        spread = count_noise / batch_size  # of the noise on the share of users below the clip
-        return cls(_TARGET, count_noise, min(0.2, 0.1 / spread), min(1.0, 1.0 / spread))
-
-
 @dataclass(frozen=True, kw_only=True)
 class UserPlan(StepPlan):
     """Public numbers of a run that protects users.
@@ -87,10 +54,6 @@ class UserPlan(StepPlan):
 
     unit: ClassVar[str] = "user"
     min_items: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check.positive_count(min_items=self.min_items)
 
     @property
     def assumed(self) -> str:
@@ -107,28 +70,30 @@ class UserClippedPlan(UserPlan):
         clip: of a user's mean gradient; the first one of a search.
         noise_multiplier: noise std on the sum over users over the clip; of a search that of a whole step, in which sum
             and votes are released together.
-        search: how the clip is found; None keeps it. With a search, means are divided by the clip: lr is in its units.
+        search: whether the clip follows a low quantile of the lengths of users' gradients (`oracles.AdaptiveClipped`);
+            then means are divided by the clip: lr is in its units.
     """
 
     clip: float
     noise_multiplier: float
-    search: ClipSearch | None = None
-
-    values: ClassVar[tuple[type, ...]] = (ClipSearch,)
+    search: bool = False
 
     def oracle(self, prox: Prox) -> UserClipped:
         """Returns a new oracle with the plan's numbers."""
         clipping: ClippedMean = Clipped(self.clip, self.noise_multiplier, self.batch_size)
-        if self.search is not None:
-            own = self.search
+        if self.search:
+            count_noise = (1.0 - _TARGET) * self.noise_multiplier / math.sqrt(_VOTES)
+            spread = (
+                count_noise / self.batch_size
+            )  # of the noise on the share of users below the clip
             clipping = AdaptiveClipped(
                 self.clip,
                 None,
                 self.batch_size,
-                own.target,
-                lr=own.lr,
-                first=own.first,
-                count_noise=own.count_noise,
+                _TARGET,
+                lr=0.1 / max(0.5, spread),
+                first=1.0 / max(1.0, spread),
+                count_noise=count_noise,
                 total_noise_multiplier=self.noise_multiplier,
             )
         return UserClipped(clipping, self.n, min_items=self.min_items)
@@ -141,7 +106,7 @@ class UserClippedPlan(UserPlan):
         """Yields what is to be said beside the promise."""
         yield from super().lines()
         share = self.noise_multiplier / self.batch_size
-        if self.search is None:
+        if not self.search:
             yield noise_on_mean(share, self.clip)
         else:
             yield (
@@ -155,7 +120,7 @@ class UserClippedPlan(UserPlan):
                 "clip",
                 (
                     f"found in the run, for {_VOTES:.0%} of its squared budget: from {self.clip:g}"
-                    f" on it follows the {self.search.target:g} quantile of the lengths of users'"
+                    f" on it follows the {_TARGET:g} quantile of the lengths of users'"
                     " mean gradients; a user should have some ten rows"
                 ),
             )
@@ -287,12 +252,12 @@ class UserClippedSGD(PlannedOptimizer):
             secure=secure,
             clip=_START if clip is None else units,
             noise_multiplier=noise,
-            search=ClipSearch.within(noise, draws.design.batch_size) if clip is None else None,
+            search=clip is None,
             min_items=min_items,
         )
 
     def _move(self, params: list[nn.Parameter], release: Release, phase: Phase, k: int) -> None:
-        if self._plan.search is not None:  # the clip is a release as well
+        if self._plan.search:  # the clip is a release as well
             clip = self.oracle.metrics()["clip"]
             release = release._replace(mean=[mean.div_(clip) for mean in release.mean])
         super()._move(params, release, phase, k)

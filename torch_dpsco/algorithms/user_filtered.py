@@ -64,24 +64,26 @@ class FilterPlan(UserPlan):
     """Public numbers of a run on filtered means of users.
 
     Args:
-        reach: users farther than reach * pair_radius from 0 are isolated.
         risk_bound: on the expected excess risk of the answer; None where no theorem chose the step size.
     """
 
     values: ClassVar[tuple[type, ...]] = (UserFilter, UserPhase)
-    reach: float = 1000.0
     risk_bound: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check.between(1.0, 1e6, reach=self.reach)
 
     def filtered(self, filter: UserFilter) -> UserFiltered:
         """Returns the oracle of a filter."""
-        return UserFiltered(filter, reach=self.reach, min_items=self.min_items, ids=self.n)
+        return UserFiltered(filter, min_items=self.min_items, ids=self.n)
 
-    def ending(self) -> Iterator[tuple[str, str]]:
-        """Yields the last lines of the table."""
+    def ending(self, stops: str, *filters: UserFilter) -> Iterator[tuple[str, str]]:
+        """Yields the last lines of the table: what ends where users disagree in one of the filters, and the promise."""
+        worst = max(filter.halt_probability() for filter in filters)
+        yield (
+            "tests",
+            (
+                f"{stops} ends early if users disagree, which has probability at most {worst:.2g} if"
+                " they agree as guessed; each step compares all pairs of users"
+            ),
+        )
         yield "assumed", self.assumed
         if self.risk_bound is not None:
             yield (
@@ -108,8 +110,7 @@ class UserFilteredPlan(FilterPlan):
         """Yields what is to be said beside the promise."""
         yield from super().lines()
         yield "noise", near(self.filter)
-        yield "tests", disagreement("the run", self.filter.halt_probability())
-        yield from self.ending()
+        yield from self.ending("the run", self.filter)
 
 
 class UserFilteredSGD(PlannedOptimizer):
@@ -165,7 +166,6 @@ class UserFilteredSGD(PlannedOptimizer):
         distance: float | None = None,
         score_share: float = 0.99,
         halt_probability: float = 0.01,
-        reach: float = 1000.0,
         average: str = "uniform",
         dim: Any = None,
     ) -> UserFilteredPlan:
@@ -183,7 +183,6 @@ class UserFilteredSGD(PlannedOptimizer):
             distance: bound on |w_0 - w*|; default the diameter of the problem's ball.
             score_share: public guess of the score of honest users over n_users, see `calibrate_filter`.
             halt_probability: see there.
-            reach: users farther than reach * pair_radius from 0 are isolated.
             average: "uniform" (as in the theorem), "last" or "weighted".
             dim: number of parameters, or the model; needed to choose lr or steps, and for a warning where noise buries
                 the signal.
@@ -229,7 +228,6 @@ class UserFilteredSGD(PlannedOptimizer):
             radius=math.inf if problem is None else problem.radius,
             average=average,
             min_items=min_items,
-            reach=reach,
             risk_bound=risk_bound,
             filter=made,
         )
@@ -314,9 +312,7 @@ class UserLocalizedPlan(FilterPlan):
         for k, phase in enumerate(self.phases, 1):
             steps = f"{phase.filter.steps} steps of size {phase.lr:.3g}"
             yield f"phase {k}", f"{steps}, noise of {near(phase.filter)}"
-        worst = max(phase.filter.halt_probability() for phase in self.phases)
-        yield "tests", disagreement("a phase", worst)
-        yield from self.ending()
+        yield from self.ending("a phase", *(phase.filter for phase in self.phases))
 
 
 class LocalizedUserSGD(PlannedOptimizer):
@@ -364,7 +360,6 @@ class LocalizedUserSGD(PlannedOptimizer):
         distance: float | None = None,
         score_share: float = 0.99,
         halt_probability: float = 0.01,
-        reach: float = 1000.0,
         dim: Any = None,
     ) -> UserLocalizedPlan:
         """Returns the phases, as many as are provably private, before anything is spent.
@@ -381,7 +376,6 @@ class LocalizedUserSGD(PlannedOptimizer):
             distance: bound on |w_0 - w*|; default the diameter of the problem's ball (2 lipschitz / convexity caps it).
             score_share: public guess of the score over the users of a phase.
             halt_probability: of each phase.
-            reach: users farther than reach * pair_radius from 0 are isolated.
             dim: number of parameters, or the model.
 
         Raises:
@@ -402,7 +396,7 @@ class LocalizedUserSGD(PlannedOptimizer):
             strong_convexity=convexity,
             radius=2 * problem.radius if distance is None else check.positive(distance=distance),
             pair_radius=pair_radius,
-            score_share=check.between(0.0, 1.0, score_share=score_share),
+            score_share=score_share,
             halt_probability=check.open_interval(0.0, 1.0, halt_probability=halt_probability),
             max_steps=check.positive_count(max_steps=max_steps),
         ).planned(phases)
@@ -420,7 +414,6 @@ class LocalizedUserSGD(PlannedOptimizer):
             average="uniform",
             reg=reg,
             min_items=min_items,
-            reach=reach,
             risk_bound=made[-1].bound,
             phases=made,
         )
@@ -446,19 +439,6 @@ def near(plan: UserFilter) -> str:
     return (
         f"std {plan.noise_std:.3g} per coordinate of the mean of users within"
         f" {plan.pair_radius:.3g} of each other"
-    )
-
-
-def disagreement(stops: str, risk: float) -> str:
-    """Returns in words what happens where the users of a step disagree.
-
-    Args:
-        stops: what ends then.
-        risk: bound on the probability of that among users who agree as guessed.
-    """
-    return (
-        f"{stops} ends early if users disagree, which has probability at most {risk:.2g} if they"
-        " agree as guessed; each step compares all pairs of users"
     )
 
 

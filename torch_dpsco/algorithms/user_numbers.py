@@ -73,6 +73,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -601,16 +602,11 @@ def schedule(
         >>> round(schedule(1.0, 1.0, 10**6, 100, 10, 0.0).bound, 6)
         0.640319
     """
-    G = check.positive(lipschitz=lipschitz)
-    R = check.positive(radius=radius)
-    items = check.positive_count(n_items=n_items)
-    T = check.positive_count(steps=steps)
-    noise = (
-        check.positive_count(dim=dim)
-        * check.nonnegative(noise_std_per_root_step=noise_std_per_root_step) ** 2
-    )
-    A = (G**2 + T * noise) / 2 + 2 * G**2 * math.sqrt(T) + 4 * G**2 * T / items
-    return UserSchedule(R / math.sqrt(2 * T * A), R * math.sqrt(2 * A / T))
+    G = lipschitz
+    T = steps
+    noise = dim * noise_std_per_root_step**2
+    A = (G**2 + T * noise) / 2 + 2 * G**2 * math.sqrt(T) + 4 * G**2 * T / n_items
+    return UserSchedule(radius / math.sqrt(2 * T * A), radius * math.sqrt(2 * A / T))
 
 
 def best_steps(
@@ -626,15 +622,10 @@ def best_steps(
         >>> best_steps(1.0, 10**6, 10, 0.1, max_steps=10**4), best_steps(1.0, 10**6, 10, 0.01, max_steps=200)
         (1600, 200)
     """
-    G = check.positive(lipschitz=lipschitz)
-    items = check.positive_count(n_items=n_items)
-    noise = (
-        check.positive_count(dim=dim)
-        * check.nonnegative(noise_std_per_root_step=noise_std_per_root_step) ** 2
-    )
-    enough = [items * items / 4, check.positive_count(max_steps=max_steps)]
+    noise = dim * noise_std_per_root_step**2
+    enough = [n_items * n_items / 4, max_steps]
     if noise > 0:
-        enough.append((4 * G**2 / noise) ** 2)
+        enough.append((4 * lipschitz**2 / noise) ** 2)
     return max(1, round(min(enough)))
 
 
@@ -654,7 +645,7 @@ def suited(
         dim: d.
         max_steps: cap; a step costs n^2 d operations.
     """
-    made = calibrated(steps=check.positive_count(max_steps=max_steps))
+    made = calibrated(steps=max_steps)
     for _ in range(2):
         sigma_1 = made.noise_std / math.sqrt(made.steps)
         steps = best_steps(lipschitz, n_items, dim, sigma_1, max_steps)
@@ -671,7 +662,7 @@ def default_phases(n_items: int) -> int:
         >>> default_phases(4096 * 4), default_phases(2)
         (4, 1)
     """
-    return max(1, math.ceil(math.log2(math.log2(max(2, check.positive_count(n_items=n_items))))))
+    return max(1, math.ceil(math.log2(math.log2(max(2, n_items)))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -730,10 +721,8 @@ class UserPhases:
         if phases is not None:
             return self._planned(check.positive_count(phases=phases))
         for k in range(default_phases(self.n_users * self.items_per_user), 1, -1):
-            try:
+            with suppress(InfeasibleError):
                 return self._planned(k)
-            except InfeasibleError:
-                continue
         return self._planned(1)
 
     def _planned(self, k: int) -> tuple[UserPhase, ...]:

@@ -30,7 +30,7 @@ radius tau and the numbers of `algorithms.user_numbers`:
 | user | counted as |
 |---|---|
 | no rows, or fewer than min_items | isolated: own only neighbor, f_j = 1, weight 0, counted in n |
-| NaN, inf, overflow, or farther than reach tau from 0 | isolated |
+| NaN, inf, overflow, or farther than 10^6 tau from 0 | isolated |
 | at exactly tau from another one | neighbors (<=), decided by the two means alone |
 | halted | later steps read no rows and release nothing |
 
@@ -51,7 +51,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -68,53 +68,41 @@ from torch_dpsco.accounting.events import (
     Sequential,
 )
 from torch_dpsco.algorithms.mechanisms import AboveThreshold
+from torch_dpsco.algorithms.oracles import VectorMean
 from torch_dpsco.algorithms.user_numbers import UserFilter, ramp_start
 from torch_dpsco.errors import AdjacencyError, SequenceError
 from torch_dpsco.noise import SecretState, Source, add_normal_
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.rows.neighbors import mean_rounding, neighbor_counts, read, tiles, within
-from torch_dpsco.step.oracle import Charge, ClippedMean, MeanOracle, Release, split_like
+from torch_dpsco.step.oracle import Charge, ClippedMean, Release
 
 _UNIT = 2.0**-53
+_REACH = 1e6  # pair radii from 0, past which users are isolated
 
 
-class UserRows:
-    """Sums and counts per user; users get places in order of appearance.
+class UserMean(VectorMean):
+    """Collects sums and counts per user; users get places in order of appearance.
 
     Args:
+        batch_size: public divisor of the mean, in users; memory for as many is taken at once.
         n_users: ids are in [0, n_users).
-        expected: users of a logical batch, for whom memory is taken at once; >= 1.
-        exact: whether a user's mean must not depend on the number of other rows, not even in its last bits.
+        min_items: rows that a user must have, public.
     """
 
-    def __init__(self, n_users: int, expected: int, *, exact: bool = False) -> None:
-        self._exact = exact
+    unit = "user"
+    # whether a user's mean must not depend on the number of other rows, not even in its last bits
+    exact: ClassVar[bool] = False
+    _places: Tensor  # of each user in the sums, -1 for none
+    _counts: Tensor
+    _sums: Tensor
+
+    def __init__(self, batch_size: int, n_users: int, min_items: int) -> None:
+        super().__init__(batch_size)
         self.n_users = check.positive_count(n_users=n_users)
-        self._expected = check.positive_count(expected=expected)
-        self.shapes: list[torch.Size] = []
-        self._sums: Tensor | None = None
+        self.min_items = check.positive_count(min_items=min_items)
 
-    def open(self, query: Sequence[Tensor]) -> None:
-        """Fixes shapes, precision and device by the query; forgets rows."""
-        self.discard()
-        self.shapes = [p.shape for p in query]
-        self._device = query[0].device
-        self.dtype = (
-            torch.float64 if any(p.dtype == torch.float64 for p in query) else torch.float32
-        )
-
-    @property
-    def dim(self) -> int:
-        """Number of coordinates."""
-        self._require_open()
-        return sum(shape.numel() for shape in self.shapes)
-
-    def _require_open(self) -> None:
-        if not self.shapes:
-            raise SequenceError("no logical batch was opened: call open(query) first")
-
-    def add(self, rows: GradBatch, users: Tensor | None) -> None:
-        """Adds rows to the sums of their users.
+    def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
+        """Adds the rows of one physical batch to the sums of their users.
 
         Args:
             rows: of one physical batch.
@@ -130,15 +118,15 @@ class UserRows:
             raise SequenceError(
                 "users must be given, the id of the user of each row: opt.step(users=ids)"
             )
-        if self._exact and rows.averaged:
+        if self.exact and rows.averaged:
             # PRIVACY: 1/B is rounded; another B would move pairs of users across tau (test_a_mean_loss_is_refused)
             raise SequenceError(
                 "rows must be of a sum loss, since users are compared with each other: "
                 "dp.attach(model, loss_reduction='sum'), and loss(output, target, reduction='sum')"
             )
-        if rows.shapes != self.shapes:
+        if rows.shapes != self._shapes:
             raise ValueError(
-                f"rows must be of shapes {self.shapes}, those of the query (got {rows.shapes})"
+                f"rows must be of shapes {self._shapes}, those of the query (got {rows.shapes})"
             )
         if users.shape != (len(rows),) or users.dtype != torch.int64:
             raise ValueError(
@@ -147,81 +135,38 @@ class UserRows:
         if len(users) and not 0 <= int(users.min()) <= int(users.max()) < self.n_users:
             # PRIVACY: a negative id would be another user's place (test_ids_out_of_range_are_refused)
             raise ValueError(f"users must be in [0, {self.n_users})")
-        sums = self._room(users)
+        self._make_room(users.unique())
         places = self._places[users]
-        rows.add_by(places, sums)
+        rows.add_by(places, self._sums)
         self._counts.index_add_(0, places, torch.ones_like(places))
 
-    def _room(self, users: Tensor) -> Tensor:
-        """Gives new users a place; returns the sums, with memory for all."""
-        if self._sums is None:
-            self._places = torch.full(
-                (self.n_users,), -1, dtype=torch.int64, device=self._device
-            )
-            self._counts = self._places.new_zeros(0)
-            self._sums = torch.zeros(0, self.dim, dtype=self.dtype, device=self._device)
-        ids = users.unique()
+    def _make_room(self, ids: Tensor) -> None:
+        """Gives new users a place, and memory."""
         new = ids[self._places[ids] < 0]
         self._places[new] = torch.arange(self._used, self._used + len(new), device=self._device)
         self._used += len(new)
         if self._used > len(self._counts):
-            more = min(self.n_users, max(self._expected, 2 * self._used)) - len(self._counts)
+            more = min(self.n_users, max(self.batch_size, 2 * self._used)) - len(self._counts)
             self._counts = torch.cat([self._counts, self._counts.new_zeros(more)])
-            self._sums = torch.cat([self._sums, self._sums.new_zeros(more, self.dim)])
-        return self._sums
-
-    def zeros(self) -> list[Tensor]:
-        """Returns zeros of the shapes of the query."""
-        return [
-            torch.zeros(shape, dtype=self.dtype, device=self._device) for shape in self.shapes
-        ]
+            self._sums = torch.cat([self._sums, self._sums.new_zeros(more, self._dim)])
 
     def discard(self) -> None:
         """Forgets all rows."""
-        self._sums = None
         self._used = 0
+        if self._shapes:
+            self._places = torch.full(
+                (self.n_users,), -1, dtype=torch.int64, device=self._device
+            )
+            self._counts = self._places.new_zeros(0)
+            self._sums = torch.zeros(0, self._dim, dtype=self._dtype, device=self._device)
 
-    def take(self) -> tuple[Tensor, Tensor]:
+    def _take(self) -> tuple[Tensor, Tensor]:
         """Returns the means (k, D) of the k users with rows, and their numbers of rows (k,) int64; forgets all rows."""
         self._require_open()
-        sums = self._room(torch.zeros(0, dtype=torch.int64, device=self._device))
-        means = sums[: self._used]
         counts = self._counts[: self._used]
-        means.div_(counts[:, None])
-        self.discard()
+        means = self._sums[: self._used].div_(counts[:, None])
+        UserMean.discard(self)  # a subclass forgets more
         return means, counts
-
-
-class UserMean(MeanOracle):
-    """Collects the means of users.
-
-    Args:
-        batch_size: public divisor of the mean, in users.
-        n_users: ids are in [0, n_users).
-        min_items: rows that a user must have, public.
-        exact: see `UserRows`.
-    """
-
-    unit = "user"
-
-    def __init__(
-        self, batch_size: int, n_users: int, min_items: int, *, exact: bool = False
-    ) -> None:
-        super().__init__(batch_size)
-        self.min_items = check.positive_count(min_items=min_items)
-        self._users = UserRows(n_users, batch_size, exact=exact)
-
-    def open(self, query: Sequence[Tensor], step: int = 0) -> None:
-        """Starts a logical batch; forgets an unfinished one."""
-        self._users.open(query)
-
-    def observe(self, rows: GradBatch, users: Tensor | None = None) -> None:
-        """Adds the rows of one physical batch to the sums of their users."""
-        self._users.add(rows, users)
-
-    def discard(self) -> None:
-        """Forgets the logical batch."""
-        self._users.discard()
 
 
 class UserClipped(UserMean):
@@ -252,46 +197,41 @@ class UserClipped(UserMean):
     def __init__(self, clipping: ClippedMean, n_users: int, *, min_items: int = 1) -> None:
         super().__init__(clipping.batch_size, n_users, min_items)
         clipping.take()
-        self._clipping = clipping
+        self.clipping = clipping
 
     def charge(self, design: Design, draw: Draw) -> Charge:
         """Returns what the clipped mean is charged."""
-        return self._clipping.charge(design, draw)
-
-    @property
-    def clipping(self) -> ClippedMean:
-        """How users' means are clipped."""
-        return self._clipping
+        return self.clipping.charge(design, draw)
 
     @property
     def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
         """What several processes assume."""
-        if self._clipping.processes == 1:
+        if self.clipping.processes == 1:
             return ()
         have = "have a shard each: all records of a user on one, whatever their values"
-        return (f"{self._clipping.processes} processes that trust each other {have}",)
+        return (f"{self.clipping.processes} processes that trust each other {have}",)
 
     def use_exact_noise(self) -> None:
         """Draws the noise of the clipped mean in integers."""
-        self._clipping.use_exact_noise()
+        self.clipping.use_exact_noise()
 
     def open(self, query: Sequence[Tensor], step: int = 0) -> None:
         """Starts a logical batch; forgets an unfinished one."""
         super().open(query, step)
-        self._clipping.open(query, step)
+        self.clipping.open(query, step)
 
     def discard(self) -> None:
         """Forgets the logical batch."""
         super().discard()
-        self._clipping.discard()
+        self.clipping.discard()
 
     def sensitivity(self, adjacency: Adjacency) -> float:
         """Returns how far one user moves the mean, rounding included."""
-        return self._clipping.sensitivity(adjacency)
+        return self.clipping.sensitivity(adjacency)
 
     def event(self) -> BaseEvent:
         """Returns the event of the clipped mean."""
-        return self._clipping.event()
+        return self.clipping.event()
 
     def release(self, generator: Source) -> Release:
         """Clips the users' means and adds noise."""
@@ -299,46 +239,43 @@ class UserClipped(UserMean):
 
     def adding(self) -> ClippedMean | None:
         """Returns the oracle that clips and adds users' means."""
-        return self._clipping.adding()
+        return self.clipping.adding()
 
     def summed(self) -> ClippedMean:
         """Returns the oracle of the clipped mean, which has added the users of this process."""
-        means, items = self._users.take()
+        means, items = self._take()
         # PRIVACY: before the clip, which then bounds every user (test_no_user_moves_the_mean_past_the_sensitivity)
-        kept = GradBatch(
-            [DenseBlock(part) for part in self._by_parameter(means[items >= self.min_items])]
+        parts = means[items >= self.min_items].split(
+            [shape.numel() for shape in self._shapes], dim=1
         )
-        self._clipping.observe(kept)
-        return self._clipping
-
-    def _by_parameter(self, means: Tensor) -> list[Tensor]:
-        parts = means.split([shape.numel() for shape in self._users.shapes], dim=1)
-        return [
-            part.reshape(-1, *shape)
-            for part, shape in zip(parts, self._users.shapes, strict=True)
+        blocks = [
+            DenseBlock(part.reshape(-1, *shape))
+            for part, shape in zip(parts, self._shapes, strict=True)
         ]
+        self.clipping.observe(GradBatch(blocks))
+        return self.clipping
 
     def settings(self) -> dict[str, Any]:
         """Returns the fixed numbers."""
         return {
-            **self._clipping.settings(),
+            **self.clipping.settings(),
             "averaged": "users",
-            "n_users": self._users.n_users,
+            "n_users": self.n_users,
             "min_items": self.min_items,
         }
 
     def state(self) -> dict[str, Any]:
         """Returns the state of the clipping: public."""
-        return self._clipping.state()
+        return self.clipping.state()
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from a saved state; drops an open batch."""
         self.discard()
-        self._clipping.restore(state)
+        self.clipping.restore(state)
 
     def metrics(self) -> dict[str, float]:
         """Returns clip and noise_std of the last batch."""
-        return self._clipping.metrics()
+        return self.clipping.metrics()
 
 
 def ramp_weights(counts: Tensor, none: float, full: float) -> Tensor:
@@ -371,7 +308,6 @@ class UserFiltered(UserMean):
     Args:
         filter: its public numbers. The noise on the released mean is enlarged by the rounding errors (see `noise_std`),
             so that the event is that of these numbers.
-        reach: B in [1, 1e6]: users farther than B tau from 0 are isolated.
         min_items: rows that a user must have, public.
         ids: user ids are in [0, ids); default n_users. More than n_users for a phase on some of the users.
 
@@ -390,20 +326,18 @@ class UserFiltered(UserMean):
         0.4375
     """
 
+    exact = True
+
     def __init__(
         self,
         filter: UserFilter,
         *,
-        reach: float = 1000.0,
         min_items: int = 1,
         ids: int | None = None,
     ) -> None:
         n = filter.n_users
-        super().__init__(
-            n, n if ids is None else check.positive_count(ids=ids), min_items, exact=True
-        )
+        super().__init__(n, n if ids is None else check.positive_count(ids=ids), min_items)
         self.filter = filter
-        self.reach = check.between(1.0, 1e6, reach=reach)
         # PRIVACY: of the very numbers that the ledger is told (test_the_phase_is_charged_for_what_is_drawn)
         self.noise_multiplier = filter.noise_std / filter.sensitivity
         # PRIVACY: 2 (n - 1)/n, not 1 (test_one_user_moves_the_score_by_at_most_its_sensitivity)
@@ -433,8 +367,8 @@ class UserFiltered(UserMean):
             )
         own = self.filter
         tau = own.pair_radius
-        nominal = own.sensitivity * (1.0 + 8 * (self._users.dim + 16) * _UNIT)
-        return nominal + mean_rounding(own.n_users, 2 * tau * 1.01, self.reach * tau * 1.01)
+        nominal = own.sensitivity * (1.0 + 8 * (self._dim + 16) * _UNIT)
+        return nominal + mean_rounding(own.n_users, 2 * tau * 1.01, _REACH * tau * 1.01)
 
     @property
     def bad_pass(self) -> float:
@@ -472,12 +406,12 @@ class UserFiltered(UserMean):
 
     def release(self, generator: Source) -> Release:
         """Tests the score; returns the noisy filtered mean, or halts."""
-        means, items = self._users.take()
+        means, items = self._take()
         if self.halted:
             return self._halt()
         own = self.filter
         # PRIVACY: one by one, from own rows and public numbers (test_isolated_users_count_themselves_and_nobody_else)
-        joined = (items >= self.min_items) & within(means, self.reach * own.pair_radius)
+        joined = (items >= self.min_items) & within(means, _REACH * own.pair_radius)
         counts = neighbor_counts(means, own.pair_radius, joined)
         absent = own.n_users - len(means)  # each its own only neighbor
         if absent < 0:
@@ -492,10 +426,11 @@ class UserFiltered(UserMean):
         mean = weighted_mean(means, torch.where(joined, weights, 0.0))
         if self.noise_multiplier:
             add_normal_(mean, self.noise_std, generator)
-        return Release(split_like(mean.to(self._users.dtype), self._users.shapes))
+        return self._released(mean)
 
     def _halt(self) -> Release:
-        return Release(self._users.zeros(), halted=True, still=True)
+        still = torch.zeros(self._dim, device=self._device)
+        return self._released(still)._replace(halted=True, still=True)
 
     def prepare(self, generator: Source) -> None:
         """Draws the noisy threshold."""
@@ -511,7 +446,6 @@ class UserFiltered(UserMean):
         """Returns the fixed numbers."""
         return self._named(
             "noise_multiplier",
-            "reach",
             "min_items",
             filter=repr(self.filter),
         )
@@ -526,7 +460,5 @@ class UserFiltered(UserMean):
         self._test.restore(state)
 
     def metrics(self) -> dict[str, float]:
-        """Returns noise_std and the number of steps answered: public."""
-        if not self._users.shapes:
-            return {}
-        return {"noise_std": self.noise_std, "answered": float(self._test.asked)}
+        """Returns noise_std: public."""
+        return {"noise_std": self.noise_std} if self._shapes else {}

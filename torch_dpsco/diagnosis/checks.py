@@ -403,7 +403,7 @@ def fixed_seed(script: Script, evidence: Evidence) -> Iterator[Finding]:
             + ": noise or batches can be drawn again and subtracted; seeding again in each epoch "
             "repeats the same noise",
             "remove torch.manual_seed before training, or give make_private noise_generator=g"
-            " with\ng = torch.Generator(); g.seed()  # and seed= or generator= of torch_dpsco in"
+            " with\ng = torch.Generator(); g.seed()  # and generator= of torch_dpsco in"
             " tests only",
         )
 
@@ -412,8 +412,6 @@ def _seeds(script: Script) -> Iterator[str]:
     sampler = script.sampler
     if isinstance(script.optimizer, CommonOptimizer) and script.optimizer.seeded:
         yield "the optimizer's noise has a generator of the user's"
-    if getattr(sampler, "seeded", False):
-        yield "the sampler has a seed of the user's"
     optimizer = script.opacus_optimizer
     if optimizer is None or optimizer.secure_mode:
         return

@@ -36,8 +36,7 @@ import torch
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
 from torch_dpsco.integrations._columns import Block, Columns, is_number
-from torch_dpsco.integrations._files import require_sound
-from torch_dpsco.sampling.datasets import RowFile, row_dtype
+from torch_dpsco.integrations._files import RowFile, require_sound, row_dtype
 
 _ROWS = 1 << 16  # that are in memory at a time
 _BUFFERED = pads.ParquetFragmentScanOptions(pre_buffer=False, use_buffered_stream=True)

@@ -36,8 +36,7 @@ import torch
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
 from torch_dpsco.errors import UnitError
-from torch_dpsco.integrations._files import identities, identity
-from torch_dpsco.sampling.datasets import RowFile, row_dtype
+from torch_dpsco.integrations._files import RowFile, identities, identity, row_dtype
 from torch_dpsco.trial import attempt
 
 _BLOCK = 1 << 20  # bytes that are looked at behind the end of an archive

@@ -25,15 +25,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from torch_dpsco import _validate as check
-
 _TILE = 1024  # rows of a tile
 _WIDTH = 1024  # and its columns
 _PAIRS = 256  # that are decided at once by the sum of squares
 _ROW_ELEMENTS = 2**20  # numbers in a tile of whole rows
 _UNIT = 2.0**-53
 _REACH = 1e70  # longer rows count as not finite: fourth powers must not overflow
-_RADII = (1e-60, 1e60)  # fourth powers neither overflow nor underflow
 
 
 def read(rows: Tensor, index: Tensor | slice, columns: slice = slice(None)) -> Tensor:
@@ -55,24 +52,23 @@ def _columns(rows: Tensor) -> list[slice]:
 
 def square_norms(rows: Tensor) -> Tensor:
     """Returns squared norms: (n,) float64, each a function of its own row to the last bit."""
-    out = rows.new_zeros(len(rows), dtype=torch.float64)
-    for start in range(0, len(rows), _PAIRS):
-        span = slice(start, min(start + _PAIRS, len(rows)))
-        for columns in _columns(rows):
-            out[span] += _fold(read(rows, span, columns).square_())
-    return out
+    return _added(rows, torch.arange(len(rows), device=rows.device), None)
 
 
 def squares(rows: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """Returns squared distances of pairs of rows: (P,) float64, each a function of its two rows to the last bit."""
+    return _added(rows, first, second)
+
+
+def _added(rows: Tensor, first: Tensor, second: Tensor | None) -> Tensor:
     out = rows.new_zeros(len(first), dtype=torch.float64)
     for start in range(0, len(first), _PAIRS):
         span = slice(start, start + _PAIRS)
         for columns in _columns(rows):
-            differences = read(rows, first[span], columns).sub_(
-                read(rows, second[span], columns)
-            )
-            out[span] += _fold(differences.square_())
+            tile = read(rows, first[span], columns)
+            if second is not None:
+                tile.sub_(read(rows, second[span], columns))
+            out[span] += _fold(tile.square_())
     return out
 
 
@@ -99,7 +95,7 @@ def neighbor_counts(rows: Tensor, radius: float, among: Tensor | None = None) ->
 
     Args:
         rows: (n, D) floating.
-        radius: in [1e-60, 1e60].
+        radius: in [1e-60, 1e60], where fourth powers neither overflow nor underflow.
         among: (n,) bool, rows that can have neighbors; others count themselves only. Default: the finite ones.
 
     Guarantee:
@@ -112,94 +108,69 @@ def neighbor_counts(rows: Tensor, radius: float, among: Tensor | None = None) ->
         >>> neighbor_counts(torch.tensor([[0.0], [1.0], [2.0], [float("nan")]]), 1.0).tolist()
         [2, 3, 2, 1]
     """
-    radius = check.between(*_RADII, radius=radius)
-    counts = torch.ones(len(rows), dtype=torch.int64, device=rows.device)
-    # PRIVACY: those left out count themselves, not 0 (test_one_user_moves_the_score_by_at_most_its_sensitivity)
-    finite = within(rows, _REACH)
+    half = square_norms(rows) / 2
+    finite = half <= _REACH * _REACH / 2
     index = (finite if among is None else among & finite).nonzero().squeeze(1)
-    if len(index):
-        counts[index] = _Counter(rows, index, radius).run()
+    # PRIVACY: those left out count themselves, not 0 (test_one_user_moves_the_score_by_at_most_its_sensitivity)
+    counts = torch.ones(len(rows), dtype=torch.int64, device=rows.device)
+    counts[index] = 0
+    parts = index.split(_TILE) if len(index) else ()
+    most = min(_TILE, len(index))
+    # for all tiles: fresh memory costs as much as the arithmetic on a small one
+    room = half.new_empty(most * most)
+    for i, first in enumerate(parts):
+        for second in parts[i:]:
+            entries = room[: len(first) * len(second)].view(len(first), len(second))
+            unit = _fill(entries, rows, half, radius * radius, (first, second))
+            counts[first] += _negative(entries, unit)
+            if first is not second:
+                counts[second] += _negative(entries.t(), unit)
     return counts
 
 
-class _Counter:
-    """Loops over pairs of tiles of the rows of an index, each pair once."""
-
-    def __init__(self, rows: Tensor, index: Tensor, radius: float) -> None:
-        self._rows = rows
-        self._index = index
-        self._square = radius * radius
-        self._half = square_norms(rows)[index] / 2
-        self._whole = bool(len(index) == len(rows))
-        self._columns = _columns(rows) or [slice(0, 0)]
-        most = min(_TILE, len(index))
-        self._ones = self._half.new_ones(most)
-        # for all tiles: fresh memory costs as much as the arithmetic on a small one
-        self._entries = self._half.new_empty(most * most)
-        self._tiles = self._half.new_empty(2, most * (self._columns[0].stop + 2))
-        self.counts = torch.zeros(len(index), dtype=torch.int64, device=index.device)
-
-    def run(self) -> Tensor:
-        """Returns the counts of the rows of the index."""
-        starts = range(0, len(self._index), _TILE)
-        spans = [slice(start, min(start + _TILE, len(self._index))) for start in starts]
-        for i, rows in enumerate(spans):
-            kept = self._left(rows, 0) if len(self._columns) == 1 else None
-            for others in spans[i:]:
-                self._pair(rows, others, kept)
-        return self.counts
-
-    def _tile(self, which: int, span: slice, k: int, *more: Tensor | float) -> Tensor:
-        """Returns rows of the index in the k-th range of columns; the first one has the two columns more."""
-        columns = self._columns[k]
-        rows = span.stop - span.start
-        index = span if self._whole else self._index[span]  # no gather where all rows are in it
-        width = columns.stop - columns.start
-        room = 2 if k == 0 else 0
-        tile = self._tiles[which, : rows * (width + room)].view(rows, width + room)
-        tile[:, :width].copy_(self._rows[index, columns])
-        if k == 0:
-            tile[:, -2], tile[:, -1] = more
-        return tile
-
-    def _left(self, span: slice, k: int) -> Tensor:
-        return self._tile(0, span, k, -self._half[span], -1.0).neg_()
-
-    def _right(self, span: slice, k: int) -> Tensor:
-        return self._tile(1, span, k, 1.0, self._half[span] - self._square / 2)
-
-    def _pair(self, rows: slice, others: slice, kept: Tensor | None) -> None:
-        m = rows.stop - rows.start
-        n = others.stop - others.start
-        entries = self._entries[: m * n].view(m, n)
-        for k in range(len(self._columns)):
-            left = self._left(rows, k) if kept is None else kept
-            entries.addmm_(left, self._right(others, k).t(), beta=1 if k else 0)
-        largest = float(self._half[rows].max() + self._half[others].max()) + self._square
-        # a power of 2: sums of entries +-unit are exact
-        unit = 2.0 ** math.ceil(math.log2(8 * (self._rows.shape[1] + 8) * _UNIT * largest))
-        flat = entries.clamp_(-unit, unit).view(-1)
-        if float(torch.dot(flat, flat)) != flat.numel() * unit * unit:
-            self._decide(entries, rows, others, unit)
-        self.counts[rows] += _negative(entries, self._ones[:n], unit)
-        if rows != others:
-            self.counts[others] += _negative(entries.t(), self._ones[:m], unit)
-
-    def _decide(self, entries: Tensor, rows: slice, others: slice, unit: float) -> None:
-        """Replaces entries that are not certain by the verdict of the sum of squares."""
-        first = self._index[rows]
-        second = self._index[others]
-        step = max(1, _PAIRS * _PAIRS // entries.shape[1])
-        for start in range(0, len(entries), step):
-            part = entries[start : start + step]
-            j, k = (part.abs() < unit).nonzero(as_tuple=True)
-            # PRIVACY: by the two rows alone (test_ties_are_decided_by_the_two_rows_alone)
-            near = squares(self._rows, first[start + j], second[k]) <= self._square
-            part[j, k] = (1.0 - 2.0 * near.double()).mul_(unit)
+def _fill(
+    entries: Tensor, rows: Tensor, half: Tensor, square: float, pair: tuple[Tensor, Tensor]
+) -> float:
+    """Sets the entry of each pair of rows of two tiles to -unit if they are neighbors, else to unit; returns that."""
+    first, second = pair
+    columns = _columns(rows) or [slice(0, 0)]
+    left = _wider(rows[first, columns[0]], -half[first], -1.0)
+    right = _wider(rows[second, columns[0]], 1.0, half[second] - square / 2)
+    entries.addmm_(left, right.t(), beta=0, alpha=-1)
+    for more in columns[1:]:
+        entries.addmm_(read(rows, first, more), read(rows, second, more).t(), alpha=-1)
+    largest = float(half[first].max() + half[second].max()) + square
+    # a power of 2: sums of entries +-unit are exact
+    unit = 2.0 ** math.ceil(math.log2(8 * (rows.shape[1] + 8) * _UNIT * largest))
+    flat = entries.clamp_(-unit, unit).view(-1)
+    if float(torch.dot(flat, flat)) != flat.numel() * unit * unit:
+        _decide(entries, rows, square, pair, unit)
+    return unit
 
 
-def _negative(entries: Tensor, ones: Tensor, unit: float) -> Tensor:
+def _wider(tile: Tensor, *columns: Tensor | float) -> Tensor:
+    """Returns a tile with two columns more, in float64."""
+    wide = tile.new_empty(len(tile), tile.shape[1] + 2, dtype=torch.float64)
+    wide[:, :-2] = tile
+    wide[:, -2], wide[:, -1] = columns
+    return wide
+
+
+def _decide(
+    entries: Tensor, rows: Tensor, square: float, pair: tuple[Tensor, Tensor], unit: float
+) -> None:
+    """Replaces entries that are not certain by the verdict of the sum of squares."""
+    step = max(1, _PAIRS * _PAIRS // entries.shape[1])
+    for part, first in zip(entries.split(step), pair[0].split(step), strict=True):
+        j, k = (part.abs() < unit).nonzero(as_tuple=True)
+        # PRIVACY: by the two rows alone (test_ties_are_decided_by_the_two_rows_alone)
+        near = squares(rows, first[j], pair[1][k]) <= square
+        part[j, k] = (1.0 - 2.0 * near.double()).mul_(unit)
+
+
+def _negative(entries: Tensor, unit: float) -> Tensor:
     """Returns how many entries of each row are -unit; all are +-unit."""
+    ones = entries.new_ones(entries.shape[1])
     return ((len(ones) - torch.mv(entries, ones) / unit) / 2).round_().long()
 
 

@@ -1,8 +1,7 @@
 """Data sets that a loader draws from: records fetched one by one, and streams in private files, read once.
 
 `OneByOne` fetches the records of a map-style data set so that none is in the memory of another. `Spilled` holds a
-stream, of which nothing per record stays in memory; `RowFile` holds rows of one width, of which many are gathered at
-once: it is mapped into memory, and what a batch has touched is given back to the system, which may keep it cached.
+stream, of which nothing per record stays in memory.
 
 The files have no name: nobody can open them, and they are gone with the data set or the process, also after a crash.
 They hold the records as they are, so that the disk is as confidential as the data.
@@ -17,55 +16,22 @@ on their values, so that nothing is refused for it: what is held is copied.
 from __future__ import annotations
 
 import copy
-import mmap
 import os
 import pickle
-import sys
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset, TensorDataset, get_worker_info
 
 from torch_dpsco._validate import typed
 from torch_dpsco.errors import PrivacyError, UnitError
-
-_AT_A_TIME = 2048  # rows: the system maps up to 64 KiB around each, 128 MiB
-# elsewhere it means more
-_GIVE_BACK = getattr(mmap, "MADV_DONTNEED", None) if sys.platform == "linux" else None
-_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
-    torch.float32: np.dtype(np.float32),
-    torch.float64: np.dtype(np.float64),
-    torch.int64: np.dtype(np.int64),
-}
-
-
-def row_dtype(
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    target_dtype: torch.dtype,
-    target_shape: Sequence[int],
-) -> np.dtype[Any]:
-    """Returns the dtype of a row with inputs and a target; raises ValueError for others than a file can hold."""
-    if dtype not in (torch.float32, torch.float64):  # null records have inputs of NaN
-        raise ValueError(f"dtype must be torch.float32 or torch.float64 (got {dtype})")
-    if target_dtype not in _NUMPY:
-        raise ValueError(
-            f"target_dtype must be torch.float32, torch.float64 or torch.int64 (got {target_dtype})"
-        )
-    return np.dtype(
-        [
-            ("inputs", _NUMPY[dtype], tuple(shape)),
-            ("target", _NUMPY[target_dtype], tuple(target_shape)),
-        ]
-    )
 
 
 class Gathered(Dataset[Any], ABC):
@@ -78,70 +44,6 @@ class Gathered(Dataset[Any], ABC):
     @abstractmethod
     def gather(self, positions: npt.NDArray[np.int64]) -> list[Tensor]:
         """Returns what collating the records at some positions gives, also for none: tensors of as many rows."""
-
-
-class RowFile(Gathered):
-    """(inputs, target) pairs from blocks of rows, which are written into an unnamed file, once.
-
-    Args:
-        blocks: arrays of `row`, read here.
-        row: fields "inputs" and "target".
-        folder: in which the file is; default that of `tempfile`.
-
-    Raises:
-        UnitError: the blocks are read inside of a worker of a DataLoader, which may have a part of them only.
-    """
-
-    def __init__(
-        self,
-        blocks: Iterable[npt.NDArray[Any]],
-        row: np.dtype[Any],
-        folder: str | os.PathLike[str] | None = None,
-    ) -> None:
-        if get_worker_info() is not None:
-            raise UnitError(
-                "rows must be read in the main process: a worker may have a part of them only"
-            )
-        if folder is not None and not os.path.isdir(folder):
-            raise ValueError(f"folder must be one that is there (got {os.fspath(folder)!r})")
-        self._map: mmap.mmap | None = None
-        self._rows: npt.NDArray[Any] = np.empty(0, dtype=row)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            for block in blocks:
-                np.asarray(block, dtype=row).tofile(file)
-            size = os.fstat(file.fileno()).st_size
-            if size:  # an empty file cannot be mapped
-                self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-                self._rows = np.frombuffer(self._map, dtype=row)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(
-                "index must be that of a record"
-            )  # how many there are may be private
-        inputs, target = self.gather(np.array([index]))
-        return inputs[0], target[0]
-
-    def gather(self, positions: npt.NDArray[np.int64]) -> list[Tensor]:
-        """Returns the inputs and targets of some positions."""
-        found: npt.NDArray[Any] = np.empty(len(positions), dtype=self._rows.dtype)
-        for start in range(0, len(positions), _AT_A_TIME):
-            part = slice(start, start + _AT_A_TIME)
-            found[part] = self._rows[positions[part]]
-            if self._map is not None and _GIVE_BACK is not None:
-                self._map.madvise(_GIVE_BACK)
-        return [
-            torch.from_numpy(np.array(found[name], order="C")) for name in ("inputs", "target")
-        ]
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(SECRET)"
-
-    def __reduce__(self) -> NoReturn:
-        raise PrivacyError("rows must not be pickled: they are in a file of this process")
 
 
 class OneByOne(Dataset[Any]):

@@ -43,9 +43,6 @@ _KEY = 32  # bytes of the cut of an `Assigned` design
 # ends of cuts from which records draw by their ids, or places in shards
 _BY_ID = b"\x01"
 _OF_SHARDS = b"\x02"
-# PRIVACY: draws that are made at a time; with another number a resumed run would draw others
-# (test_the_draws_of_a_key_are_those_of_every_version)
-_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -54,15 +51,15 @@ class Partition:
 
     Args:
         cut: what fixes the parts: a permutation of the positions, or the secret key of an `Assigned` design (uint8).
+        size: number of records it is about.
         made: draws used so far.
-        size: number of records it is about; default len(cut).
         key: secret key of the tag, hexadecimal.
         tag: keyed fingerprint of the records; "" if it was not computed.
     """
 
     cut: _Indices = field(repr=False)
+    size: int = field(repr=False)
     made: int = 0
-    size: int | None = field(default=None, repr=False)
     key: str = field(default="", repr=False)
     tag: str = field(default="", repr=False)
 
@@ -74,7 +71,6 @@ class OnePassSampler(DesignSampler):
         design: how to draw.
         size: number of records.
         steps: draws of the iteration; default all that are left.
-        seed: makes the draws repeatable (and warns); tests only.
         resume: partition of a run that continues.
 
     Raises:
@@ -87,38 +83,28 @@ class OnePassSampler(DesignSampler):
         *,
         size: int | None = None,
         steps: int | None = None,
-        seed: int | None = None,
         resume: Partition | None = None,
     ) -> None:
         self.require_kind(design)
-        if seed is not None:
-            design = self._without_secret(design)
         self.resumed = resume is not None
         made = 0 if resume is None else resume.made
         left = design.steps_per_epoch - made
         if resume is not None and left < 1:
             raise SequenceError(_EXHAUSTED)
-        super().__init__(design, size=size, steps=left if steps is None else steps, seed=seed)
+        super().__init__(design, size=size, steps=left if steps is None else steps)
         if self.steps > left:
             raise ValueError(
                 f"steps must be <= {left}, what is left of one pass over the data (got"
                 f" {self.steps})"
             )
-        known = self.size
-        if resume is not None:
-            known = len(resume.cut) if resume.size is None else resume.size
-        if self.size != known:
+        if resume is not None and self.size != resume.size:
             # PRIVACY: parts go with positions (test_resuming_a_data_set_of_another_size_is_refused)
             raise ValueError(
                 "resume must be with the data set of the run (got one of another size)"
             )
         # drawn now: a checkpoint made before the first draw knows it
-        self.partition = Partition(self._new_cut(), size=self.size) if resume is None else resume
+        self.partition = Partition(self._new_cut(), self.size) if resume is None else resume
         self._used = False
-
-    def _without_secret(self, design: Design) -> Design:
-        """Returns the design of draws that others can repeat."""
-        return design
 
     @property
     def so_far(self) -> Partition:
@@ -129,8 +115,8 @@ class OnePassSampler(DesignSampler):
         """Yields the draws of one iteration with their positions."""
         first = self._begin()
         name = partition_name(self.design, self.partition)
-        parts = self._parts_from(self.partition.cut, first)
-        for index, (part, indices) in enumerate(islice(parts, self.steps), first):
+        parts = islice(self._parts(self.partition.cut, first), self.steps)
+        for index, (part, indices) in enumerate(parts, first):
             yield Draw(len(indices), name, part, index), indices
 
     def _begin(self) -> int:
@@ -141,16 +127,12 @@ class OnePassSampler(DesignSampler):
         self._used = True
         return self.partition.made
 
-    def _parts_from(self, cut: _Indices, first: int) -> Iterator[tuple[str, _Indices]]:
-        """Yields (part, positions) of the draws from the first one on."""
-        return islice(self._parts(cut), first, None)
-
     def _new_cut(self) -> _Indices:
         return self.rng.permutation(self.size)
 
     @abstractmethod
-    def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
-        """Yields (part, positions) of all draws."""
+    def _parts(self, cut: _Indices, first: int) -> Iterator[tuple[str, _Indices]]:
+        """Yields (part, positions) of the draws from the first one on."""
 
 
 _EXHAUSTED = (
@@ -164,9 +146,9 @@ class DisjointSampler(OnePassSampler):
 
     kind: ClassVar[type[Design]] = Disjoint
 
-    def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
+    def _parts(self, cut: _Indices, first: int) -> Iterator[tuple[str, _Indices]]:
         size = self.design.batch_size
-        for draw in range(self.design.steps_per_epoch):
+        for draw in range(first, self.design.steps_per_epoch):
             k = draw % math.ceil(len(cut) / size)
             yield str(k), cut[k * size : (k + 1) * size]
 
@@ -194,7 +176,7 @@ class _KeyedSampler(OnePassSampler):
         super().__setstate__(state)
         # PRIVACY: two runs of the same draws would be charged as if they were fresh
         # (test_copies_of_an_assigned_sampler_draw_anew)
-        self.partition = Partition(self._new_cut(), size=self.size)
+        self.partition = Partition(self._new_cut(), self.size)
         self.resumed = False
 
     def _new_cut(self) -> _Indices:
@@ -218,7 +200,6 @@ class AssignedSampler(_KeyedSampler):
         design: how to draw.
         size: number of records.
         steps: draws of an iteration; default those of a pass, or what is left.
-        seed: makes the draws repeatable (and warns), so that nothing is amplified; tests only.
         resume: partition of a run that continues.
         ids: unique, one per record, as for `RecordIds`: records draw by a keyed hash of them, wherever they stand. None
             for draws by position.
@@ -240,32 +221,27 @@ class AssignedSampler(_KeyedSampler):
         *,
         size: int | None = None,
         steps: int | None = None,
-        seed: int | None = None,
         resume: Partition | None = None,
         ids: Any = None,
     ) -> None:
         self.require_kind(design)
         assert isinstance(design, Assigned)
         if ids is not None:
-            self.ids = ids if isinstance(ids, RecordIds) else RecordIds(ids, size)
+            self.ids = RecordIds.of(ids, size)
             size = len(self.ids)
             # PRIVACY: records of one id are all in one batch, where each may move the sum by a clip
             # (test_records_with_one_id_are_refused)
             self.ids.require_unique()
-        if self.ids is not None and not (seed is None and design.amplification):
+        if self.ids is not None and not design.amplification:
             # PRIVACY: a record in another's place has another id, hence a batch of its own, which is no change of one
             # batch to who knows the key (test_ids_need_secret_draws)
             raise UnknownSamplerError(
-                "ids need secret draws: leave seed= and amplification=False away, or ids="
+                "ids need secret draws: leave amplification=False away, or ids="
             )
         if steps is None and design.passes > 1:
             made = 0 if resume is None else resume.made
             steps = max(1, min(design.batches, design.steps_per_epoch - made))
-        super().__init__(design, size=size, steps=steps, seed=seed, resume=resume)
-
-    def _without_secret(self, design: Any) -> Any:
-        # PRIVACY: draws that others can repeat hide nobody (test_a_seed_takes_the_amplification_away)
-        return replace(design, amplification=False)
+        super().__init__(design, size=size, steps=steps, resume=resume)
 
     def _new_cut(self) -> _Indices:
         return self._of_kind(super()._new_cut())
@@ -297,10 +273,7 @@ class AssignedSampler(_KeyedSampler):
             raise SequenceError(_EXHAUSTED)
         return made
 
-    def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
-        return self._parts_from(cut, 0)
-
-    def _parts_from(self, cut: _Indices, first: int) -> Iterator[tuple[str, _Indices]]:
+    def _parts(self, cut: _Indices, first: int) -> Iterator[tuple[str, _Indices]]:
         self._require_key(cut)
         begun, left_out = divmod(first, self.design.batches)
         for k in range(begun, self.design.passes):
@@ -311,20 +284,18 @@ class AssignedSampler(_KeyedSampler):
     def _batches(self, cut: _Indices, k: int, first: int) -> Iterator[_Indices]:
         """Yields the members of the batches of pass k, from the first one on."""
         own = range(self.size)[self._owned]
-        drawn = np.concatenate([np.empty(0, dtype=np.int64), *self._drawn(cut, k, len(own))])
-        for places in islice(_grouped(drawn, self.design.batches), first, None):
+        for places in islice(
+            _grouped(self._drawn(cut, k, len(own)), self.design.batches), first, None
+        ):
             yield own.start + own.step * places
 
-    def _drawn(self, cut: _Indices, k: int, count: int) -> Iterator[_Indices]:
-        """Yields the batches of the own records in pass k, in blocks."""
+    def _drawn(self, cut: _Indices, k: int, count: int) -> _Indices:
+        """Returns the batches of the own records in pass k."""
         key = cut[:_KEY].tobytes()
-        if isinstance(self.ids, RecordIds):
-            yield self.ids.picks(key, k, self.design.batches)
-            return
+        if self.ids is not None:
+            return self.ids.picks(key, k, self.design.batches)
         # PRIVACY: draws of their own in each pass (test_each_pass_has_draws_of_its_own)
-        stream = KeyedStream(key, self._label(k))
-        for begin in range(0, count, _BLOCK):
-            yield stream.integers(self.design.batches, min(_BLOCK, count - begin))
+        return KeyedStream(key, self._label(k)).integers(self.design.batches, count)
 
     def _label(self, k: int) -> str:
         return f"assigned {k}" if k else "assigned"
@@ -367,12 +338,10 @@ class RankAssignedSampler(AssignedSampler):
         if not self.own:
             self._owned = slice(self.rank, None, self.processes)
         if ids is not None:
-            self.ids = ids if isinstance(ids, RecordIds) else RecordIds(ids)
+            self.ids = RecordIds.of(ids, None)
             size = len(self.ids)
         cut = self._of_kind(np.frombuffer(key, dtype=np.uint8))
-        known = resume
-        if known is None:
-            known = Partition(cut, size=design.n if size is None else size)
+        known = resume or Partition(cut, design.n if size is None else size)
         self._require_key(known.cut)
         # PRIVACY: with another key records would be drawn a second time in a pass
         # (test_ranks_go_on_with_a_partition_of_their_common_key_only)
@@ -405,16 +374,11 @@ class PartsSampler(_KeyedSampler):
         design: how to draw.
         size: number of records.
         steps: draws of the iteration; default all that are left.
-        seed: makes the draws repeatable (and warns), so that nothing inside of parts is amplified; tests only.
         resume: partition of a run that continues.
     """
 
     kind: ClassVar[type[Design]] = Parts
     design: Parts
-
-    def _without_secret(self, design: Any) -> Any:
-        # PRIVACY: (test_a_seed_takes_the_amplification_of_parts_away)
-        return design.without_amplification()
 
     @classmethod
     def require_kind(cls, design: Design) -> None:
@@ -435,9 +399,12 @@ class PartsSampler(_KeyedSampler):
         # (test_the_name_of_parts_with_secret_draws_does_not_tell_them)
         return super()._new_cut() if self._keyed else self.rng.permutation(self.size)
 
-    def _parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
+    def _parts(self, cut: _Indices, first: int) -> Iterator[tuple[str, _Indices]]:
         if self._keyed:
             self._require_key(cut)
+        return islice(self._all_parts(cut), first, None)
+
+    def _all_parts(self, cut: _Indices) -> Iterator[tuple[str, _Indices]]:
         parts = zip(self.design.parts, self._members(cut), strict=True)
         for part, ((design, draws), members) in enumerate(parts):
             if isinstance(design, Assigned):
@@ -512,7 +479,6 @@ def make_sampler(
     *,
     size: int | None = None,
     steps: int | None = None,
-    seed: int | None = None,
     resume: Partition | None = None,
     ids: Any = None,
 ) -> DesignSampler:
@@ -523,14 +489,12 @@ def make_sampler(
     """
     if ids is not None:
         if not isinstance(design, Assigned):
-            # the first thing to know, where records were copied
-            (ids if isinstance(ids, RecordIds) else RecordIds(ids, size)).require_unique()
             raise UnknownSamplerError(
                 "design must be Assigned for draws by ids, or of a stream: give"
                 f" sampling='allocated' (got {design})"
             )
-        return AssignedSampler(design, size=size, steps=steps, seed=seed, resume=resume, ids=ids)
+        return AssignedSampler(design, size=size, steps=steps, resume=resume, ids=ids)
     for sampler in _KINDS:
         if isinstance(design, sampler.kind):
-            return sampler(design, size=size, steps=steps, seed=seed, resume=resume)
-    return kind_of(design)(design, size=size, steps=steps, seed=seed)
+            return sampler(design, size=size, steps=steps, resume=resume)
+    return kind_of(design)(design, size=size, steps=steps)

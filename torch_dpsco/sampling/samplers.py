@@ -76,7 +76,6 @@ class DesignSampler(Sampler[list[int]], ABC):
         size: number of records there are; default design.n. A Poisson, Full or assigned design under add_remove may
             have another size, because then the true one is private and `n` only a public reference.
         steps: draws per iteration; default one epoch (`Design.steps_per_epoch`). A public constant.
-        seed: makes the draws repeatable (and warns); tests only.
 
     Raises:
         UnknownSamplerError: the design is of another kind than the sampler.
@@ -96,19 +95,15 @@ class DesignSampler(Sampler[list[int]], ABC):
         *,
         size: int | None = None,
         steps: int | None = None,
-        seed: int | None = None,
     ) -> None:
         self.require_kind(design)
-        if seed is not None and seed < 0:
-            raise ValueError(f"seed must be >= 0 (got {seed})")
         self.design = design
         self.size = check.count(size=design.n if size is None else size)
         self.steps = check.positive_count(
             steps=design.steps_per_epoch if steps is None else steps
         )
         self.log = DrawLog(self.size)
-        self.seeded = seed is not None
-        self.rng = sampling_generator(seed)
+        self.rng = sampling_generator()
         if self.size != design.n and not isinstance(
             design, (Poisson, Full, Assigned, AssignedParts)
         ):
@@ -134,7 +129,8 @@ class DesignSampler(Sampler[list[int]], ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.rng, self.log, self.seeded = sampling_generator(), DrawLog(self.size), False
+        self.rng = sampling_generator()
+        self.log = DrawLog(self.size)
 
     @abstractmethod
     def draws(self) -> Iterator[tuple[Draw, _Indices]]:
@@ -386,7 +382,7 @@ class RankSampler(DesignSampler):
     ) -> None:
         require_divisible(design)
         super().__init__(design, size=size, steps=steps)
-        self.own = self.log.own = check.choice((True, False), own=own)
+        self.own = self.log.own = own
         self.rank, self.processes = rank_of(rank, processes)
         self._owned = (
             range(self.size) if self.own else range(self.rank, self.size, self.processes)
@@ -405,7 +401,7 @@ class RankSampler(DesignSampler):
             yield Draw(draw.size, index=index), self._owned.start + self._owned.step * indices
 
 
-_BLOCK = 1 << 16  # records that are read, or ids that are made Python objects, at a time
+_BLOCK = 1 << 16  # records that are read at a time
 
 
 def records_of(dataset: Any, order: list[int] | None = None) -> Iterator[Any]:
@@ -575,8 +571,7 @@ class DrawLog:
             SequenceError: the batch before it was not used up by a step, or its draw was given up; it is a part of
                 another draw than the one in progress; another loader has taken the place of this one.
         """
-        if self._replaced:
-            self._require_newest()
+        self._require_newest()
         if self._given_up and (chunk.start or chunk.source is not self.again):
             # PRIVACY: as for an iteration that begins anew (test_a_draw_that_was_given_up_is_the_next_one_again)
             raise SequenceError(_GIVEN_UP)
@@ -706,7 +701,7 @@ class RecordIds:
 
     Args:
         ids: integers, strings or bytes, which may be mixed (1 and "1" are two ids); a list, an array, a tensor or a
-            column. Arrays of integers stay as they are.
+            column.
         records: how many there are; default as many as ids.
 
     Raises:
@@ -719,26 +714,25 @@ class RecordIds:
             raise UnitError(f"ids must hold one id per record (got {type(ids).__name__})")
         if isinstance(ids, (Tensor, np.ndarray)) and ids.ndim != 1:
             raise UnitError(f"ids must hold one id per record (got {ids.ndim} dimensions)")
-        if isinstance(ids, Tensor):
-            ids = ids.tolist() if ids.is_floating_point() else ids.detach().cpu().numpy()
-        whole = isinstance(ids, np.ndarray) and ids.dtype.kind in "iu"
-        self._ids: Any = ids.copy() if whole else [_plain(thing) for thing in ids]
-        if records is not None and len(self._ids) != records:
+        plain = ids.tolist() if isinstance(ids, (Tensor, np.ndarray)) else ids
+        self._names = [id_bytes(thing) for thing in plain]
+        if records is not None and len(self) != records:
             raise UnitError("ids must hold one id per record (got more or fewer)")
-        if not whole:
-            for thing in self._ids:
-                id_bytes(thing)
+
+    @classmethod
+    def of(cls, ids: Any, records: int | None) -> RecordIds:
+        """Returns ids as they are, or made of what else they may be."""
+        return ids if isinstance(ids, RecordIds) else cls(ids, records)
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._names)
 
     def __repr__(self) -> str:
         return "RecordIds(SECRET)"
 
     def require_unique(self) -> None:
         """Raises UnitError if two records have one id."""
-        whole = isinstance(self._ids, np.ndarray)
-        if len(np.unique(self._ids) if whole else set(self._bytes())) < len(self):
+        if len(set(self._names)) < len(self):
             raise UnitError(SEVERAL)
 
     def picks(self, key: bytes, k: int, batches: int) -> _Indices:
@@ -750,13 +744,13 @@ class RecordIds:
             batches: of a pass.
         """
         start = start_of_pass(key, k)
-        return np.array([pick(start, name, batches) for name in self._bytes()], dtype=np.int64)
+        return np.array([pick(start, name, batches) for name in self._names], dtype=np.int64)
 
     def digests(self, key: bytes) -> _Indices:
         """Returns (n, 2) words by which holders of a key can tell whether ids are equal."""
         start = blake2b(key=key, person=b"equal", digest_size=_WIDTH)
         found = bytearray()
-        for name in self._bytes():
+        for name in self._names:
             one = start.copy()
             one.update(name)
             found += one.digest()
@@ -764,15 +758,10 @@ class RecordIds:
 
     def contents(self, dataset: Any) -> Iterator[Any]:
         """Yields what tells the ids and their records from others, in an order that is that of no reading."""
-        names = [blake2b(name, digest_size=32).digest() for name in self._bytes()]
+        names = [blake2b(name, digest_size=32).digest() for name in self._names]
         order = sorted(range(len(names)), key=names.__getitem__)
         yield b"".join(names[i] for i in order)
         yield from records_of(dataset, order)
-
-    def _bytes(self) -> Iterator[bytes]:
-        for start in range(0, len(self), _BLOCK):
-            part = self._ids[start : start + _BLOCK]
-            yield from map(id_bytes, part.tolist() if isinstance(part, np.ndarray) else part)
 
 
 SEVERAL = (
@@ -782,19 +771,14 @@ SEVERAL = (
 SPREAD = "users must be on one rank each, with all of their records (got one who is on several)"
 
 
-def _plain(thing: Any) -> Any:
-    """Returns the number or text of a scalar, whose memory may be filled again."""
-    scalar = isinstance(thing, (np.generic, Tensor)) and not thing.ndim
-    return thing.item() if scalar else thing
-
-
 def id_bytes(thing: Any) -> bytes:
     """Returns bytes that no other id has, the same in every process.
 
     Raises:
         UnitError: no integer, string or bytes.
     """
-    thing = _plain(thing)
+    if isinstance(thing, (np.generic, Tensor)) and not thing.ndim:
+        thing = thing.item()
     if isinstance(thing, str):
         return b"s" + thing.encode("utf-8", "surrogatepass")
     if isinstance(thing, bytes):

@@ -12,8 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom
 
+from tests.reference.papers.accounting import zcdp_rho
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_mu
-from torch_dpsco.accounting.analysis.rdp import rdp_delta, rdp_epsilon, zcdp_epsilon, zcdp_rho
+from torch_dpsco.accounting.analysis.rdp import rdp_delta, rdp_epsilon, zcdp_epsilon
 from torch_dpsco.accounting.budgets import (
     ODOMETER_ORDERS,
     Budget,

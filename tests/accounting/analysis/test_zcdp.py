@@ -14,10 +14,11 @@ from tests.reference.papers.accounting import (
     compose_parallel,
     compose_sequential,
     zcdp_epsilon_bs16,
+    zcdp_rho,
     zcdp_rho_bs16,
 )
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon
-from torch_dpsco.accounting.analysis.rdp import rdp_epsilon, zcdp_epsilon, zcdp_rho
+from torch_dpsco.accounting.analysis.rdp import rdp_epsilon, zcdp_epsilon
 
 rhos = st.floats(1e-12, 1e6)
 epsilons = st.one_of(st.just(0.0), st.floats(1e-9, 1e4))

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
+import scipy
 from scipy.optimize import brentq
 from scipy.special import gammaincinv, log_ndtr
 
@@ -45,8 +46,8 @@ from torch_dpsco.accounting.analysis.rdp import (
     gaussian_divergence,
     nodes,
 )
-from torch_dpsco.accounting.analysis.shuffle import _composed, _shifts, _shuffle_window, _Window
 from torch_dpsco.errors import ConditionError
+from torch_dpsco.shuffle_model.numbers import _composed, _shifts, _shuffle_window, _Window
 
 _LEAST_NOISE = 1e-4  # times size^1.5, as in `mixtures`: below, noise counts as none
 _SPELLED_OUT = {"P=mixture,Q=N(0)": "remove", "P=N(0),Q=mixture": "add"}
@@ -619,6 +620,51 @@ def zcdp_epsilon_bs16(rho: float, delta: float) -> float:
     log_inverse = -math.log(_validate.open_interval(0.0, 1.0, delta=delta))
     # PRIVACY: rounded up; two roots, since the product may underflow (test_textbook_bounds_are_rounded_safely)
     return (rho + 2 * math.sqrt(rho) * math.sqrt(log_inverse)) * (1 + _ROUNDING)
+
+
+def zcdp_rho(epsilon: float, delta: float) -> float:
+    """Returns the largest rho for which rho-zCDP is known to imply (epsilon, delta)-DP, rounded down.
+
+    At the optimal b, rho = (log(1/delta) - log(1 + b)) / b^2 and epsilon = (1 + 2b) rho - log(1 + 1/b), which
+    decreases in b: one root.
+
+    Args:
+        epsilon: >= 0.
+        delta: in (0, 1).
+
+    Returns:
+        rho >= 0 (0 below 1e-300).
+
+    Raises:
+        ValueError: epsilon is negative or not finite, or delta is not in (0, 1).
+
+    Guarantee: zcdp_epsilon(rho, delta) <= epsilon for the rho returned.
+
+    Source: docs/proofs/accounting.md#concentrated-privacy.
+
+    Example:
+        >>> round(zcdp_rho(epsilon=1.0, delta=1e-5), 5)
+        0.03056
+    """
+    epsilon = check.nonnegative(epsilon=epsilon)
+    log_inverse = -math.log(check.open_interval(0.0, 1.0, delta=delta))
+
+    def gap(log_b: float) -> float:
+        b = math.exp(log_b)
+        rho = (log_inverse - math.log1p(b)) / b / b
+        return (1 + 2 * b) * rho - math.log1p(1 / b) - epsilon
+
+    # At the largest b, 1/delta - 1, rho is 0 and the gap is negative; at small b it is about log(1/delta) / b^2.
+    high = min(
+        log_inverse + math.log(-math.expm1(-log_inverse)), 709.0
+    )  # e^709 is the last power that is finite
+    low = high - 1.0
+    while gap(low) <= 0:
+        low -= 1.0 + abs(low) / 8
+    b = math.exp(high if gap(high) > 0 else scipy.optimize.brentq(gap, low, high, xtol=1e-12))
+    rho = (epsilon + math.log1p(1 / b) - (log_inverse - math.log1p(b)) / b) / (1 + b)
+    # PRIVACY: 1e-12 exceeds all rounding (test_zcdp_conversions_are_on_the_safe_side)
+    return rho * (1 - 1e-12) if rho > 1e-300 else 0.0  # subnormal numbers round by more
 
 
 def zcdp_rho_bs16(epsilon: float, delta: float) -> float:

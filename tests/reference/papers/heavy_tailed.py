@@ -36,22 +36,18 @@ from torch_dpsco.algorithms.localized_numbers import (
     _parts,
     halved_sizes,
 )
-from torch_dpsco.algorithms.mechanisms import (
-    VECTORS,
-    BinomialNoise,
-    FloatArray,
-    ShuffleParameters,
-    _counts,
-    _law,
-    _points,
+from torch_dpsco.algorithms.mechanisms import FloatArray, _counts, _law, _points
+from torch_dpsco.algorithms.oracles import clipped_rows, medians
+from torch_dpsco.errors import AdjacencyError, ConditionError
+from torch_dpsco.noise import Source
+from torch_dpsco.shuffle_model import VECTORS, ShuffleParameters, shuffle_parameters
+from torch_dpsco.shuffle_model.oracles import (
+    binomial_noise,
     centered_sum,
     grid_values,
     round_randomly,
-    shuffle_parameters,
+    uniform,
 )
-from torch_dpsco.algorithms.oracles import clipped_rows, medians
-from torch_dpsco.errors import AdjacencyError, ConditionError
-from torch_dpsco.noise import Source, uniform
 
 
 def _batch(n: int, steps: int) -> int:
@@ -435,8 +431,13 @@ def scalar_sum(
     ones = round_randomly(
         grid_values(values, check.positive(upper=upper), parameters.grid), generator
     )
-    noise = BinomialNoise(len(values) * parameters.noise_bits, parameters.noise_probability)
-    return ones.sum(0) + noise.draw(tuple(values.shape[1:]), generator)
+    noise = binomial_noise(
+        len(values) * parameters.noise_bits,
+        parameters.noise_probability,
+        tuple(values.shape[1:]),
+        generator,
+    )
+    return ones.sum(0) + noise
 
 
 def vector_sum(
@@ -450,7 +451,7 @@ def vector_sum(
     """Returns the estimate of the sum of vectors of L2 norm at most D (Algorithm 11).
 
     Args:
-        vectors: (n, d) floating, each of norm at most `bound`; THE CALLER CLIPS (see `oracles.ShuffledClipped`).
+        vectors: (n, d) floating, each of norm at most `bound`; THE CALLER CLIPS (see `shuffle_model.ShuffledClipped`).
         bound: D > 0.
         parameters: g, b, p of each coordinate.
         generator: of noise; also the rounding comes from it.

@@ -101,7 +101,6 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import log_ndtr
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.analysis.gaussian import safe_root
 from torch_dpsco.accounting.analysis.rounding import FloatArray as FloatArray
 from torch_dpsco.accounting.analysis.rounding import up
 
@@ -787,41 +786,3 @@ def zcdp_epsilon(rho: float, delta: float) -> float:
     return max(
         0.0, (1 + b) * rho - gain + conversion + 1e-15 * ((1 + b) * rho + gain + abs(conversion))
     )
-
-
-_LEAST_RHO = 700.0  # -log of a rho that is not told from 0
-
-
-def zcdp_rho(epsilon: float, delta: float) -> float:
-    """Returns the largest rho for which rho-zCDP is known to imply (epsilon, delta)-DP, rounded down.
-
-    Args:
-        epsilon: >= 0.
-        delta: in (0, 1).
-
-    Returns:
-        rho >= 0 (0 below 1e-300).
-
-    Raises:
-        ValueError: delta is not in (0, 1).
-
-    Guarantee: zcdp_epsilon(rho, delta) <= epsilon for the rho returned.
-
-    Source: docs/proofs/accounting.md#concentrated-privacy.
-
-    Example:
-        >>> round(zcdp_rho(epsilon=1.0, delta=1e-5), 5)
-        0.03056
-    """
-    delta = check.open_interval(0.0, 1.0, delta=delta)
-
-    def excess(minus_log_rho: float) -> float:
-        return zcdp_epsilon(math.exp(-minus_log_rho), delta) - epsilon
-
-    most = 1 + epsilon
-    while zcdp_epsilon(most, delta) <= epsilon:
-        most *= 2
-    if excess(_LEAST_RHO) > 0:
-        return 0.0
-    rho = math.exp(-safe_root(excess, -math.log(most), _LEAST_RHO))
-    return rho if rho > 1e-300 else 0.0

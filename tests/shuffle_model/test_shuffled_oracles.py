@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from tests.accounting.exact_shuffle import delta_bounds
 from tests.problems import released
 from tests.reference.papers.heavy_tailed import median_of_means, scalar_sum_variance, vector_sum
+from tests.shuffle_model.exact_shuffle import delta_bounds
 from torch_dpsco.accounting.analysis.rdp import zcdp_epsilon
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
@@ -24,17 +24,19 @@ from torch_dpsco.accounting.events import (
     ZERO_OUT,
     NonPrivate,
 )
-from torch_dpsco.algorithms.mechanisms import (
-    COORDINATES,
-    VECTORS,
-    BinomialNoise,
-    ShuffleParameters,
-    shuffle_cost,
-)
-from torch_dpsco.algorithms.oracles import ShuffledClipped, ShuffledMedian
 from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.rules import SGD
+from torch_dpsco.shuffle_model import (
+    COORDINATES,
+    VECTORS,
+    ShuffledClipped,
+    ShuffledMedian,
+    ShuffleParameters,
+    oracles,
+    shuffle_cost,
+)
+from torch_dpsco.shuffle_model.oracles import binomial_noise
 
 CLIP = 1.5
 ADVERSARIAL = [
@@ -233,9 +235,8 @@ def test_halved_noise_bits_are_caught(kind, monkeypatch):
         return counts.var(dim=1) / (oracle.group_size * 1000 / 4)
 
     assert (ratio() - 1).abs().max() < 0.05
-    draw = BinomialNoise.draw
     monkeypatch.setattr(
-        BinomialNoise, "draw", lambda self, *a: draw(BinomialNoise(self.trials // 2, 0.5), *a)
+        oracles, "binomial_noise", lambda trials, *a: binomial_noise(trials // 2, *a)
     )
     assert (ratio() - 0.5).abs().max() < 0.05
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.accounting.exact_shuffle import delta_bounds
 from tests.reference.papers.accounting import rdp_shuffle
-from torch_dpsco.accounting.analysis import shuffle
+from tests.shuffle_model.exact_shuffle import delta_bounds
 from torch_dpsco.accounting.analysis.rdp import rdp_epsilon, zcdp_epsilon
-from torch_dpsco.accounting.analysis.shuffle import zcdp_shuffle
 from torch_dpsco.errors import ConditionError, InfeasibleError
+from torch_dpsco.shuffle_model import numbers as shuffle
+from torch_dpsco.shuffle_model.numbers import zcdp_shuffle
 
 EXAMPLE = {"dim": 10, "max_shift": 64, "shift_norm": 64 + math.sqrt(10), "delta_window": 1e-9}
 

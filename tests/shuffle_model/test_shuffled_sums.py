@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
-from tests.accounting.exact_shuffle import delta_bounds
 from tests.reference.papers import heavy_tailed as papers
+from tests.reference.papers.accounting import zcdp_rho
 from tests.reference.papers.heavy_tailed import (
     analyze_scalar_sum,
     randomize_scalar,
@@ -23,22 +23,26 @@ from tests.reference.papers.heavy_tailed import (
     vector_parameters_paper,
     vector_sum,
 )
-from torch_dpsco.accounting.analysis.rdp import zcdp_epsilon, zcdp_rho
-from torch_dpsco.algorithms import mechanisms as shuffle_noise
-from torch_dpsco.algorithms import mechanisms as shuffle_sizing
-from torch_dpsco.algorithms.mechanisms import (
+from tests.shuffle_model.exact_shuffle import delta_bounds
+from torch_dpsco.accounting.analysis.rdp import zcdp_epsilon
+from torch_dpsco.errors import ConditionError, InfeasibleError
+from torch_dpsco.shuffle_model import (
     COORDINATES,
     VECTORS,
-    BinomialNoise,
+    ShuffledClipped,
     ShuffleParameters,
-    centered_sum,
-    grid_values,
-    round_randomly,
     shuffle_cost,
     shuffle_parameters,
 )
-from torch_dpsco.algorithms.oracles import ShuffledClipped
-from torch_dpsco.errors import ConditionError, InfeasibleError
+from torch_dpsco.shuffle_model import numbers as shuffle_sizing
+from torch_dpsco.shuffle_model import oracles as shuffle_noise
+from torch_dpsco.shuffle_model.oracles import (
+    binomial_noise,
+    binomial_table,
+    centered_sum,
+    grid_values,
+    round_randomly,
+)
 
 RUNS = 100_000
 ALARM = 1e-9  # chance that a true law fails a test
@@ -191,16 +195,17 @@ def test_a_count_at_its_mean_is_an_exact_zero():
 # -- the noise --------------------------------------------------------------------------------------------------------
 
 
-def drawn_law(noise):
+def drawn_law(trials, p):
     """Returns the law that is drawn, by its table."""
-    halves = zip(noise._high.tolist(), noise._low.tolist(), strict=True)
+    first, high, low = binomial_table.__wrapped__(trials, p)
+    halves = zip(high.tolist(), low.tolist(), strict=True)
     edges = [
         0,
         *((high << shuffle_noise._WORD) + low for high, low in halves),
         shuffle_noise._ONE,
     ]
     return {
-        noise._first + k: (high - low) / shuffle_noise._ONE
+        first + k: (high - low) / shuffle_noise._ONE
         for k, (low, high) in enumerate(pairwise(edges))
     }
 
@@ -210,7 +215,7 @@ def drawn_law(noise):
     ("trials", "p"), [(1, 0.5), (7, 0.3), (60, 0.5), (300, 0.01), (300, 0.99), (2000, 0.5)]
 )
 def test_the_table_of_the_noise_is_exact(trials, p):
-    chance, law = Fraction(p), drawn_law(BinomialNoise(trials, p))
+    chance, law = Fraction(p), drawn_law(trials, p)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
     for y in range(trials + 1):
         exact = math.comb(trials, y) * chance**y * (1 - chance) ** (trials - y)
@@ -225,26 +230,27 @@ def test_the_noise_is_binomial_to_all_its_bits(monkeypatch, bits):
     # halves of so few bits tie all the time
     monkeypatch.setattr(shuffle_noise, "_WORD", bits)
     monkeypatch.setattr(shuffle_noise, "_ONE", 1 << (2 * bits))
-    noise = BinomialNoise(6, 0.5)
-    law = drawn_law(noise)
-    draws = noise.draw((20_000,), seeded(6))
-    assert len({int(half) for half in noise._high}) < len(noise._high) or bits == 4
+    table = binomial_table.__wrapped__(6, 0.5)
+    monkeypatch.setattr(shuffle_noise, "binomial_table", lambda trials, p: table)
+    law = drawn_law(6, 0.5)
+    draws = binomial_noise(6, 0.5, (20_000,), seeded(6))
+    assert len({int(half) for half in table[1]}) < len(table[1]) or bits == 4
     assert_law(draws, [law.get(y, 0.0) for y in range(7)])
 
 
 @pytest.mark.parametrize(("trials", "p"), [(314_000, 0.5), (10**8, 0.25)])
 def test_noise_of_many_bits_has_mean_and_variance_of_the_binomial(trials, p):
-    draws = BinomialNoise(trials, p).draw((RUNS,), seeded(7)).double()
+    draws = binomial_noise(trials, p, (RUNS,), seeded(7)).double()
     variance = trials * p * (1 - p)
     assert abs(draws.mean().item() - trials * p) < 6.5 * math.sqrt(variance / RUNS)
     assert abs(draws.var().item() / variance - 1) < 6.5 * math.sqrt(2 / RUNS)
 
 
 def test_the_noise_holds_no_array_of_its_trials():
-    assert len(BinomialNoise(10**8, 0.5)._high) < 200_000
+    assert len(binomial_table(10**8, 0.5)[1]) < 200_000
     with pytest.raises(InfeasibleError, match="trials must be at most"):
-        BinomialNoise(10**14, 0.5)
-    assert BinomialNoise(0, 0.5).draw((2, 3), seeded()).tolist() == [[0] * 3] * 2
+        binomial_table(10**14, 0.5)
+    assert binomial_noise(0, 0.5, (2, 3), seeded()).tolist() == [[0] * 3] * 2
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpsco.accounting.analysis.shuffle import lower_tail, upper_tail
 from torch_dpsco.errors import InfeasibleError
+from torch_dpsco.shuffle_model.numbers import lower_tail, upper_tail
 
 rates = st.one_of(
     st.sampled_from([0.0, 0.5, 1.0, 1e-300, 5e-324, 1 - 2**-53]), st.floats(0.0, 1.0)
