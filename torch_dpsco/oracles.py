@@ -18,11 +18,11 @@ from torch_dpsco.step.oracle import (
     Clipped,
     ClippedMean,
     MeanOracle,
+    Phased,
     Release,
     clip_weights,
     joint_norm,
 )
-from torch_dpsco.step.phased import Phased
 
 __all__ = [
     "AdaptiveClipped",

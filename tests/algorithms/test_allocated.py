@@ -49,8 +49,7 @@ from torch_dpsco.sampling import AssignedSampler, FullSampler, PrivateLoader
 from torch_dpsco.step import optimizer as saved
 from torch_dpsco.step import run as charges
 from torch_dpsco.step.batch import LogicalBatch
-from torch_dpsco.step.oracle import Clipped, MeanOracle
-from torch_dpsco.step.phased import Phased
+from torch_dpsco.step.oracle import Clipped, MeanOracle, Phased
 
 N, T, Z = 24, 4, 2.0
 DELTA = 1e-4

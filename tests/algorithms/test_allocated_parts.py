@@ -41,8 +41,7 @@ from torch_dpsco.sampling.one_pass import AssignedPartsSampler
 from torch_dpsco.step import optimizer as saved
 from torch_dpsco.step import run as charges
 from torch_dpsco.step.batch import LogicalBatch
-from torch_dpsco.step.oracle import Clipped, MeanOracle
-from torch_dpsco.step.phased import Phased
+from torch_dpsco.step.oracle import Clipped, MeanOracle, Phased
 from torch_dpsco.step.run import sizes_are_private
 
 N, T, Z, DELTA = 24, 4, 2.0, 1e-4

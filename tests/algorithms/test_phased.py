@@ -15,8 +15,7 @@ from torch_dpsco.accounting.events import CLIP_UNITS
 from torch_dpsco.algorithms.clips import PilotClipped, QuantilePilot
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rows import DenseBlock, GradBatch
-from torch_dpsco.step.oracle import Clipped
-from torch_dpsco.step.phased import Phased
+from torch_dpsco.step.oracle import Clipped, Phased
 
 QUERY = [torch.zeros(2)]
 ROUNDING = 1 + 2.0**-6

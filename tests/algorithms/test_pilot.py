@@ -18,7 +18,7 @@ from torch_dpsco.algorithms.clips import PilotClipped, QuantilePilot
 from torch_dpsco.algorithms.mechanisms import geometric_grid, quantile_law
 from torch_dpsco.errors import AdjacencyError, SequenceError, UtilityWarning
 from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch
-from torch_dpsco.step.phased import Phased
+from torch_dpsco.step.oracle import Phased
 
 LENGTHS = [0.0, 1e-45, 1e-20, 1e-4, 1.0, 50.0, 1e19, 3e38, math.inf, -math.inf, math.nan]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpsco.estimators import Number, Schema
-from torch_dpsco.estimators import frames as cells
+from torch_dpsco.estimators import reading as cells
 
 
 def csv_of(path, notes, end="\n"):

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 import torch_dpsco as dp
 from torch_dpsco import losses
 from torch_dpsco.errors import UnitError
-from torch_dpsco.estimators import Category, Number, Ordered, Schema, frames
+from torch_dpsco.estimators import Category, Number, Ordered, Schema
+from torch_dpsco.estimators import reading as frames
 from torch_dpsco.estimators.schema import key
 
 COLUMNS = {

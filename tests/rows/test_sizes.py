@@ -24,8 +24,8 @@ from torch_dpsco.accounting.events import ADJACENCIES
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.native import HALF
 from torch_dpsco.rows import closed_form
+from torch_dpsco.rows.first_step import random_parameters
 from torch_dpsco.rows.means import Source, averaged
-from torch_dpsco.rows.replay import random_parameters
 from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.sampling.loader import Sizes, torch_settings
 from torch_dpsco.trial.sizes import Trial, secret_state, whole

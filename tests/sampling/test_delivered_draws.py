@@ -18,8 +18,7 @@ from tests.problems import make_optimizer
 from torch_dpsco.accounting.designs import Design, Parts
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.sampling import make_sampler
-from torch_dpsco.step.oracle import Clipped
-from torch_dpsco.step.phased import Phased
+from torch_dpsco.step.oracle import Clipped, Phased
 
 N, STEPS = 40, 30
 DATA = TensorDataset(torch.arange(float(N))[:, None])

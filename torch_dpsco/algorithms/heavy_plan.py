@@ -42,8 +42,7 @@ from torch_dpsco.errors import AdjacencyError, MissingConstantError
 from torch_dpsco.problem import Phase, Problem, Schedule
 from torch_dpsco.prox import Ball, Box, Identity, Prox, Simplex
 from torch_dpsco.rules import Accelerated, ScheduledSGD, UpdateRule
-from torch_dpsco.step.oracle import Clipped, MeanOracle
-from torch_dpsco.step.phased import Phased
+from torch_dpsco.step.oracle import Clipped, MeanOracle, Phased
 from torch_dpsco.step.plan import CLIPPED, Ranges, StepPlan, expected, noise_on_mean
 
 

@@ -47,8 +47,7 @@ from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import Anchored, UpdateRule
 from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import agreed, dimension, noise_for, release_noise, require_planned
-from torch_dpsco.step.oracle import Clipped, MeanOracle
-from torch_dpsco.step.phased import Phased
+from torch_dpsco.step.oracle import Clipped, MeanOracle, Phased
 from torch_dpsco.step.plan import CLIPPED, LABELS, PlannedOptimizer, StepPlan, costs, expected
 
 METHODS = ("localized", "reduction")

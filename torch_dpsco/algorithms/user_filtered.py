@@ -52,8 +52,7 @@ from torch_dpsco.problem import Phase, Problem, Schedule
 from torch_dpsco.prox import Prox
 from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import agreed, dimension
-from torch_dpsco.step.oracle import Release
-from torch_dpsco.step.phased import Phased
+from torch_dpsco.step.oracle import Phased, Release
 from torch_dpsco.step.plan import PlannedOptimizer
 
 _HOPELESS = 0.5  # of a run to halt

@@ -32,13 +32,13 @@ from torch_dpsco.rows import Tape, clear_rows
 from torch_dpsco.rows.attach import attach
 from torch_dpsco.rows.batch import attachments
 from torch_dpsco.rows.blocks import Block, FactoredBlock
-from torch_dpsco.rows.forwards import forget_uses
-from torch_dpsco.rows.replay import (
+from torch_dpsco.rows.first_step import (
     COMPILED,
     of_passes,
     random_parameters,
     rows_of_a_pass,
 )
+from torch_dpsco.rows.forwards import forget_uses
 from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.sampling.loader import Sizes
 from torch_dpsco.trial import (

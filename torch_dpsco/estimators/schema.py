@@ -31,8 +31,8 @@ from torch_dpsco.accounting.analysis.rounding import FloatArray
 from torch_dpsco.accounting.report import names_of
 from torch_dpsco.acts import act
 from torch_dpsco.errors import UnitError
-from torch_dpsco.estimators import frames
-from torch_dpsco.estimators.frames import Column
+from torch_dpsco.estimators import reading as frames
+from torch_dpsco.estimators.reading import Column
 from torch_dpsco.losses.base import Loss, TableLoss
 from torch_dpsco.problem import Problem
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_dpsco.estimators.frames import Column, column
+from torch_dpsco.estimators.reading import Column, column
 from torch_dpsco.estimators.schema import ROW, Number, Ordered, key, numbers, unit_id
 
 if TYPE_CHECKING:

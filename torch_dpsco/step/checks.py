@@ -36,8 +36,7 @@ from torch_dpsco.errors import (
 from torch_dpsco.problem import Schedule
 from torch_dpsco.rows.layers.recorded import require_whole
 from torch_dpsco.step.distributed import world_size
-from torch_dpsco.step.oracle import MeanOracle
-from torch_dpsco.step.phased import Phased
+from torch_dpsco.step.oracle import MeanOracle, Phased
 
 _NOTHING = "params must hold a parameter that requires a gradient (got none)"
 

@@ -51,8 +51,7 @@ from torch_dpsco.prox import Prox
 from torch_dpsco.rules import UpdateRule
 from torch_dpsco.step import checks
 from torch_dpsco.step.checks import listed
-from torch_dpsco.step.oracle import Charge, MeanOracle
-from torch_dpsco.step.phased import Phased
+from torch_dpsco.step.oracle import Charge, MeanOracle, Phased
 
 
 @dataclass(frozen=True, eq=False)
