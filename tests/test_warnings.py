@@ -173,10 +173,8 @@ def test_a_ledger_file_without_its_mark_is_said_each_time(tmp_path: Path) -> Non
 # What concerns privacy; `errors.UtilityWarning` names it, and the tests above hold it to being said each time.
 ABOUT_PRIVACY = {
     "the noise repeatable",
-    "the batches repeatable",
     "satisfies such a budget",
     "whether it is the newest copy is not known",
-    "the true epsilon may be many times",
 }
 
 

@@ -321,7 +321,9 @@ def test_the_level_of_measurements_is_in_the_delta_of_objective_perturbation() -
     mu_out = math.hypot(AMP_MU_OUT, prepare.level)
     constants = given.lipschitz, given.smoothness
     spent = amp_delta_monotone(1.0, plan.noise_scale, plan.reg, *constants, mu_out, "add_remove")
-    assert DELTA * 0.999 <= spent <= event.delta <= DELTA
+    # the same numbers, added up in another order
+    assert DELTA * 0.999 <= spent <= event.delta * (1 + 1e-14)
+    assert event.delta <= DELTA
     without = plan_linear(replace(given, prepare=None, reg=plan.reg), "objective")
     assert plan.noise_scale > without.noise_scale * 1.01
 

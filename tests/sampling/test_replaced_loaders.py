@@ -201,12 +201,12 @@ def test_a_plain_pass_is_replaced_in_silence(loader: DataLoader[Any]) -> None:
     require_replaceable(loader)
 
 
-def test_copied_records_are_found_by_their_ids_before_the_design_is_refused() -> None:
+def test_copied_records_are_found_by_their_ids() -> None:
     copies = Subset(DATA, [*range(N), 0])
+    loader = DataLoader(copies, BATCH, shuffle=True)
+    ids = torch.tensor([*range(N), 0])
     with pytest.raises(UnitError, match="ids must be unique"):
-        made_private(
-            DataLoader(copies, BATCH, shuffle=True), n=N + 1, ids=torch.tensor([*range(N), 0])
-        )
+        made_private(loader, n=N + 1, ids=ids, sampling="allocated")
 
 
 def test_a_loader_in_place_of_its_data_set_is_told_what_would_be_lost() -> None:

@@ -295,7 +295,7 @@ class _Task(Task, ABC):
             )
         if self.epochs not in (None, 1) and (sampling == "assigned" or only):
             more = ", or sampling 'allocated' for several" if "allocated" in self.words else ""
-            raise ValueError(f"epochs must be 1 for one pass{more} (got {self.epochs})")
+            raise ValueError(f"epochs must be 1 for one pass{more} (got {self.epochs:g})")
         if not once and only:
             raise ValueError(
                 f"sampling must be one pass over n records for {self.by}: 'shuffled', 'assigned',"

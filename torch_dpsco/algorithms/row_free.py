@@ -525,8 +525,8 @@ class Backwards:
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._params = params
-        # what each backward has left on each of them
-        self._seen: list[list[Tensor | None]] = [[] for _ in params]
+        self._counts = [0] * len(params)  # of backwards that have reached each of them
+        self._left: list[Tensor | None] = [None] * len(params)  # what the newest one has left there
         self.begin()
         this = weakref.proxy(self)
         handles = [
@@ -542,9 +542,10 @@ class Backwards:
 
     def clear(self) -> None:
         """Forgets gradients and backwards."""
-        for p, seen in zip(self._params, self._seen, strict=True):
+        for k, p in enumerate(self._params):
             p.grad = None
-            seen.clear()
+            self._left[k] = None
+            self._counts[k] = 0
 
     def begin(self) -> None:
         """Counts hooks from here on: a batch was delivered."""
@@ -553,7 +554,8 @@ class Backwards:
 
     def note(self, k: int, gradient: Tensor | None) -> None:
         """Notes what a backward has left on parameter k."""
-        self._seen[k].append(None if gradient is None else gradient.clone())
+        self._left[k] = None if gradient is None else gradient.clone()
+        self._counts[k] += 1
         # a call of a module with backward hooks makes one on its output
         self._hooked |= compat.hooks_made() != self.hooks
 
@@ -565,7 +567,7 @@ class Backwards:
                 "p.grad must hold the gradient of the batch (got None): call backward() first, on a"
                 " model that is not attached: this optimizer needs no per-sample gradients"
             )
-        counts = sorted({len(seen) for seen in self._seen})
+        counts = sorted(set(self._counts))
         if counts != [1]:
             # PRIVACY: a second gradient doubles what a record moves (test_gradients_of_two_passes_are_refused)
             self._refuse(
@@ -584,7 +586,7 @@ class Backwards:
                 " nor other new hooks, which could change gradients: remove them; train and compile"
                 " other models before or after it"
             )
-        if not _same([p.grad for p in params], [seen[0] for seen in self._seen]):
+        if not _same([p.grad for p in params], self._left):
             # PRIVACY: a clipped mean, or a term on the weights, is not what the sensitivity was computed for
             # (test_a_gradient_changed_after_its_backward_is_refused)
             self._refuse(

@@ -446,7 +446,7 @@ class Replay:
                 " or in the data set"
             )
         places = [k for k, leaf in enumerate(self.inputs) if isinstance(leaf, Leaf)]
-        leaves = [*(self.inputs[k] for k in places), *loss.leaves]
+        leaves = [*(self.inputs[k] for k in places), *loss.leaves_of_any_size]
         params = [p for p in model.parameters() if p.requires_grad]
 
         def answers(made: list[Tensor]) -> list[Tensor]:

@@ -212,7 +212,6 @@ class Run:
         paid = progress.paid
         if paid is not None and steps < paid.stop:
             event = self.oracle.charge(self.design, draw).event if self.in_passes else None
-            # PRIVACY: a charge to a part pays for no step on all records (test_a_pass_begun_on_a_part_stays_there)
             paid.require(draw.partition, event)
             charge = Charge(Sequential(()))
         else:

@@ -367,8 +367,11 @@ class RepeatedLoss:
         """Takes the place of the loss, and what tensors that are not computed from outputs look like."""
         self._root = root
         self._picks = self._indices_of_records([t.dtype for t in elsewhere])
-        sizes = {n for leaf in self._outputs for d, n in enumerate(leaf.shape) if d != leaf.dim}
-        self.leaves = [self._leaf(t, sizes, k in self._picks) for k, t in enumerate(elsewhere)]
+        # of the outputs, beside their number of records
+        self._sizes = {
+            n for leaf in self._outputs for d, n in enumerate(leaf.shape) if d != leaf.dim
+        }
+        self.leaves = [self._leaf(t, k in self._picks) for k, t in enumerate(elsewhere)]
         self.memory = [memory_of(t) for t in elsewhere]  # where it was
 
     def made_before(
@@ -380,7 +383,7 @@ class RepeatedLoss:
             delivered: where the memory of the batch was.
         """
         found = []
-        for leaf, memory in zip(self.leaves, self.memory, strict=True):
+        for leaf, memory in zip(self.leaves_of_any_size, self.memory, strict=True):
             if leaf.dim is not None and leaf.dtype.is_floating_point and not memory <= delivered:
                 rows = leaf.shape[leaf.dim] // leaf.places
                 found.append((torch.Size(leaf.shape).numel() // rows, leaf.dtype))
@@ -415,21 +418,32 @@ class RepeatedLoss:
             found += _CONSTANTS
         return found + _INDEX if self._picks and found.startswith(CHECKED) else found
 
-    def _leaf(self, t: Tensor, sizes: set[int], counts: bool) -> Leaf:
-        """Returns what a tensor from elsewhere looks like; `sizes`: of the outputs, beside their number of records."""
+    def _leaf(self, t: Tensor, counts: bool) -> Leaf:
         dims = [d for d in (self._dim, 0) if d < t.dim() and t.shape[d] == self.rows]
-        dim = dims[0] if dims else None
-        places = 1
-        if dim is None and t.dim() and t.shape[0] not in sizes and not t.shape[0] % self.rows:
-            # words of texts, say, flattened
-            dim = 0
-            places = t.shape[0] // self.rows
         # as many classes as records, say: then nothing tells weights of classes from targets of records
-        if self.rows in sizes or isinstance(t, nn.Parameter):
-            dim = None
+        constant = not dims or self.rows in self._sizes or isinstance(t, nn.Parameter)
         return Leaf(
-            tuple(t.shape), t.dtype, _CPU, dim, target=True, counts=counts, places=places
+            tuple(t.shape),
+            t.dtype,
+            _CPU,
+            None if constant else dims[0],
+            target=True,
+            counts=counts,
         )
+
+    @property
+    def leaves_of_any_size(self) -> list[Leaf]:
+        """What tensors from elsewhere look like in batches of other sizes: words of texts may be flattened.
+
+        A guess that is wrong ends in answers that depend on the size.
+        """
+        found = []
+        for leaf in self.leaves:
+            length = leaf.shape[0] if leaf.dim is None and leaf.shape else 1
+            if length not in self._sizes and not length % self.rows:
+                leaf = leaf._replace(dim=0, places=length // self.rows)
+            found.append(leaf)
+        return found
 
     def _indices_of_records(self, kinds: Sequence[torch.dtype]) -> set[int]:
         """Returns the places of tensors by which records are picked, as in scores[torch.arange(len(scores)), y].

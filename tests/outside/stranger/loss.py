@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 import torch_dpsco as dp
-from torch_dpsco.losses.base import upper  # products, rounded up
+from torch_dpsco.losses.base import Line
 
 
 @dataclass(frozen=True)
 class LogCosh(dp.losses.ResidualLoss):
-    """log cosh r: phi' = tanh r is at most min(1, |r|), and its slope at most 1."""
+    """log cosh r: phi' = tanh r is within [-1, 1], 0 at r = 0, and its own slope at most 1."""
+
+    line = Line(-1.0, 1.0, 1.0)
 
     def curve(self, residual: Tensor) -> Tensor:
         """phi(r)."""
@@ -21,22 +23,6 @@ class LogCosh(dp.losses.ResidualLoss):
     def slope(self, residual: Tensor) -> Tensor:
         """phi'(r)."""
         return residual.tanh()
-
-    def holder_exponent(self) -> float:
-        """alpha: the gradient is Lipschitz."""
-        return 1.0
-
-    def holder_constant(self, exponent: float, bound_x: float) -> float:
-        """L = B^2."""
-        return upper(bound_x, bound_x)
-
-    def loss_at_zero(self, bound_y: float) -> float:
-        """M0 = min(Y, Y^2/2), which log cosh Y does not exceed."""
-        return upper(bound_y, min(1.0, bound_y / 2))
-
-    def grad_bound(self, radius: float, bound_x: float, bound_y: float) -> float:
-        """G(R) = B min(1, Y + B R)."""
-        return upper(bound_x, min(1.0, bound_y + bound_x * radius))
 
 
 if __name__ == "__main__":

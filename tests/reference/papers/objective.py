@@ -333,7 +333,8 @@ def objpert_rdp_monotone(
         log_ndtr(-level / 2),
         k * (k + 1) * level * level / 2 + log_ndtr((k + 0.5) * level),
     ]
-    return (log_det(reg, smoothness) + np.logaddexp.reduce(terms) / k) * (1 + _ROUNDING)
+    moment = float(np.logaddexp.reduce(terms))
+    return (log_det(reg, smoothness) + moment / k) * (1 + _ROUNDING)
 
 
 def objpert_sigma_monotone(
