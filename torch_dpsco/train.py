@@ -131,6 +131,7 @@ def fit(
         (False, 10)
     """
     check.made(loss_fn=loss_fn)
+    check.positive_count(every=every)
     loss_fn = as_module(loss_fn)
     tell: Callable[[Any], None] = log or (lambda optimizer: None)
     drawn = {"users": users, "ids": ids, "shard": shard, "isolation": isolation}

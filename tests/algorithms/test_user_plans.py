@@ -299,5 +299,5 @@ def test_numbers_of_a_plan_given_to_the_optimizer_are_sent_to_the_plan(
 
 def test_the_step_size_or_steps_are_chosen_for_a_number_of_parameters() -> None:
     for free in ("lr", "steps"):
-        with pytest.raises(MissingConstantError, match=f"dim .* is needed to choose {free}"):
+        with pytest.raises(MissingConstantError, match=f"dim must be .* to choose {free}"):
             dp.UserFilteredSGD.plan(**{**FIXED, "dim": None, "problem": PROBLEM, free: None})

@@ -133,7 +133,6 @@ FINE = {
     "dp.HolderOutputSGD.plan.dim": "Model",
     "dp.Problem.grad_bound.radius": "zero part huge inf",
     "dp.Schedule.locate.step": COUNT,
-    "dp.Schedule.position.steps": COUNT,
     "dp.doctor.loader": "none tuple list dict set Array Tensor Loader DataSet Model",
     "dp.doctor.record": "*",
     "dp.Accountant.authorize.releases": "dict",
@@ -159,6 +158,9 @@ FINE = {
     "dp.per_record.loss": "Function Loss Model",
     "tar.TarRows.decode": "Class Function Loss Model",
     **dict.fromkeys(["tar.TarRows.shape", "tar.TarRows.target_shape"], "list"),  # a number
+    "dp.oracles.UserFilter.threshold_scale": POSITIVE,
+    "dp.oracles.UserFilter.query_scale": POSITIVE,
+    "dp.oracles.UserFilter.typical_score": "zero part",
     "robust.Tilted.tilt": "zero part negative minus huge numpy",
     "estimators.LogisticRegression.preview.groups": "none",
     "estimators.LogisticRegression.preview.epsilons": "none tuple list set",
@@ -186,7 +188,6 @@ FINE = {
         for name in ("StandardScaler", "Quantiles", "Imputer")
     },
     "statistics.prepare.PrivateQuantiles.levels": "tuple list",
-    **dict.fromkeys(["PrivacyReport.named.unit", "PrivacyReport.named.plural"], TEXT),
     "dp.Schema.target": "word",
     "dp.Schema.labels": "tuple",
     "dp.Schema.ids": "word",

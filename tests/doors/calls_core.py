@@ -188,7 +188,6 @@ simple(
 simple("dp.Phase", dp.Phase, steps=2, lr=0.1)
 simple("dp.Schedule", dp.Schedule, phases=lambda: (dp.Phase(2),))
 CALLS["dp.Schedule.locate"] = lambda: (dp.Schedule((dp.Phase(2),)).locate, {"step": 1})
-CALLS["dp.Schedule.position"] = lambda: (dp.Schedule((dp.Phase(2),)).position, {"steps": 1})
 simple("dp.Pilot", dp.Pilot, rule="balanced", size=50)
 
 # -- oracles ----------

@@ -98,7 +98,10 @@ CALLS["dp.LocalizedSGD"] = lambda: (
     dp.LocalizedSGD,
     {"params": params(), "plan": dp.LocalizedSGD.plan(phases=phases(), n=24)},
 )
-CALLS["dp.LocalizedSGD.plan"] = lambda: (dp.LocalizedSGD.plan, heavy())
+CALLS["dp.LocalizedSGD.plan"] = lambda: (
+    dp.LocalizedSGD.plan,
+    heavy() | {"clip": 1.0, "reg": 0.1},
+)
 CALLS["dp.LocalizedSGD.plan[phases]"] = lambda: (
     dp.LocalizedSGD.plan,
     {"phases": phases(), "n": 24},
@@ -279,10 +282,6 @@ def _step_on(optimizer: dp.PrivateOptimizer) -> Callable[..., Any]:
 CALLS["dp.BoltOnPSGD.loader"] = lambda: (
     made("dp.BoltOnPSGD").loader,
     {"dataset": records(24, torch.float64)},
-)
-CALLS["dp.BoltOnPSGD.load_state_dict"] = lambda: (
-    made("dp.BoltOnPSGD").load_state_dict,
-    {"state_dict": made("dp.BoltOnPSGD").state_dict()},
 )
 CALLS["dp.UserClippedSGD.loader"] = lambda: (
     made("dp.UserClippedSGD").loader,

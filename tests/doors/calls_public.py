@@ -258,7 +258,7 @@ CALLS["OneRunResult.contradicts"] = lambda: (
 # -- trainers, engines and files of others ----------
 
 
-simple("lightning.PrivateTraining", lightning.PrivateTraining, loss_reduction="mean", delta=1e-5)
+simple("lightning.PrivateTraining", lightning.PrivateTraining, loss_reduction="mean")
 simple(
     "parquet.parquet_blocks",
     parquet_blocks,

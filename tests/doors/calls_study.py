@@ -180,7 +180,3 @@ CALLS["statistics.prepare.PrivateQuantiles.bound_x"] = lambda: (
     prepare.PrivateQuantiles().bound_x,
     {"dim": 3},
 )
-CALLS["PrivacyReport.named"] = lambda: (
-    dp.Accountant().report(1e-5).named,
-    {"unit": "company", "plural": "companies", "one_row_per_unit": True, "by_ids": False},
-)

@@ -315,11 +315,13 @@ class Accountant:
             planned = lambda: most  # noqa: E731
         if type(adaptive) is not bool:
             check.flag(adaptive=adaptive)  # type: ignore[unreachable]
+        if ahead is not None and not callable(ahead):
+            raise ValueError(f"ahead must be a function (got {check.shown(ahead)})")
         if not isinstance(releases, (Mapping, type(None))):
             raise ValueError(
                 f"releases must be a mapping of runs to numbers (got {check.shown(releases)})"
             )
-        if type(count) is not int or count < 0:
+        if type(count) is not int or not 0 <= count <= check.LARGEST_COUNT:
             count = check.count(count=count)
         # PRIVACY: between deciding and charging nobody else may charge (test_no_number_of_threads_passes_the_budget)
         with LOCK:

@@ -526,7 +526,9 @@ class Backwards:
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._params = params
         self._counts = [0] * len(params)  # of backwards that have reached each of them
-        self._left: list[Tensor | None] = [None] * len(params)  # what the newest one has left there
+        self._left: list[Tensor | None] = [None] * len(
+            params
+        )  # what the newest one has left there
         self.begin()
         this = weakref.proxy(self)
         handles = [

@@ -253,7 +253,7 @@ class UserClippedSGD(PlannedOptimizer):
             clip=_START if clip is None else units,
             noise_multiplier=noise,
             search=clip is None,
-            min_items=min_items,
+            min_items=check.positive_count(min_items=min_items),
         )
 
     def _move(self, params: list[nn.Parameter], release: Release, phase: Phase, k: int) -> None:

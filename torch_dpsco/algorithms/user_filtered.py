@@ -251,6 +251,8 @@ def _pace(
     made: UserFilter,
 ) -> tuple[float, float | None]:
     """Returns the step size, by default that of the bound on the risk, and that bound."""
+    if distance is not None:
+        check.positive(distance=distance)
     if lr is not None:
         return check.positive(lr=lr), None
     bound = lipschitz_of(problem, "lr")
@@ -281,7 +283,7 @@ def _replaced(budget: Budget, way: str) -> Budget:
 def _needed(dim: int | None, wanted: str) -> int:
     if dim is None:
         raise MissingConstantError(
-            f"dim (the number of parameters, or the model) is needed to choose {wanted}"
+            f"dim must be the number of parameters, or the model, to choose {wanted} (got None)"
         )
     return dim
 

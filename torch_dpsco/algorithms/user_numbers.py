@@ -250,9 +250,10 @@ class UserFilter:
         check.nonnegative(noise_std=self.noise_std)
         if self.typical_score is not None:
             check.between(0.0, self.n_users, typical_score=self.typical_score)
-        if not check.finite(threshold=self.threshold) > self.score_floor:
+        floor = check.finite(score_floor=self.score_floor)
+        if not check.finite(threshold=self.threshold) > floor:
             raise ConditionError(
-                f"threshold must be > score_floor={self.score_floor:g} (got {self.threshold:g})"
+                f"threshold must be > score_floor={floor:g} (got {self.threshold:g})"
             )
         filter_coefficient(
             self.n_users, self.score_floor, self.ramp_end

@@ -92,6 +92,8 @@ class Tilted(Objective):
         self._largest = float((self.records.norms * labels).max()) * (1 + gamma(self.dim + 8))
         lipschitz = self._slope * self._largest
         curvature = self._bend * self._largest**2
+        if bound_x is not None:
+            positive(bound_x=bound_x)
         self.strong_convexity = self.reg if self.tilt >= 0 else self._tilted_down(bound_x)
         self.smoothness = (curvature + max(self.tilt, 0.0) * lipschitz**2 + self.reg) * (
             1 + gamma(16)
