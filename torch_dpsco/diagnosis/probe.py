@@ -40,7 +40,7 @@ from torch_dpsco.rows.first_step import (
 )
 from torch_dpsco.rows.forwards import forget_uses
 from torch_dpsco.sampling import PrivateLoader
-from torch_dpsco.sampling.loader import Sizes
+from torch_dpsco.sampling.loader import Sizes, is_compiled
 from torch_dpsco.trial import (
     CHECKED,
     LOOKED_AT,
@@ -61,7 +61,7 @@ from torch_dpsco.trial import (
     rows_first,
     seed_torch,
 )
-from torch_dpsco.trial.sizes import Trial, is_compiled
+from torch_dpsco.trial.sizes import Trial
 
 ROUNDING = 1e-9  # relative, of sums in double precision in any order
 _SEED = 1_000_003

@@ -41,9 +41,9 @@ from torch_dpsco.rows.carried import CLOCK, CarriedState, Forward
 from torch_dpsco.rows.first_step import COMPILED, FirstStep
 from torch_dpsco.rows.layers.recorded import require_whole
 from torch_dpsco.rows.means import NO_MEAN, Source, averaged
-from torch_dpsco.sampling.loader import Sizes, memory_of, torch_settings
+from torch_dpsco.sampling.loader import Sizes, is_compiled, memory_of, torch_settings
 from torch_dpsco.trial.loss import plain
-from torch_dpsco.trial.sizes import AUTOCAST, is_compiled, secret_state
+from torch_dpsco.trial.sizes import AUTOCAST, secret_state
 
 _OTHER_INPUTS = (
     "inputs of the model must be the tensors of the loader, unchanged, as in the first step: do what"

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from torch_dpsco import _validate as check
@@ -412,6 +412,12 @@ def torch_settings() -> tuple[Any, ...]:
         torch.backends.mkldnn.enabled,
         flushes(),
     )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Returns whether torch.compile runs a module."""
+    own = getattr(module, "_compiled_call_impl", None) is not None
+    return own or type(module).__name__ == "OptimizedModule"
 
 
 def flushes() -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_dpsco.compat import tree_leaves
@@ -78,12 +78,6 @@ def _other_streams() -> tuple[Any, ...]:
     state: Any = np.random.get_state(legacy=False)  # noqa: NPY002
     words = state["state"]
     return random.getstate(), words["pos"], words["key"].tobytes(), state["has_gauss"]
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Returns whether torch.compile runs a module."""
-    own = getattr(module, "_compiled_call_impl", None) is not None
-    return own or type(module).__name__ == "OptimizedModule"
 
 
 class DrawsError(Exception):
