@@ -80,6 +80,21 @@ OPTIMIZER_HOOKS: list[dict[int, Any]] = [
     getattr(import_module("torch.optim.optimizer"), name, _UNKNOWN)
     for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 ]
+
+
+class _Unseeing:
+    """Stands for a mode that sees each operation, where torch has none."""
+
+    def __enter__(self) -> None:
+        raise ImportError("torch has no mode that sees each operation")
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+# Sees each operation of a block; without it batches come in one size.
+DispatchMode: Any = getattr(
+    getattr(torch.utils, "_python_dispatch", None), "TorchDispatchMode", _Unseeing
+)
 # (tensor, shape) -> a tensor of a node's own making that the node may give out: in-place operations refuse its views.
 unsafe_view: Callable[..., Any] = getattr(
     torch.ops.aten, "_unsafe_view", lambda tensor, shape: tensor.clone()

@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_dpsco.compat import tree_leaves
+from torch_dpsco.compat import DispatchMode, tree_leaves
 from torch_dpsco.native import HALF
 from torch_dpsco.sampling.loader import Sizes, flushes, torch_settings
 from torch_dpsco.trial import Leaf, Refused, SyntheticBatches, attempt
@@ -88,7 +87,7 @@ class ChoosesError(Exception):
     """A model goes on with some of the values, whose number depends on all records."""
 
 
-class _Watched(TorchDispatchMode):
+class _Watched(DispatchMode):  # type: ignore[misc]
     """Notes elementwise functions whose last numbers may be computed in another way, and leaves random masks out.
 
     Args:
@@ -97,7 +96,7 @@ class _Watched(TorchDispatchMode):
     """
 
     def __init__(self, rows: int, in_forward: Callable[[], bool]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.rows = rows
         self.in_forward = in_forward
         self.widths: set[tuple[int, torch.dtype]] = set()  # numbers per record
