@@ -144,7 +144,25 @@ def test_the_hook_is_there_while_a_model_is_attached_and_goes_with_it() -> None:
     with pytest.raises(SequenceError, match="plain optimizer"):
         torch.optim.SGD(twin.parameters(), lr=0.1).step()
     del twin
+    dp.detach(dp.attach(net()))
     assert watchers() == start
+
+
+def test_a_model_may_be_gone_while_hooks_of_a_step_run() -> None:
+    """Torch goes through its hooks, which none that is collected then may change."""
+    models = [dp.attach(net()) for _ in range(3)]
+
+    def collect(*_: Any) -> None:
+        models.clear()
+        gc.collect()
+
+    hooks = [torch_optimizer.register_optimizer_step_pre_hook(collect) for _ in range(2)]
+    try:
+        torch.optim.SGD(net().parameters(), lr=0.1).step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    dp.detach(dp.attach(net()))
 
 
 def test_a_private_step_that_somebody_watches_is_none_of_a_plain_optimizer() -> None:

@@ -29,7 +29,7 @@ from torch_dpsco.acts import act
 from torch_dpsco.compat import BatchNorm, DropoutNd, of_opacus
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.native import HALF
-from torch_dpsco.rows.batch import clear_rows
+from torch_dpsco.rows.batch import WATCH, clear_rows
 from torch_dpsco.rows.first_step import FirstStep
 from torch_dpsco.rows.forwards import Attachment, PassCounter
 from torch_dpsco.rows.layers.kinds import (
@@ -174,8 +174,7 @@ def detach(model: _Model) -> _Model:
     clear_rows(list(model.parameters()))
     for handle in attachment.handles:
         handle.remove()
-    if attachment.stop_watching is not None:
-        attachment.stop_watching()
+    WATCH.stop(attachment)
     if attachment.hooks is not None:
         attachment.hooks.cleanup()
     for module in model.modules():

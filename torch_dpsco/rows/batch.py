@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.native import inexact_mean, slack
@@ -503,8 +503,35 @@ def owners(params: Iterable[nn.Parameter]) -> list[Any]:
     return list(found.values())
 
 
+class Watch:
+    """The hook on the steps of all optimizers, while a model is attached.
+
+    A model that is gone takes no hook away: torch may be going through all hooks then.
+    """
+
+    def __init__(self) -> None:
+        self._attached = weakref.WeakSet[Any]()
+        self._handle: Any = None
+
+    def start(self, attachment: Any) -> None:
+        """Watches until `stop`."""
+        self._attached.add(attachment)
+        if self._handle is None:
+            self._handle = register_optimizer_step_pre_hook(refuse_plain)
+
+    def stop(self, attachment: Any) -> None:
+        """Ends the watch for one that is detached."""
+        self._attached.discard(attachment)
+        if self._handle is not None and not self._attached:
+            self._handle.remove()
+            self._handle = None
+
+
+WATCH = Watch()
+
+
 def refuse_plain(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raises SequenceError for a step on parameters whose gradients are rows now; a hook while a model is attached."""
+    """Raises SequenceError for a step on parameters whose gradients are rows now; see `Watch`."""
     for p in [p for group in optimizer.param_groups for p in group["params"]]:
         attachment = getattr(p, "__dict__", {}).get("dpsco")
         if attachment is None or attachment.passes.paused:

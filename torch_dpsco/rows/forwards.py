@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torch_dpsco.compat import (
     ConvNd,
@@ -30,11 +29,11 @@ from torch_dpsco.compat import (
 from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError
 from torch_dpsco.native import inexact_mean
 from torch_dpsco.rows.batch import (
+    WATCH,
     batch_sizes,
     clear_rows,
     forget_wrappers,
     has_rows,
-    refuse_plain,
     require_unwrapped,
 )
 from torch_dpsco.rows.carried import CLOCK, CarriedState, Forward
@@ -200,9 +199,7 @@ class Attachment:
     def hook_parameters(self) -> None:
         """Puts the hooks on the parameters; a deepcopy of a model keeps its modules' hooks but not these."""
         self.hooked = True
-        handle = register_optimizer_step_pre_hook(refuse_plain)
-        self.stop_watching = weakref.finalize(self, handle.remove)
-        self.stop_watching.atexit = False
+        WATCH.start(self)
         for p in self.params:
             p.dpsco = self  # type: ignore[attr-defined]
             # torch registers on no other tensor; a copy of a model may have frozen parameters
@@ -223,7 +220,7 @@ class Attachment:
             )
         # hooks of parameters are neither copied nor pickled
         # PRIVACY: places come from a secret stream (test_a_copy_of_a_model_has_no_places)
-        return self.__dict__ | {"hooked": False, "stop_watching": None, "isolation": None}
+        return self.__dict__ | {"hooked": False, "isolation": None}
 
     def retire(self, filled: int | None = None) -> None:
         """Refuses backwards of all forwards so far, and their outputs as inputs: their batch was used, or given up.
