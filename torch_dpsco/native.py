@@ -157,11 +157,14 @@ def suits(rows: Tensor, *, double: bool = False) -> bool:
     )
 
 
+_TENSORS = {Tensor, nn.Parameter}
+
+
 def _call(name: str, *arguments: Any) -> Any:
     """Calls a function of the library; tensors, which are held meanwhile, stand for their first number."""
     function = getattr(_found()[0], f"dpsco_{name}")
     return function(
-        *[part.data_ptr() if isinstance(part, Tensor) else part for part in arguments]
+        *[part.data_ptr() if type(part) in _TENSORS else part for part in arguments]
     )
 
 
@@ -287,9 +290,23 @@ class Linear:
         _require(weight, self._d, torch.float32)
         total = torch.empty(self._d + 1, dtype=torch.float64)
         targets, factors = self._kept
-        records = self._rows, self._stride, n, index, taken, self._d
-        known = weight, bias, self._slope, targets, factors
-        outside = _call("linear", *records, *known, limit, scale, total)
+        # each microsecond of this call is one of a step of `fit`
+        outside = _found()[0].dpsco_linear(
+            self._rows.data_ptr(),
+            self._stride,
+            n,
+            None if index is None else index.data_ptr(),
+            taken,
+            self._d,
+            None if weight is None else weight.data_ptr(),
+            bias,
+            self._slope,
+            targets.data_ptr(),
+            None if factors is None else factors.data_ptr(),
+            limit,
+            scale,
+            total.data_ptr(),
+        )
         if outside:
             raise IndexError(f"index must be in [0, {n}), the records of the data set")
         return total
@@ -507,8 +524,8 @@ def gaps(
     """
     n = len(bits) // 8
     places = bytearray(8 * n)  # whose address costs less than that of an array
-    given = log_miss, room, size, last
-    found = _call("gaps", bits, n, *given, _Byte.from_buffer(places))
+    out = _Byte.from_buffer(places)
+    found = _found()[0].dpsco_gaps(bits, n, log_miss, room, size, last, out)
     return None if found < 0 else np.frombuffer(places, np.int64, found)
 
 
@@ -547,7 +564,10 @@ def gaussians(
         # PRIVACY: what is read beyond them is not random (test_too_few_bits_are_refused)
         raise ValueError(f"bits must be enough for {n} numbers (got {len(bits)} bytes)")
     given = None if logarithms is None else logarithms.ctypes.data
-    outside: int = _call("gaussians", bits, n, wide, scale, low, high, given, mean, out)
+    start = None if mean is None else mean.data_ptr()
+    outside: int = _found()[0].dpsco_gaussians(
+        bits, n, wide, scale, low, high, given, start, out.data_ptr()
+    )
     return outside
 
 

@@ -330,7 +330,7 @@ class PrivateOptimizer(RunOptimizer):
         run = self._run
         groups = self.param_groups
         for p, mean in zip(params, release.mean, strict=True):
-            p.grad = mean.to(p.dtype)
+            p.grad = mean if mean.dtype == p.dtype else mean.to(p.dtype)
             if run.reg:
                 p.grad.add_(p, alpha=run.reg)
         if self._lrs is not None and [float(group["lr"]) for group in groups] != self._lrs:
