@@ -163,9 +163,7 @@ _TENSORS = {Tensor, nn.Parameter}
 def _call(name: str, *arguments: Any) -> Any:
     """Calls a function of the library; tensors, which are held meanwhile, stand for their first number."""
     function = getattr(_found()[0], f"dpsco_{name}")
-    return function(
-        *[part.data_ptr() if type(part) in _TENSORS else part for part in arguments]
-    )
+    return function(*[part.data_ptr() if type(part) in _TENSORS else part for part in arguments])
 
 
 def _require(part: Tensor | None, size: int, dtype: torch.dtype) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch_dpsco.compat import backward_number, tree_leaves, tree_map, without_subclasses
 from torch_dpsco.errors import SequenceError
 
-_CRITERIA = {
-    function: inspect.signature(function)
+_CRITERIA = {  # what they take, in order, with the defaults
+    function: {name: p.default for name, p in inspect.signature(function).parameters.items()}
     for function in (
         F.cross_entropy,
         F.nll_loss,
@@ -99,7 +99,7 @@ def averaged(output: Any, source: Source) -> Any:
         found.source = source
         return found
 
-    return tree_map(marked, output)
+    return marked(output) if isinstance(output, Tensor) else tree_map(marked, output)
 
 
 def _mean_of(func: Any, args: Any, kwargs: dict[str, Any], source: Source) -> Tensor | None:
@@ -108,18 +108,16 @@ def _mean_of(func: Any, args: Any, kwargs: dict[str, Any], source: Source) -> Te
         whole = len(args) == 1 and not kwargs
         t = args[0]
         return _mean(t.sum(), t.numel(), source) if whole and t.numel() else None
-    signature = _CRITERIA.get(func)
-    if signature is None:
+    defaults = _CRITERIA.get(func)
+    if defaults is None:
         return None
-    given = signature.bind(*args, **kwargs)
-    given.apply_defaults()
-    options = given.arguments
+    options = defaults | dict(zip(defaults, args, strict=False)) | kwargs
     weighted = func in _OF_CLASSES and options["weight"] is not None
     if options["reduction"] != "mean" or weighted:
         return None
     target = options["target"]
     options["reduction"] = "sum"
-    total = func(*given.args, **given.kwargs)
+    total = func(**options)
     number = options["input"].numel()
     if func in _OF_CLASSES:
         # one of each record, or of each of its places; probabilities of classes have a row of them

@@ -17,6 +17,7 @@ optimizers stand for (docs/proofs/user_level.md#clipped-means-of-users; docs/use
 from __future__ import annotations
 
 import copy
+import sys
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -420,9 +421,12 @@ def is_compiled(module: nn.Module) -> bool:
     return own or type(module).__name__ == "OptimizedModule"
 
 
+_TINY = sys.float_info.min
+
+
 def flushes() -> bool:
-    """Returns whether this thread takes numbers below 1e-38 for 0."""
-    return bool(torch.full((), 2.0**-126) / 2.0 == 0.0)
+    """Returns whether this thread takes numbers that are not normal for 0."""
+    return _TINY / 2.0 == 0.0
 
 
 @dataclass
