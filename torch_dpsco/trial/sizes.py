@@ -32,7 +32,7 @@ RECORDS = (
     2500  # made up: a dependence of 1 % of them is missed with probability .99^2500 < 2e-11
 )
 _FEWEST = 700  # of models whose steps are long: .99^700 < 1e-3
-_BATCHES = 20  # of a usual size, whose records are computed twice, unless these are fewer
+_BATCHES = 8  # of a usual size, whose records are computed twice, unless these are fewer
 _GRIDS = (4, 8, 16, 32)
 _LEAST = 8  # rows
 _KINDS = (1000, 127, 30, 10, 5, 3)  # of integers, most first
