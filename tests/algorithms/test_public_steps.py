@@ -150,6 +150,7 @@ def test_the_hook_is_there_while_a_model_is_attached_and_goes_with_it() -> None:
 
 def test_a_model_may_be_gone_while_hooks_of_a_step_run() -> None:
     """Torch goes through its hooks, which none that is collected then may change."""
+    start = watchers()
     models = [dp.attach(net()) for _ in range(3)]
 
     def collect(*_: Any) -> None:
@@ -163,6 +164,8 @@ def test_a_model_may_be_gone_while_hooks_of_a_step_run() -> None:
         for hook in hooks:
             hook.remove()
     dp.detach(dp.attach(net()))
+    assert not models
+    assert watchers() == start
 
 
 def test_a_private_step_that_somebody_watches_is_none_of_a_plain_optimizer() -> None:
