@@ -313,7 +313,8 @@ class Calls(RuleBasedStateMachine):
         again = s.held if s.given_up else None
         try:
             source.chunk = self.harmless(lambda: stream.next(again))
-            if s.finalized:  # no step will come: a forward that waits is dropped
+            part = stream.parts and stream.seen > len(source.chunk.x)
+            if s.finalized or not part:  # no batch is of a forward before its delivery
                 s.net.age += 1
         except StopIteration:
             s.stream = None

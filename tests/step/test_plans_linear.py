@@ -450,14 +450,6 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
         assert isinstance(plan, AdaSSPPlan)
         bound_y = task.bound_y or math.sqrt(1 - 1 / task.num_scores)
         square, product = task.preparation.bound**2, task.preparation.bound * bound_y
-        if plan.secure:
-            assert scales == [1.0]
-            scales = [
-                plan.constants.std_lmin,
-                plan.constants.std_xtx_offdiag,
-                plan.constants.std_xtx_diag,
-            ]
-            scales.append(plan.constants.std_xty)
         lmin, off, diagonal, xty, *total = scales
         levels = [
             square / lmin,
@@ -466,8 +458,7 @@ def require_covered(plan: LinearPlan, draws: Draws) -> None:
         ]
         levels += [bound_y**2 / std for std in total]
         assert len(total) == bool(task.curvature)
-        mu = event.sensitivity(plan.adjacency) if plan.secure else event.mu
-        assert mu * hair >= math.hypot(*levels)
+        assert event.mu * hair >= math.hypot(*levels)
 
 
 @pytest.mark.cases(0, 1)

@@ -96,6 +96,9 @@ class LocalizedPhase:
     lr: float | None = None
     pilot: PilotPlan | None = None
 
+    def __post_init__(self) -> None:
+        check.check_fields(self)
+
     @property
     def noise_multiplier(self) -> float:
         """Std of the noise on the sum of rows, over the clip."""

@@ -482,11 +482,12 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        if ctx.dpsco_watch is not None:
+            # PRIVACY: as a hook on the output would, before torch refuses what a step has moved
+            # (test_the_last_layer_or_stack_looks_at_each_backward)
+            ctx.dpsco_watch(grad)
         x, weight, *saved = ctx.saved_tensors
         layer = ctx.layer
-        if ctx.dpsco_watch is not None:
-            # PRIVACY: as a hook on the output would (test_the_last_layer_or_stack_looks_at_each_backward)
-            ctx.dpsco_watch(grad)
         use = Use(layer, x.detach(), weight.detach(), tuple(saved), grad.detach())
         if reaches(ctx.next_functions[1:3]):
             with torch.no_grad():
