@@ -238,7 +238,6 @@ def test_what_has_no_exact_form_refuses_by_name():
             lambda: bolt_on("exact", budget=dp.Budget(1.0, 0.0, adjacency="replace_one")),
             "K-norm",
         ),
-        (lambda: holder("exact", sampling="fixed"), "sampling='shuffled'"),
     ]
     for refused, words in refusals:
         with pytest.raises(ConditionError, match="secure must be None here") as error:
@@ -253,7 +252,6 @@ def test_releases_without_an_exact_form_name_the_assumption():
     for optimizer in (
         dp.ObjectivePerturbation(linear.parameters(), dp.ObjectivePerturbation.plan(**given)),
         dp.NoisyGD(linear.parameters(), dp.NoisyGD.plan(**given)),
-        holder(None, sampling="fixed"),
         output(None, budget=dp.Budget(1.0, 0.0)),
     ):
         assert said(optimizer.report()).count(IDEAL) == 1

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom
 
+from tests.reference.papers import holder_mixture
 from tests.reference.papers.holder import count_law, uniform_delta, uniform_rdp
+from tests.reference.papers.holder_mixture import uniform_sigma, weighted_law
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta, gaussian_log_delta
-from torch_dpsco.algorithms import holder_numbers as holder_mixture
-from torch_dpsco.algorithms.holder_numbers import RunPath, run_path, uniform_sigma, weighted_law
+from torch_dpsco.algorithms.holder_numbers import RunPath, run_path
 from torch_dpsco.errors import ConditionError
 
 

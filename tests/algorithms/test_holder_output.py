@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.algorithms.output_runs import DELTA, HINGE, PROBLEM, Order
-from torch_dpsco.accounting.events import ApproxDP, Gaussian
+from torch_dpsco.accounting.events import Gaussian
 from torch_dpsco.algorithms.row_free import record_bounds
 from torch_dpsco.errors import (
     AdjacencyError,
@@ -204,24 +204,7 @@ def made(params: Any, **changes: Any) -> dp.HolderOutputSGD:
         ({"epochs": 0}, ValueError, "epochs must be an integer >= 1"),
         ({"lr": 0.0}, ValueError, "lr must be a nonempty list of finite numbers > 0"),
         ({"lr": [0.1] * 7}, ValueError, "lr must be a number or 100 numbers, one per step"),
-        (
-            {"sampling": "poisson"},
-            ValueError,
-            r"sampling must be one of shuffled, fixed \(got 'poisson'\)",
-        ),
-        (
-            {"sampling": dp.Poisson(5, 100)},
-            ValueError,
-            r"sampling must be one of shuffled, fixed \(got 'poisson'\)",
-        ),
-        ({"sampling": dp.Shuffled(5, 90)}, ValueError, "n must be 90, that of the design"),
-        ({"n": None}, ValueError, "n must be given: the public number of records"),
         ({"budget": None}, ValueError, "budget or noise_multiplier must be given"),
-        (
-            {"noise_multiplier": 2.0, "sampling": "fixed"},
-            ConditionError,
-            "noise_multiplier must not be given for",
-        ),
         ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier must be >= 0"),
         ({"distance": -1.0, "lr": None}, ValueError, "distance must be > 0"),
         (
@@ -335,20 +318,14 @@ def test_a_delta_that_allows_to_publish_a_record_warns() -> None:
         planned(budget=dp.Budget(1.0, 0.011), lr=0.02)
 
 
-def test_events_are_exact_gaussians_where_the_number_of_hits_is_fixed_and_pairs_elsewhere() -> (
-    None
-):
+def test_events_are_exact_gaussians() -> None:
     model = nn.Linear(3, 1, bias=False).double()
-    for kind in ({"sampling": "shuffled"}, {"sampling": "fixed"}):
-        for adjacency in ("replace_one", "zero_out"):
-            plan = planned(budget=dp.Budget(1.0, DELTA, adjacency), lr=0.02, **kind)
-            opt = dp.HolderOutputSGD(model.parameters(), plan)
-            assert opt.noise_std == plan.noise_scale > 0
-            if kind == {"sampling": "shuffled"}:
-                assert opt.event == Gaussian(plan.noise_scale, {adjacency: plan.sensitivity})
-            else:
-                assert opt.event == ApproxDP(1.0, DELTA * (1 - 1e-9), (adjacency,))
-            assert opt.accountant.adjacency == adjacency
+    for adjacency in ("replace_one", "zero_out"):
+        plan = planned(budget=dp.Budget(1.0, DELTA, adjacency), lr=0.02)
+        opt = dp.HolderOutputSGD(model.parameters(), plan)
+        assert opt.noise_std == plan.noise_scale > 0
+        assert opt.event == Gaussian(plan.noise_scale, {adjacency: plan.sensitivity})
+        assert opt.accountant.adjacency == adjacency
 
 
 def test_zero_out_needs_half_of_the_hits_and_noise_between_half_and_all() -> None:
@@ -367,13 +344,6 @@ def test_the_optimizer_does_what_the_plan_says() -> None:
     assert (opt.lrs, opt.noise_std, opt.planned_steps) == ((plan.lr,), plan.noise_scale, 30)
     assert (opt.event, opt.accountant.budget) == (plan.event(), plan.budget)
     assert (opt.prox, opt.design) == (Ball(1.0), dp.Shuffled(7, 100))
-    same = {"sampling": dp.Shuffled(7, 100), "n": None, "batch_size": None, "epochs": 2}
-    assert planned(**same) == plan
-    fixed = planned(sampling=dp.Fixed(7, 100), n=None, epochs=2)
-    assert fixed == planned(sampling="fixed", batch_size=7, epochs=2)
-    assert made(model.parameters(), n=100, batch_size=7, sampling="fixed").design == dp.Fixed(
-        7, 100
-    )
 
 
 def test_noise_that_is_given_is_drawn_and_charged() -> None:
@@ -431,10 +401,9 @@ def test_an_optimizer_takes_an_accountant_of_its_budget_or_of_none() -> None:
 # -- what the report says ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampling", ["shuffled", "fixed"])
-def test_the_statement_of_output_perturbation_covers_the_final_model_only(sampling: str) -> None:
+def test_the_statement_of_output_perturbation_covers_the_final_model_only() -> None:
     model = nn.Linear(3, 1, bias=False).double()
-    opt = made(model.parameters(), n=12, batch_size=5, sampling=sampling)
+    opt = made(model.parameters(), n=12, batch_size=5)
     texts = [" ".join(str(opt.report()).split())]
     assert opt.report().figures.planned_epsilon == pytest.approx(1.0, rel=1e-6)
     opt.finalize = lambda: None  # of the last step

@@ -20,10 +20,10 @@ from tests.reference.papers.holder import (
     lr_theorem,
     output_sensitivity_paper,
     output_sigma_paper,
+    output_sigma_weighted,
     self_bounding_constant,
     steps_exponent,
     steps_theorem,
-    uniform_delta,
 )
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.algorithms.holder_numbers import path_sensitivity
@@ -59,7 +59,7 @@ TASK = {"batch_size": 1, "dim": 20, "epsilon": 1.0, "delta": 1e-6}
 
 @pytest.mark.cases(2, 1)
 @pytest.mark.parametrize(
-    ("q", "n", "power", "paper", "fixed", "shuffled"),
+    ("q", "n", "power", "paper", "independent", "shuffled"),
     [
         (1.5, 1000, -0.5, 55.8, 0.655, 0.293),
         (1.5, 10_000, -0.5, 19.5, 0.207, 0.0927),
@@ -68,15 +68,19 @@ TASK = {"batch_size": 1, "dim": 20, "epsilon": 1.0, "delta": 1e-6}
     ],
 )
 def test_the_measured_noise_of_the_specification_is_reproduced(
-    q, n, power, paper, fixed, shuffled
+    q, n, power, paper, independent, shuffled
 ):
     lr = 0.5 * n**power
     published = output_sigma_paper(q - 1, q, q, 1.0, 1.0, lr, n, n, 1.0, 1e-6, "bounded")
     assert published == pytest.approx(paper, rel=0.01)
-    for sampling, sigma in {"fixed": fixed, "shuffled": shuffled}.items():
-        plan = plan_output(hinge(q), n=n, sampling=sampling, lr=lr, epochs=1, **TASK)
-        assert plan.noise_scale == pytest.approx(sigma, rel=0.01)
-        assert plan.steps == n
+    promises = hinge(q)
+    drawn = output_sigma_weighted(
+        1.0, 1e-6, q - 1, q, promises.grad_bound(1.0), lr, n, n, 1, glm=True
+    )
+    assert drawn == pytest.approx(independent, rel=0.01)
+    plan = plan_output(promises, n=n, lr=lr, epochs=1, **TASK)
+    assert plan.noise_scale == pytest.approx(shuffled, rel=0.01)
+    assert plan.steps == n
 
 
 @pytest.mark.cases(1, 1)
@@ -86,27 +90,17 @@ def test_the_measured_noise_of_the_specification_is_reproduced(
 def test_a_plan_pays_for_its_path_as_it_is_computed(q, radius, adjacency):
     n, task = 300, TASK | {"batch_size": 7}
     promises = hinge(q, radius)
-    for sampling in ("shuffled", "fixed"):
-        given = task | {"n": n, "sampling": sampling, "adjacency": adjacency, "distance": 1.0}
-        plan = plan_output(promises, **given)
-        sizes = np.full(plan.steps, plan.lr)
-        moved, scale = OutputTask(promises=promises, **given).noise(sizes)
-        assert scale == plan.noise_scale
-        path = output_path(
-            promises,
-            sizes,
-            batch_size=7,
-            hit_constant=2 if adjacency == "replace_one" else 1,
-            dim=20,
-        )
-        if sampling == "shuffled":
-            assert moved == path_sensitivity(path, 43)
-            assert gaussian_delta(moved / plan.noise_scale, 1.0) <= 1e-6
-        else:
-            assert moved is None
-            assert uniform_delta(plan.noise_scale, path, 7 / n, 1.0) <= 1e-6
-        assert plan.steps % 43 == 0
-        assert plan.risk_bound is None  # 7 does not divide 300
+    given = task | {"n": n, "adjacency": adjacency, "distance": 1.0}
+    plan = plan_output(promises, **given)
+    sizes = np.full(plan.steps, plan.lr)
+    moved, scale = OutputTask(promises=promises, **given).noise(sizes)
+    assert scale == plan.noise_scale
+    hit_constant = 2 if adjacency == "replace_one" else 1
+    path = output_path(promises, sizes, batch_size=7, hit_constant=hit_constant, dim=20)
+    assert moved == path_sensitivity(path, 43)
+    assert gaussian_delta(moved / plan.noise_scale, 1.0) <= 1e-6
+    assert plan.steps % 43 == 0
+    assert plan.risk_bound is None  # 7 does not divide 300
 
 
 def test_zero_out_needs_half_the_noise_where_nothing_expands():
@@ -149,10 +143,9 @@ def test_step_sizes_may_change_and_must_be_one_per_step():
         plan_output(hinge(1.5), n=100, epochs=1, lr=lr.tolist(), **TASK)
 
 
-@pytest.mark.parametrize("kind", [{}, {"sampling": "fixed"}])
-def test_one_step_is_refused_for_its_answer_is_the_start_whatever_the_data(kind):
+def test_one_step_is_refused_for_its_answer_is_the_start_whatever_the_data():
     with pytest.raises(ConditionError, match="steps must be >= 2"):
-        plan_output(hinge(1.5), lr=0.1, **(TASK | {"n": 5, "batch_size": 5, "epochs": 1} | kind))
+        plan_output(hinge(1.5), lr=0.1, **(TASK | {"n": 5, "batch_size": 5, "epochs": 1}))
     assert (
         plan_output(
             hinge(1.5), lr=0.1, **(TASK | {"n": 5, "batch_size": 5, "epochs": 2})
@@ -163,7 +156,6 @@ def test_one_step_is_refused_for_its_answer_is_the_start_whatever_the_data(kind)
 
 REFUSED = [
     ({"adjacency": "add_remove"}, AdjacencyError, "replace_one, zero_out"),
-    ({"sampling": "poisson"}, ValueError, "sampling must be one of"),
     ({"epsilon": 0.0}, ValueError, "epsilon must be > 0"),
     ({"delta": 1.0}, ValueError, "delta must be in"),
     ({"epochs": 0}, ValueError, "epochs must be"),

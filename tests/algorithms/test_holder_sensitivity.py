@@ -26,7 +26,7 @@ from tests.algorithms.output_runs import (
 )
 from tests.streams import picks
 from torch_dpsco.algorithms import holder_numbers as holder_stability
-from torch_dpsco.algorithms.output_sgd_numbers import HIT_CONSTANTS, output_path
+from torch_dpsco.algorithms.output_sgd_numbers import HIT_CONSTANTS
 from torch_dpsco.errors import PrivacyError, UtilityWarning
 from torch_dpsco.losses import PowerLoss
 
@@ -231,46 +231,6 @@ class Spy(Dataset):
         return torch.from_numpy(self.features[index]), torch.tensor(
             [self.labels[index]], dtype=torch.float64
         )
-
-
-@pytest.mark.cases(1, 1)
-@pytest.mark.parametrize(
-    "name", ["hinge 1.0", "hinge 1.5", "power 1.8", "logistic", "pinball 0.9", "huber"]
-)
-def test_independent_batches_move_the_answer_by_no_more_than_their_hits_allow(name: str) -> None:
-    loss, rng, worst = LOSSES[name], np.random.default_rng(5), 0.0
-    for k in range(12):
-        n, batch, radius = 4, 1 + k % 3, (0.1, 1.0, math.inf)[k // 4]
-        problem = loss.problem(bound_x=BOUND_X, bound_y=BOUND_Y, radius=radius)
-        plan = dp.HolderOutputSGD.plan(
-            problem=problem,
-            n=n,
-            budget=dp.Budget(LARGE, DELTA),
-            dim=2,
-            batch_size=batch,
-            epochs=2,
-            lr=(0.02, 0.9)[k % 2] / problem.holder_constant,
-            sampling="fixed",
-        )
-        assert plan.sensitivity is None
-        path = output_path(
-            plan.promises,
-            np.full(plan.steps, plan.lr),
-            batch_size=batch,
-            hit_constant=2.0,
-            dim=2,
-        )
-        seed = int(rng.integers(2**32))
-        pair = neighbors(rng, n, 2, "replace_one", harsh=k % 2 == 0)
-        one, other = (answer(loss, plan, data, picks(seed)) for data in pair)
-        drawn = picks(seed)
-        batches = [drawn.subset(n, batch) for _ in range(plan.steps)]
-        hit = [s for s in range(plan.steps - 1) if 0 in batches[s]]
-        limit = min(path.drift + float(path.hits[hit].sum()), path.cap) if hit else 0.0
-        moved = float(np.linalg.norm(one - other))
-        assert moved <= limit
-        worst = max(worst, moved / limit if limit else 0.0)
-    assert worst > 0.25
 
 
 # -- Algorithm 1, literally -------------------------------------------------------------------------------------------

@@ -37,9 +37,8 @@ def made(**settings: object):
 
 
 @pytest.mark.cases(1, 1)
-@pytest.mark.parametrize("sampling", ["shuffled", "fixed"])
-def test_fit_makes_the_plan_and_releases_the_answer_once(sampling):
-    model, optimizer = made(sampling=sampling)
+def test_fit_makes_the_plan_and_releases_the_answer_once():
+    model, optimizer = made()
     assert dp.fit(model, optimizer, records(), LOSS, progress=False) is model
     assert (optimizer.steps, optimizer.finalized, len(optimizer.accountant)) == (12, True, 1)
     assert optimizer.report().epsilon <= 1.0

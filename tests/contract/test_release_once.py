@@ -113,11 +113,9 @@ def _bolt_on() -> dict[str, Any]:
     }
 
 
-def _holder(sampling: str) -> Callable[[], dict[str, Any]]:
+def _holder() -> dict[str, Any]:
     problem = HINGE.problem(bound_x=1.0, radius=1.0)
-    return lambda: {
-        "problem": problem, "dim": layer(), "batch_size": 5, "epochs": 2, "lr": 0.1, "sampling": sampling,
-    }  # fmt: skip
+    return {"problem": problem, "dim": layer(), "batch_size": 5, "epochs": 2, "lr": 0.1}
 
 
 def _linear() -> dict[str, Any]:
@@ -126,8 +124,7 @@ def _linear() -> dict[str, Any]:
 
 ONCE = [
     Once("bolt-on", dp.BoltOnPSGD, _bolt_on, LOSS),
-    Once("holder-output-shuffled", dp.HolderOutputSGD, _holder("shuffled"), HINGE),
-    Once("holder-output-fixed", dp.HolderOutputSGD, _holder("fixed"), HINGE),
+    Once("holder-output", dp.HolderOutputSGD, _holder, HINGE),
     Once("output", dp.OutputPerturbation, _linear),
     Once("objective", dp.ObjectivePerturbation, _linear),
     Once("noisy-gd", dp.NoisyGD, _linear),

@@ -8,10 +8,9 @@ Output perturbation of SGD for Hoelder-smooth convex losses (Wang, Lei, Ying, Zh
 The iterates are plain SGD with plain gradients: no per-sample gradients, no clipping. The noise is added once, to the
 average, in proportion to how far one record can have moved it.
 
-Differs from the paper in: 1. mode "tight" has no factor e, counts hits exactly and calibrates the exact Gaussian curve
-(shuffled batches: a deterministic sensitivity; independent ones: the mixture over hit patterns): 20 to 200 times less
-noise; 2. minibatches; 3. the noised answer is projected; 4. the effect of rounding is in the noise (`theory`); 5. mode
-"paper" checks the Gaussian lemma exactly and raises where it fails.
+Differs from the paper in: 1. no factor e, shuffled batches, of which a record is in exactly one an epoch, and the exact
+Gaussian curve: 20 to 200 times less noise; 2. minibatches; 3. the noised answer is projected; 4. the effect of rounding
+is in the noise.
 
 Source: docs/proofs/holder.md#distance-of-two-runs, docs/errata.md.
 
@@ -44,16 +43,14 @@ from numpy.typing import NDArray
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.rounding import asks_exact, scaled_up, with_grid
 from torch_dpsco.accounting.budgets import Budget
-from torch_dpsco.accounting.designs import Design, Fixed, Shuffled
+from torch_dpsco.accounting.designs import Shuffled
 from torch_dpsco.accounting.events import (
     Adjacency,
-    ApproxDP,
     Gaussian,
     KNorm,
-    NonPrivate,
     SimpleEvent,
 )
-from torch_dpsco.algorithms.holder_numbers import RunPath, path_sensitivity, weighted_law
+from torch_dpsco.algorithms.holder_numbers import path_sensitivity
 from torch_dpsco.algorithms.output_sgd_numbers import (
     HIT_CONSTANTS,
     AnswerTask,
@@ -68,7 +65,7 @@ from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.step import checks
-from torch_dpsco.step.chooser import Given, agreed, dimension, public_size, require_target
+from torch_dpsco.step.chooser import agreed, dimension, require_target
 from torch_dpsco.step.plan import (
     ANSWERS,
     LABELS,
@@ -117,13 +114,10 @@ class RowFreePlan(BatchPlan):
         "reg": check.nonnegative,
     }
 
-    designs: ClassVar[tuple[type[Design], ...]] = (Shuffled,)
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.design, self.designs):
-            names = " or ".join(kind.__name__ for kind in self.designs)
-            raise ValueError(f"design must be {names} (got {self.design})")
+        if not isinstance(self.design, Shuffled):
+            raise ValueError(f"design must be Shuffled (got {self.design})")
         if isinstance(self.lr, tuple) and len(self.lr) != self.steps:
             raise ValueError(
                 f"lr must be a number or {self.steps} numbers, one per step (got {len(self.lr)})"
@@ -131,8 +125,8 @@ class RowFreePlan(BatchPlan):
 
     @property
     @abstractmethod
-    def sensitivity(self) -> float | None:
-        """How far one record moves the answer, rounding included; None where that is random."""
+    def sensitivity(self) -> float:
+        """How far one record moves the answer, rounding included."""
 
     @property
     def sizes(self) -> NDArray[np.float64]:
@@ -205,8 +199,6 @@ class RowFreePlan(BatchPlan):
         norm = self.noise_std * math.sqrt(self.dim)
         far = f"at most {self.reach:.3g}" if math.isfinite(self.reach) else "without a bound"
         noise = f"std {self.noise_std:.3g} per parameter, norm {norm:.3g}, on an answer of norm {far}"
-        if self.sensitivity is None:
-            return noise
         return f"{noise}; one {self.unit} moves it by at most {self.sensitivity:.3g}"
 
 
@@ -246,41 +238,17 @@ class HolderOutputPlan(RowFreePlan):
         "reg": partial(check.choice, (0.0,)),
     }
 
-    designs: ClassVar[tuple[type[Design], ...]] = (Shuffled, Fixed)
-
     @cached_property
-    def path(self) -> RunPath:
-        """What each step adds to the distance of two runs."""
+    def sensitivity(self) -> float:
+        """How far one record moves the answer, rounding included."""
         hit = HIT_CONSTANTS[self.adjacency]
-        return output_path(
+        path = output_path(
             self.promises, self.sizes, batch_size=self.batch_size, hit_constant=hit, dim=self.dim
         )
-
-    @cached_property
-    def sensitivity(self) -> float | None:
-        """How far one record moves the answer, rounding included; None where that is random."""
-        if isinstance(self.design, Fixed):
-            return None
         # PRIVACY: rounding to the grid moves the answer too (test_the_grid_is_in_the_sensitivity_of_exact_plans)
         return with_grid(
-            path_sensitivity(self.path, self.design.steps_per_epoch), asks_exact(self.secure)
+            path_sensitivity(path, self.design.steps_per_epoch), asks_exact(self.secure)
         )
-
-    def event(self) -> SimpleEvent:
-        """Returns the only release."""
-        return self._of_random_hits if isinstance(self.design, Fixed) else super().event()
-
-    @cached_property
-    def _of_random_hits(self) -> SimpleEvent:
-        """Where the number of hits is random: the target, or a larger delta, if the noise that is drawn spends it."""
-        if self.noise_scale == 0:
-            return NonPrivate()
-        target = target_of(self.budget, None)
-        epsilon = target["epsilon"]
-        law = weighted_law(self.path, self.batch_size / self.n)
-        spent = law.delta(self.noise_scale, epsilon)
-        # PRIVACY: of the noise that is drawn (test_an_edited_plan_is_refused_or_charges_what_it_draws)
-        return ApproxDP(epsilon, max(target["delta"], spent), (self.adjacency,))
 
 
 class HolderOutputSGD(RowFreeOptimizer):
@@ -298,8 +266,7 @@ class HolderOutputSGD(RowFreeOptimizer):
 
     Guarantee:
         That of plan.event() for the final parameters, under plan.adjacency ("replace_one", or "zero_out"), unit
-        example. Shuffled batches: one Gaussian release, which composes exactly; independent batches: ApproxDP at the
-        budget. Source: docs/proofs/holder.md#shuffled-epochs, docs/proofs/holder.md#independent-batches.
+        example: one Gaussian release, which composes exactly. Source: docs/proofs/holder.md#shuffled-epochs.
 
     Example:
         >>> import torch, torch_dpsco as dp
@@ -324,14 +291,13 @@ class HolderOutputSGD(RowFreeOptimizer):
         cls,
         *,
         problem: Problem,
+        n: int,
         dim: Any,
-        n: int | None = None,
         budget: Budget | None = None,
         noise_multiplier: float | None = None,
         epochs: int | None = None,
-        batch_size: int | None = None,
+        batch_size: int = 1,
         lr: float | Sequence[float] | None = None,
-        sampling: str | Design | None = None,
         adjacency: Adjacency | None = None,
         distance: float | None = None,
         gradient_error: float | None = None,
@@ -341,20 +307,19 @@ class HolderOutputSGD(RowFreeOptimizer):
 
         Args:
             problem: needs holder_exponent, holder_constant and a gradient bound; loss_at_zero without a radius.
-            dim: number of parameters, or the model.
             n: public number of records.
+            dim: number of parameters, or the model.
             budget: target; the noise is chosen for it unless it is given, and then the budget only limits the run.
-            noise_multiplier: noise std over the sensitivity of the answer, >= 0 (sampling "shuffled").
+            noise_multiplier: noise std over the sensitivity of the answer, >= 0.
             epochs: passes over the data; default 1 for exponents >= 1/2, else more (see
                 `algorithms.output_sgd_numbers.OutputTask`).
-            batch_size: nominal batch size, and divisor; default 1.
+            batch_size: of all (shuffled) batches but a shorter last one, and divisor.
             lr: step size, or one per step, fixed in advance; default the balanced one.
-            sampling: "shuffled" (default) or "fixed" (the paper's); or dp.Shuffled(b, n), dp.Fixed(b, n).
             adjacency: "replace_one" or "zero_out"; default the budget's, or "zero_out".
             distance: guess of |w*|; default the radius of the problem.
             gradient_error: for losses that are no function of one scalar score: certified bound on the error of the
                 computed mean gradient.
-            secure: "exact" for noise drawn in integers on a public grid (sampling "shuffled"): 0.03 % more of it.
+            secure: "exact" for noise drawn in integers on a public grid: 0.03 % more of it.
 
         Raises:
             AdjacencyError: add_remove: batches of a public n are assumed.
@@ -370,16 +335,11 @@ class HolderOutputSGD(RowFreeOptimizer):
         """
         budget, adjacency = agreed(budget, adjacency)
         dim = check.positive_count(dim=dimension(dim))
-        n = public_size(n, sampling)
-        if not isinstance(sampling, Design):
-            sampling = check.choice(("shuffled", "fixed"), sampling=sampling or "shuffled")
-            batch_size = 1 if batch_size is None else batch_size
-        given = Given(n=n, adjacency=adjacency, sampling=sampling, batch_size=batch_size)
-        design = given.sampled()
+        design = Shuffled(batch_size, n)
         task = OutputTask(
             promises=loss_promises(problem, by="HolderOutputSGD", gradient_error=gradient_error),
             n=n,
-            batch_size=design.batch_size,
+            batch_size=batch_size,
             dim=dim,
             noise_multiplier=noise_multiplier,
             adjacency=adjacency,
@@ -387,7 +347,6 @@ class HolderOutputSGD(RowFreeOptimizer):
             lr=lr,
             distance=distance,
             secure=secure,
-            sampling=type(design).__name__.lower(),
             **target_of(budget, noise_multiplier),
         )
         return planned(HolderOutputPlan, task, problem, budget, design=design)

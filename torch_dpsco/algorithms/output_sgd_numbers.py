@@ -87,7 +87,6 @@ from torch_dpsco.algorithms.holder_numbers import (
     path_sensitivity,
     run_path,
     step_sizes,
-    uniform_sigma,
 )
 from torch_dpsco.errors import AdjacencyError, ConditionError, MissingConstantError
 
@@ -201,11 +200,11 @@ class AnswerTask(ABC):
         """Returns eta_1..eta_T."""
 
     @abstractmethod
-    def noise(self, lr: FloatArray) -> tuple[float | None, float]:
-        """Returns the sensitivity (None if it is random) and the noise scale."""
+    def noise(self, lr: FloatArray) -> tuple[float, float]:
+        """Returns the sensitivity and the noise scale."""
 
     @abstractmethod
-    def risk(self, lr: FloatArray, sensitivity: float | None, scale: float) -> float | None:
+    def risk(self, lr: FloatArray, sensitivity: float, scale: float) -> float | None:
         """Returns U at one step size; None where it is not proved."""
 
     def plan(self) -> dict[str, Any]:
@@ -344,7 +343,6 @@ def distance_bound(promises: LossPromises, distance: float | None) -> float:
     return promises.radius
 
 
-_SAMPLING = ("shuffled", "fixed")
 _MAX_EPOCHS = 20
 _GRID = 97
 _DECADES = 6
@@ -353,9 +351,6 @@ _DECADES = 6
 @dataclass(frozen=True, kw_only=True)
 class OutputTask(AnswerTask):
     """Of the noised uniform average of w_1..w_T; the T-th update is never used.
-
-    Args:
-        sampling: "shuffled" or "fixed" (the paper's); noise is given, and exact, for shuffled batches only.
 
     Epochs: default 1 for alpha >= 1/2, else n^{(1-2 alpha)/(1+alpha)}, at most 20.
 
@@ -366,19 +361,10 @@ class OutputTask(AnswerTask):
         (10000, 0.0927)
     """
 
-    sampling: str = "shuffled"
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        check.choice(_SAMPLING, sampling=self.sampling)
         if self.noise_multiplier is None:
             check.open_interval(0.0, 1.0, delta=self.delta)
-        elif self.sampling != "shuffled":
-            raise ConditionError(
-                f"noise_multiplier must not be given for sampling={self.sampling!r}: what one"
-                " record moves is random there, and noise is calibrated for a budget (got"
-                f" {self.noise_multiplier})"
-            )
 
     @property
     def answer(self) -> str:
@@ -401,8 +387,8 @@ class OutputTask(AnswerTask):
             )
         return each_step(self.balanced_lr(epochs) if self.lr is None else self.lr, steps)
 
-    def noise(self, lr: FloatArray) -> tuple[float | None, float]:
-        """Returns the sensitivity (None if it is random) and the noise scale."""
+    def noise(self, lr: FloatArray) -> tuple[float, float]:
+        """Returns the sensitivity and the noise scale."""
         path = output_path(
             self.promises,
             lr,
@@ -410,13 +396,7 @@ class OutputTask(AnswerTask):
             hit_constant=self.hit_constant,
             dim=self.dim,
         )
-        if self.sampling == "shuffled":
-            return self.noise_for(path_sensitivity(path, self.steps_per_epoch))
-        require_gaussian(
-            self.secure, "what one record moves is random here; use sampling='shuffled'"
-        )
-        rate = self.batch_size / self.n
-        return None, uniform_sigma(path, rate, self.epsilon, self.delta)
+        return self.noise_for(path_sensitivity(path, self.steps_per_epoch))
 
     def balanced_lr(self, epochs: int) -> float:
         """Returns the step size that minimizes U (see this module) on a log grid of 16 points a decade.
@@ -457,11 +437,10 @@ class OutputTask(AnswerTask):
             return gaussian_mu(self.epsilon, self.delta)
         return 1.0 / self.noise_multiplier if self.noise_multiplier else math.inf
 
-    def risk(self, lr: FloatArray, sensitivity: float | None, scale: float) -> float | None:
+    def risk(self, lr: FloatArray, sensitivity: float, scale: float) -> float | None:
         """Returns U at one step size; None where it is not proved."""
         promises = self.promises
-        proved = self.sampling == "shuffled" and self.n % self.batch_size == 0
-        if not (proved and math.isfinite(promises.radius)) or sensitivity is None:
+        if self.n % self.batch_size or math.isinf(promises.radius):
             return None
         distance = distance_bound(promises, self.distance)
         bound = promises.grad_bound(promises.radius)
@@ -707,7 +686,7 @@ class BoltOnTask(AnswerTask):
             lr = min(largest, reach / math.sqrt(2 * self.steps * self._cost()))
         return each_step(lr, self.steps)
 
-    def noise(self, lr: FloatArray) -> tuple[float | None, float]:
+    def noise(self, lr: FloatArray) -> tuple[float, float]:
         """Returns the sensitivity and the noise scale."""
         if self.delta == 0:
             require_gaussian(self.secure)
@@ -748,7 +727,7 @@ class BoltOnTask(AnswerTask):
             bound * (bound / 2 + bound * (self.passes - 1) / self.batch_size + noise), 1e-300
         )
 
-    def risk(self, lr: FloatArray, sensitivity: float | None, scale: float) -> float | None:
+    def risk(self, lr: FloatArray, sensitivity: float, scale: float) -> float | None:
         """Returns U at one step size; None where it is not proved, or D is not known."""
         proved = self.reg == 0 and self.answer == "uniform" and self.n % self.batch_size == 0
         if not proved or (self.distance is None and not math.isfinite(self.promises.radius)):

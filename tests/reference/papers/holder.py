@@ -52,25 +52,27 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.reference.papers.holder_mixture import (
+    _TAIL,
+    SensitivityLaw,
+    _binomial,
+    _law,
+    _log_binomial,
+    _sigma,
+    weighted_law,
+)
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_log_delta
 from torch_dpsco.accounting.analysis.rounding import scaled_up
 from torch_dpsco.algorithms.holder_numbers import (
-    _TAIL,
     FloatArray,
     RunPath,
-    SensitivityLaw,
-    _binomial,
     _growth,
-    _law,
-    _log_binomial,
-    _sigma,
     expansions,
     iterate_bounds,
     log_expansion,
     path_sensitivity,
     run_path,
-    weighted_law,
 )
 from torch_dpsco.errors import ConditionError, InfeasibleError, MissingConstantError
 from torch_dpsco.problem import Problem, round_up

@@ -41,9 +41,6 @@ norm <= B (their true norm may exceed it by gamma(d + 4), which is counted as an
     mean   = gamma(T + 8) R                  running or weighted mean, in double precision
 
 Assumes that nothing of the size u B R_s is lost in underflow, which holds if B R_s > d 2^-960 (2^-96 in single).
-In the sampler "uniform", where a run without a hit costs nothing, it is also assumed that equal inputs give equal
-results, or that the order of roundings is chosen without looking at the data.
-
 Source: docs/proofs/rounding.md#two-runs-in-floating-point; Higham, Accuracy and Stability, ch. 3.
 
 An exact Gaussian release has public numbers of its own:
