@@ -65,7 +65,7 @@ def print_noise() -> None:
     print(
         "output perturbation: std of the noise on the answer, q-hinge, B = R = 1, T = n, batches of 1, epsilon 1"
     )
-    print(f"{'q':>4}{'n':>9}{'lr':>11}{'paper':>10}{'fixed':>10}{'shuffled':>10}")
+    print(f"{'q':>4}{'n':>9}{'lr':>11}{'paper':>10}{'ours':>10}")
     for power, n, lr in OUTPUT_CASES:
         request = {
             "problem": hinge_problem(power),
@@ -74,13 +74,10 @@ def print_noise() -> None:
             "dim": 20,
             "lr": lr,
         }
-        plans = [
-            dp.HolderOutputSGD.plan(**request, epochs=1, sampling=sampling)
-            for sampling in ("fixed", "shuffled")
-        ]
+        plan = dp.HolderOutputSGD.plan(**request, epochs=1)
         constants = (power - 1, power, power, 1.0, 1.0)
         paper = output_sigma_paper(*constants, lr, n, n, 1.0, DELTA, "bounded")
-        sigmas = "".join(f"{sigma:>10.4g}" for sigma in (paper, *(p.noise_scale for p in plans)))
+        sigmas = "".join(f"{sigma:>10.4g}" for sigma in (paper, plan.noise_scale))
         print(f"{power:>4g}{n:>9}{lr:>11.3g}{sigmas}")
     print(
         "\ngradient perturbation: std of the noise on the sum over 2G, T = n, batches of 1 without replacement,"

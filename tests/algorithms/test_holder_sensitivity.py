@@ -256,11 +256,10 @@ SLOPES: dict[str, Callable[[float, float], float]] = {
 
 @pytest.mark.cases(5, 2)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("sampling", ["shuffled", "fixed"])
 @pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize("name", SLOPES)
 def test_every_step_and_the_answer_are_those_of_algorithm_1(
-    name: str, bounded: bool, sampling: str, reduction: str
+    name: str, bounded: bool, reduction: str
 ) -> None:
     n, dim, nominal, loss, slope = 11, 3, 4, LOSSES[name], SLOPES[name]
     problem = loss.problem(bound_x=2.0, bound_y=BOUND_Y, radius=0.2 if bounded else math.inf)
@@ -279,7 +278,6 @@ def test_every_step_and_the_answer_are_those_of_algorithm_1(
         batch_size=nominal,
         epochs=3,
         lr=0.9 / problem.holder_constant,
-        sampling=sampling,
     )
     opt = dp.HolderOutputSGD(
         model.parameters(),

@@ -51,12 +51,9 @@ PROBLEMS = [
 
 @pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(("loss", "bounds"), PROBLEMS, ids=str)
-@pytest.mark.parametrize("plan", [{}, {"sampling": "fixed"}], ids=str)
-def test_nothing_is_found_in_a_sound_script(loss, bounds, plan):
+def test_nothing_is_found_in_a_sound_script(loss, bounds):
     budget = dp.Budget(5.0, 1e-3)
-    diagnosis = diagnose(
-        loss=loss, problem=loss.problem(**bounds), budget=budget, lr=1e-4, **plan
-    )
+    diagnosis = diagnose(loss=loss, problem=loss.problem(**bounds), budget=budget, lr=1e-4)
     assert diagnosis.healthy, str(diagnosis)
 
 

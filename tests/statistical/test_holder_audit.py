@@ -47,7 +47,7 @@ def assert_std(noise: torch.Tensor, std: float) -> None:
     assert min(tails) > FALSE_ALARM / 2
 
 
-def check_that_the_noise_is_that_of_the_plan(sampling: str, share: float = 1.0) -> None:
+def check_that_the_noise_is_that_of_the_plan(share: float = 1.0) -> None:
     model = nn.ParameterList([torch.zeros(1, 3000), torch.zeros(1, 2000)]).double()
     problem = LOSS.problem(bound_x=1.0)
     kind = {
@@ -58,7 +58,7 @@ def check_that_the_noise_is_that_of_the_plan(sampling: str, share: float = 1.0) 
         "epochs": 2,
         "lr": 0.05,
     }
-    plan = dp.HolderOutputSGD.plan(**kind, sampling=sampling, dim=model)
+    plan = dp.HolderOutputSGD.plan(**kind, dim=model)
     noise = torch.Generator().manual_seed(3)
     opt = dp.HolderOutputSGD(model.parameters(), plan, certify_convex=True, generator=noise)
     opt.__dict__["noise_std"] *= share
@@ -86,21 +86,20 @@ def check_that_the_noise_is_that_of_the_plan(sampling: str, share: float = 1.0) 
     )
 
 
-@pytest.mark.parametrize("sampling", ["shuffled", "fixed"])
-def test_the_noise_of_the_answer_is_that_of_the_plan(sampling: str) -> None:
-    check_that_the_noise_is_that_of_the_plan(sampling)
+def test_the_noise_of_the_answer_is_that_of_the_plan() -> None:
+    check_that_the_noise_is_that_of_the_plan()
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9, 1.1])
 def test_a_wrong_amount_of_noise_is_caught(share: float) -> None:
     with pytest.raises(AssertionError):
-        check_that_the_noise_is_that_of_the_plan("shuffled", share)
+        check_that_the_noise_is_that_of_the_plan(share)
 
 
 # -- output perturbation ----------------------------------------------------------------------------------------------
 
 
-def output_audit(sampling: str, adjacency: str = "replace_one", share: float = 1.0) -> Audit:
+def output_audit(adjacency: str = "replace_one", share: float = 1.0) -> Audit:
     """Audits whole runs of output perturbation whose noise is a share of the calibrated one."""
     budget = dp.Budget(EPSILON, DELTA, adjacency)
     plan = dp.HolderOutputSGD.plan(
@@ -108,10 +107,9 @@ def output_audit(sampling: str, adjacency: str = "replace_one", share: float = 1
         n=N,
         budget=budget,
         dim=1,
-        batch_size={"shuffled": N, "fixed": N - 1}[sampling],
-        epochs={"shuffled": 2, "fixed": 1}[sampling],
+        batch_size=N,
+        epochs=2,
         lr=0.01,
-        sampling=sampling,
     )
     assert plan.steps == 2  # the first of them counts
     noise, draws, runs = torch.Generator().manual_seed(5), picks(6), []
@@ -147,32 +145,23 @@ def output_audit(sampling: str, adjacency: str = "replace_one", share: float = 1
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize(
-    ("sampling", "adjacency"),
-    [
-        ("shuffled", "replace_one"),
-        ("shuffled", "zero_out"),
-        ("fixed", "replace_one"),
-        pytest.param("fixed", "zero_out", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("adjacency", ["replace_one", "zero_out"])
 def test_no_audit_of_output_perturbation_beats_its_claim_and_halved_noise_is_refuted(
-    sampling: str, adjacency: str
+    adjacency: str,
 ) -> None:
-    sound = output_audit(sampling, adjacency)
+    sound = output_audit(adjacency)
     assert sound.reach > EPSILON  # the audit could have failed
     assert not sound.contradicts(), sound
-    spoiled = output_audit(sampling, adjacency, share=0.5)
+    spoiled = output_audit(adjacency, share=0.5)
     assert spoiled.contradicts(), spoiled
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("sampling", ["shuffled", pytest.param("fixed", marks=pytest.mark.slow)])
 def test_the_sensitivity_of_zeroed_records_for_replaced_ones_is_refuted(
-    sampling: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(HIT_CONSTANTS, "replace_one", 1.0)
-    found = output_audit(sampling)
+    found = output_audit()
     assert found.contradicts(), found
 
 
