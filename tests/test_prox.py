@@ -22,7 +22,6 @@ from torch_dpsco.prox import (
     Identity,
     Prox,
     Simplex,
-    project_on_two_balls_,
 )
 
 ALL = [Identity(), Ball(0.7), Box(-0.5, 0.25), L1(0.3), ElasticNet(0.3, 0.5)]
@@ -472,77 +471,3 @@ def test_new_maps_need_finite_numbers(bad: float) -> None:
         Simplex(0.0)
     with pytest.raises(ValueError, match="groups must be"):
         L2(1.0, "rows")
-
-
-# -- two balls --------------------------------------------------------------------------------------------------------
-
-
-def two_balls(v: np.ndarray, radius: float, c: np.ndarray, center_radius: float) -> np.ndarray:
-    point = torch.tensor(v, dtype=torch.float64)
-    project_on_two_balls_(
-        [point[:1], point[1:]], radius, [torch.tensor(c[:1]), torch.tensor(c[1:])], center_radius
-    )
-    return point.numpy()
-
-
-def unit(rng: np.random.Generator, dim: int) -> np.ndarray:
-    direction = rng.standard_normal(dim)
-    return direction / np.linalg.norm(direction)
-
-
-@pytest.mark.slow
-@settings(derandomize=True, max_examples=200)
-@given(
-    seed=st.integers(0, 10**6),
-    dim=st.sampled_from([2, 3, 10]),
-    share=st.one_of(st.just(0.0), st.just(1.0), st.floats(0, 1)),
-    radius=st.floats(0.1, 10),
-    ratio=st.floats(0.01, 3),
-    far=st.floats(0, 5),
-)
-def test_the_projection_on_two_balls_makes_an_obtuse_angle_with_all_of_their_points(
-    seed: int, dim: int, share: float, radius: float, ratio: float, far: float
-) -> None:
-    rng = np.random.default_rng(seed)
-    c, center_radius = radius * share * unit(rng, dim), radius * ratio
-    v = c + far * radius * unit(rng, dim)
-    u = two_balls(v, radius, c, center_radius)
-    assert np.linalg.norm(u) <= radius * (1 + 1e-12)
-    assert np.linalg.norm(u - c) <= center_radius * (1 + 1e-9) + 1e-12 * radius
-    inside = np.linalg.norm(v) <= radius and np.linalg.norm(v - c) <= center_radius
-    if inside:
-        np.testing.assert_allclose(u, v, atol=1e-9 * radius)
-    for _ in range(
-        100
-    ):  # points of both balls: between c and the border of the smaller one, and near u
-        y = c + center_radius * rng.uniform() * unit(rng, dim)
-        y *= min(1.0, radius / np.linalg.norm(y))
-        if np.linalg.norm(y - c) <= center_radius:
-            assert (v - u) @ (y - u) <= 1e-7 * radius**2 * (1 + far)
-
-
-def test_the_projection_on_two_balls_keeps_points_of_both_and_its_image() -> None:
-    rng = np.random.default_rng(1)
-    for _ in range(50):
-        c = 0.9 * unit(rng, 3)
-        once = two_balls(3 * unit(rng, 3), 1.0, c, 0.5)
-        np.testing.assert_allclose(two_balls(once, 1.0, c, 0.5), once, atol=1e-9)
-
-
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_points_on_the_line_through_both_centers_are_projected_too(sign: float) -> None:
-    c = np.array([0.9, 0.0, 0.0])
-    u = two_balls(np.array([5.0 * sign, 0.0, 0.0]), 1.0, c, 0.5)
-    np.testing.assert_allclose(u, [1.0 if sign > 0 else 0.4, 0.0, 0.0], atol=1e-12)
-    np.testing.assert_allclose(
-        two_balls(np.array([5.0, 0.0]), 1.0, np.zeros(2), 0.5), [0.5, 0.0]
-    )
-    np.testing.assert_allclose(
-        two_balls(np.array([5.0, 0.0]), 1.0, np.zeros(2), 1.0), [1.0, 0.0]
-    )
-
-
-def test_a_diverged_iterate_is_refused_by_the_two_balls() -> None:
-    point = torch.tensor([math.nan, 0.0])
-    with pytest.raises(ValueError, match="learning rate"):
-        project_on_two_balls_([point], 1.0, [torch.zeros(2)], 0.5)

@@ -262,7 +262,6 @@ _OF_PHASE = {
     "steps": check.positive_count,
     "lr": positive,
     "reg": positive,
-    "radius": _CHECKS["radius"],
 }
 
 
@@ -274,13 +273,11 @@ class Phase:
         steps: number of steps, >= 1; None for a single phase without end.
         lr: step size in this phase; None keeps that of the param groups.
         reg: lambda of (lambda/2) |w - c|^2 around the starting point c of the phase, for rules that have it; > 0.
-        radius: of the ball around c that the phase stays in; inf for none.
     """
 
     steps: int | None = None
     lr: float | None = None
     reg: float = 1.0
-    radius: float = math.inf
 
     def __post_init__(self) -> None:
         check_fields(self)

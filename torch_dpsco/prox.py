@@ -323,44 +323,6 @@ class Simplex(Prox):
         _write(point, tensors)
 
 
-def project_on_two_balls_(
-    tensors: Sequence[Tensor], radius: float, centers: Sequence[Tensor], center_radius: float
-) -> None:
-    """Projects on the ball of `radius` around 0 intersected with that of `center_radius` around a point of the first.
-
-    If the projection on one ball lies in the other, it is the answer. Else the answer u has |u| = radius and
-    |u - c| = center_radius: its part along c is fixed, u.c = (radius^2 + |c|^2 - center_radius^2)/2, and the rest of
-    its norm goes to the part of v across c. In float64, rounded to the tensors' dtypes, pulled into the first ball.
-
-    Args:
-        tensors: v, in place.
-        radius: > 0.
-        centers: c, |c| <= radius (a hair more is forgiven).
-        center_radius: > 0.
-    """
-    v = _joined(tensors)
-    c = _joined(centers)
-    _finite_norm(tensors)
-    first = v * min(1.0, radius / max(float(v.norm()), radius))
-    shift = v - c
-    second = c + shift * min(1.0, center_radius / max(float(shift.norm()), center_radius))
-    slack = 1 + 1e-12
-    if float((first - c).norm()) <= center_radius * slack:
-        answer = first
-    elif float(second.norm()) <= radius * slack:
-        answer = second
-    else:
-        length = float(c.norm())  # > 0: around 0 itself one of the balls holds the other
-        along = (radius**2 + length**2 - center_radius**2) / (2 * length)
-        axis = c / length
-        across = v - (v @ axis) * axis
-        answer = along * axis + across * (
-            math.sqrt(max(0.0, radius**2 - along**2)) / max(float(across.norm()), 1e-300)
-        )
-    _write(answer, tensors)
-    Ball(radius).apply_(tensors, [0.0] * len(tensors))
-
-
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1).double() for tensor in tensors])
 

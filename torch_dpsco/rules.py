@@ -3,7 +3,7 @@
 `Anchored` pulls the phases of a localized method towards the answer of the phase before. In a phase with anchor c (its
 starting point) and regularization lambda, step k = 0, 1, ...:
 
-    w <- Proj( w - f ( mean / lambda + (w - c) ) ),    f = lr / (k + 1), or 2 lr / (k + 2) in a ball around c
+    w <- Proj( w - f ( mean / lambda + (w - c) ) ),    f = lr / (k + 1)
 
 (or lambda lr times the step size of the phase, if that has one). It is a subgradient step of size f/lambda on the loss
 plus (lambda/2)|w - c|^2; at k = 0 it goes to c - mean/lambda. Only `mean` comes from private data: the regularizer is
@@ -25,7 +25,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco import compat
 from torch_dpsco._validate import type_members
 from torch_dpsco.problem import Phase, Schedule
-from torch_dpsco.prox import Ball, Identity, Prox, project_on_two_balls_
+from torch_dpsco.prox import Prox
 
 Groups: TypeAlias = list[dict[str, Any]]
 State: TypeAlias = defaultdict[Tensor, Any]
@@ -365,8 +365,7 @@ class Anchored(UpdateRule):
 
     lr is a factor on all steps; the theory has 1.
 
-    Source: Lowy, Razaviyayn 2023, Algorithms 3 and 4; docs/proofs/heavy_tailed.md#phase-in-a-ball,
-    docs/proofs/heavy_tailed.md#phase-without-a-ball.
+    Source: Lowy, Razaviyayn 2023, Algorithms 3 and 4; docs/proofs/heavy_tailed.md#phase-without-a-ball.
     """
 
     def __init__(self) -> None:
@@ -375,7 +374,7 @@ class Anchored(UpdateRule):
     def _factor(self, lr: float, k: int, phase: Phase) -> float:
         if phase.lr is not None:
             return lr * phase.lr * phase.reg
-        return lr / (k + 1) if math.isinf(phase.radius) else 2.0 * lr / (k + 2)
+        return lr / (k + 1)
 
     def step_size(self, lr: float, k: int, phase: Phase) -> float:
         """Returns the step size on the loss."""
@@ -388,24 +387,3 @@ class Anchored(UpdateRule):
             for p in trained(group):
                 p.lerp_(state[p]["anchor"], self._factor(float(group["lr"]), k, phase))
         self._descend(groups, state, k, phase)
-
-    def constrain(
-        self,
-        prox: Prox,
-        params: Sequence[Tensor],
-        steps: Sequence[float],
-        state: State,
-        phase: Phase,
-    ) -> None:
-        """Projects on the feasible set, and on the ball around the anchor."""
-        if math.isinf(phase.radius):
-            prox.apply_(params, steps)
-            return
-        anchors = [state[p]["anchor"] for p in params]
-        if isinstance(prox, Identity):
-            compat.foreach_add_(params, anchors, alpha=-1)
-            Ball(phase.radius).apply_(params, steps)
-            compat.foreach_add_(params, anchors)
-        else:
-            assert isinstance(prox, Ball)  # `LocalizedSGD` refuses others
-            project_on_two_balls_(params, prox.radius, anchors, phase.radius)

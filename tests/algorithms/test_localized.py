@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -50,7 +50,7 @@ N = 40
 def phase(**changes: Any) -> LocalizedPhase:
     """Returns a phase without noise."""
     settings = {
-        "index": 1, "n": 12, "clip": 1.5, "steps": 4, "reg": 2.0, "radius": math.inf, "noise_std": 0.0, "error": None,
+        "index": 1, "n": 12, "clip": 1.5, "steps": 4, "reg": 2.0, "noise_std": 0.0, "error": None,
         **changes,
     }  # fmt: skip
     settings.setdefault("batch_size", settings["n"])
@@ -61,9 +61,6 @@ PHASES = (
     phase(),
     phase(index=2, n=6, steps=3, reg=4.0, clip=1.0),
     phase(index=3, n=3, steps=2, reg=16.0, clip=0.5),
-)
-BALLS = tuple(
-    replace(p, radius=radius) for p, radius in zip(PHASES, (0.2, 0.05, 0.01), strict=True)
 )
 
 
@@ -95,9 +92,9 @@ def calibrated(adjacency: str = "replace_one", n: int = 120, **changes: Any) -> 
 
 def literal_phases(phases: tuple[LocalizedPhase, ...]) -> list[literal.Phase]:
     def kind(p: LocalizedPhase) -> str | float:
-        return p.lr if p.lr is not None else "ball" if p.radius < math.inf else "ballfree"
+        return "ballfree" if p.lr is None else p.lr
 
-    return [literal.Phase(p.clip, p.steps, p.reg, p.radius, kind(p)) for p in phases]
+    return [literal.Phase(p.clip, p.steps, p.reg, math.inf, kind(p)) for p in phases]
 
 
 def batches_of(run: Run) -> list[list[int]]:
@@ -117,13 +114,11 @@ def batches_of(run: Run) -> list[list[int]]:
 @pytest.mark.cases(3, 1)
 @pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["ballfree", "projected", "balls"])
+@pytest.mark.parametrize("kind", ["ballfree", "projected"])
 def test_phases_are_those_of_algorithms_3_and_4(
     kind: str, dtype: torch.dtype, groups: bool
 ) -> None:
     phases, prox, project = PHASES, None, literal.identity
-    if kind == "balls":
-        phases = BALLS
     if kind == "projected":
         prox, project = dp.prox.Ball(0.5), literal.ball(0.5)
     run = build(phases, dtype=dtype, groups=groups, prox=prox)
@@ -156,36 +151,8 @@ def test_every_step_of_a_phase_is_that_of_algorithm_3(dtype: torch.dtype) -> Non
         k += own.steps
 
 
-def dykstra(v: np.ndarray, c: np.ndarray, radius: float, center_radius: float) -> np.ndarray:
-    """The projection on two balls, by alternating projections with corrections."""
-    maps = (literal.ball(radius), literal.ball(center_radius, c))
-    corrections = [np.zeros_like(v), np.zeros_like(v)]
-    for _ in range(20_000):
-        for j, project in enumerate(maps):
-            moved = project(v + corrections[j])
-            corrections[j] = v + corrections[j] - moved
-            v = moved
-    return v
-
-
-@pytest.mark.cases(0, 1)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_phases_in_a_ball_of_the_domain_are_projected_on_both(dtype: torch.dtype) -> None:
-    radius, own = 0.6, phase(radius=0.3, reg=0.5, n=12, steps=2, clip=3.0)
-    run = build((own,), dtype=dtype, prox=dp.prox.Ball(radius))
-    gradient, c = gradient_of(records(N, dtype)), joint(run.model)
-    run.train(run.seeded())
-    w = c
-    for t, batch in enumerate(run.batches):
-        mean = literal.algorithm_1(gradient, w, batch, own.clip)
-        w = dykstra(w - 2 / (own.reg * (t + 2)) * (mean + own.reg * (w - c)), c, radius, 0.3)
-    assert np.linalg.norm(w) == pytest.approx(radius, abs=1e-6)  # both of them act
-    assert np.linalg.norm(w - c) == pytest.approx(0.3, abs=1e-6)
-    np.testing.assert_allclose(run.answer(), w, rtol=0, atol=DTYPES[dtype] + 1e-6)
-
-
 def test_the_constant_steps_of_the_paper_are_taken() -> None:
-    lr, own = 0.07, phase(lr=0.07, radius=50.0, reg=0.5, steps=3)
+    lr, own = 0.07, phase(lr=0.07, reg=0.5, steps=3)
     run = build((own,), dtype=torch.float64)
     start = joint(run.model)
     run.train(run.seeded())
@@ -197,8 +164,12 @@ def test_the_constant_steps_of_the_paper_are_taken() -> None:
 
 
 def test_the_schedule_of_the_paper_can_be_run() -> None:
-    phases = localized_schedule_paper(
+    published = localized_schedule_paper(
         n=16, dim=4, paper_epsilon=1.0, moment_order=2.0, moment_2k=2.0, lr=0.1
+    )
+    own = [field.name for field in fields(LocalizedPhase)]  # all but the balls, which are wide
+    phases = tuple(
+        LocalizedPhase(**{name: getattr(one, name) for name in own}) for one in published
     )
     run = build(phases, dtype=torch.float64, n=16)
     start = joint(run.model)
@@ -366,7 +337,6 @@ def test_a_second_loader_in_mid_run_does_not_start_the_phases_again() -> None:
 BUILDS = {
     "localized": build,
     "float64": partial(build, dtype=torch.float64, groups=True),
-    "balls": partial(build, BALLS, prox=dp.prox.Ball(0.5)),
     "poisson": partial(build, (phase(batch_size=3), *PHASES[1:])),
 }
 
@@ -388,9 +358,8 @@ def test_a_saved_run_goes_on_with_the_unused_records_to_the_same_answer(name: st
 
 
 @pytest.mark.cases(1, 1)
-@pytest.mark.parametrize("phases", [PHASES, BALLS])
-def test_chunks_make_the_steps_of_whole_draws(phases: Any) -> None:
-    check_chunks(partial(build, phases))
+def test_chunks_make_the_steps_of_whole_draws() -> None:
+    check_chunks(build)
 
 
 def test_a_checkpoint_of_another_plan_is_refused() -> None:
@@ -401,7 +370,6 @@ def test_a_checkpoint_of_another_plan_is_refused() -> None:
         {"phases": PHASES[:2]},
         {"phases": (replace(PHASES[0], reg=3.0), *PHASES[1:])},
         {"phases": (replace(PHASES[0], clip=3.0), *PHASES[1:])},
-        {"phases": (replace(PHASES[0], radius=3.0), *PHASES[1:])},
         {"phases": (replace(PHASES[0], batch_size=3), *PHASES[1:])},
         {"prox": dp.prox.Ball(1.0)},
         {"adjacency": "replace_one"},
@@ -430,7 +398,6 @@ def test_a_run_that_ends_early_answers_with_what_it_has() -> None:
     [
         ({"n": 20}, "at most n=20 records"),
         ({"sampling": "shuffled"}, "sampling must be"),
-        ({"phases": BALLS, "prox": dp.prox.Box(-1, 1)}, "prox must be Ball or Identity"),
         ({"method": "reduction"}, "must not be given beside phases"),
         ({"clip": 1.0}, "must not be given beside phases"),
         ({"adjacency": "bounded"}, "adjacency must be"),

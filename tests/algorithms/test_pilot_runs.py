@@ -96,7 +96,7 @@ def quiet_plan(cls: Any, epsilon: float = 1e6, quantile: float = 0.8, **changes:
     if cls is dp.LocalizedSGD:
         phases = [
             LocalizedPhase(
-                index=i, n=n, batch_size=n, clip=1.0, steps=T, reg=2.0 * i, radius=math.inf, noise_std=0.0, error=None,
+                index=i, n=n, batch_size=n, clip=1.0, steps=T, reg=2.0 * i, noise_std=0.0, error=None,
                 pilot=None if size is None else pilot(size),
             )
             for i, (n, T, size) in enumerate([(20, 3, 30), (20, 2, 20), (5, 2, None)], start=1)

@@ -201,7 +201,7 @@ def _localized(params: Any, s: Settings) -> dp.PrivateOptimizer:
 
     def phase(index: int, n: int, steps: int) -> LocalizedPhase:
         return LocalizedPhase(
-            index=index, n=n, batch_size=n, clip=1.5 * s.scale, steps=steps, reg=index / s.lr, radius=INF,
+            index=index, n=n, batch_size=n, clip=1.5 * s.scale, steps=steps, reg=index / s.lr,
             noise_std=s.noise * 1.5 * s.scale / n, error=None,
         )  # fmt: skip
 

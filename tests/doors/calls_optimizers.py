@@ -82,7 +82,6 @@ def phases() -> LocalizedSchedule:
         clip=1.0,
         steps=4,
         reg=10.0,
-        radius=float("inf"),
         noise_std=0.1,
         error=None,
     )

@@ -91,7 +91,6 @@ EXEMPT = {
     *(f"oracles.{name}" for name in ("Charge", "Release", "clip_weights", "joint_norm")),
     *("oracles.UserFiltered", "shuffle_model.ShuffledMedian"),
     *(f"rules.{name}" for name in ("trained", "absorb", "averaged")),
-    "prox.project_on_two_balls_",
     *(
         f"sampling.{kind}Sampler"
         for kind in ("Assigned", "Design", "OnePass", "Parts", "Rank", "RankAssigned")

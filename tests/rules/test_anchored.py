@@ -1,17 +1,15 @@
-"""The anchored rule on given means: steps, phases, copies, balls."""
+"""The anchored rule on given means: steps, phases, copies."""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 import torch_dpsco as dp
-from torch_dpsco.prox import Ball, Identity
+from torch_dpsco.prox import Identity
 from torch_dpsco.rules import Anchored
 
 
@@ -65,23 +63,8 @@ def test_a_step_is_a_subgradient_step_on_the_regularized_loss() -> None:
     np.testing.assert_allclose(points[0], start - means[0] / 2.0, atol=1e-12)
 
 
-def test_in_a_ball_steps_are_the_doubled_ones_and_stay_in_it() -> None:
-    walk = Walk([dp.Phase(6, reg=0.5, radius=0.4), dp.Phase(2, reg=4.0, radius=0.05)])
-    means = np.random.default_rng(1).standard_normal((8, 3))
-    w = c = walk.point
-    points, k = walk.go(means), 0
-    for reg, steps, radius in ((0.5, 6, 0.4), (4.0, 2, 0.05)):
-        for t in range(steps):
-            w = w - 2 / (reg * (t + 2)) * (means[k] + reg * (w - c))
-            w = c + (w - c) * min(1, radius / np.linalg.norm(w - c))
-            np.testing.assert_allclose(points[k], w, atol=1e-12)
-            k += 1
-        c = w
-
-
-@pytest.mark.parametrize("radius", [math.inf, 50.0])
-def test_a_constant_rate_of_the_phase_is_taken(radius: float) -> None:
-    walk = Walk([dp.Phase(4, lr=0.05, reg=2.0, radius=radius)])
+def test_a_constant_rate_of_the_phase_is_taken() -> None:
+    walk = Walk([dp.Phase(4, lr=0.05, reg=2.0)])
     means = np.random.default_rng(2).standard_normal((4, 3))
     w = c = walk.point
     for k, point in enumerate(walk.go(means)):
@@ -90,18 +73,10 @@ def test_a_constant_rate_of_the_phase_is_taken(radius: float) -> None:
 
 
 def test_a_huge_lambda_neither_overflows_nor_moves() -> None:
-    walk = Walk([dp.Phase(3, reg=1e300), dp.Phase(3, reg=1e300, radius=1e-3)])
+    walk = Walk([dp.Phase(3, reg=1e300), dp.Phase(3, reg=1e300)])
     start = walk.point
     walk.go(np.random.default_rng(4).standard_normal((6, 3)))
     np.testing.assert_allclose(walk.point, start, atol=1e-12)
-
-
-def test_domain_and_ball_are_both_kept() -> None:
-    walk = Walk([dp.Phase(5, reg=0.1, radius=0.3)], Ball(0.4))
-    c = walk.point
-    for point in walk.go(10 * np.random.default_rng(5).standard_normal((5, 3))):
-        assert np.linalg.norm(point) <= 0.4 * (1 + 1e-12)
-        assert np.linalg.norm(point - c) <= 0.3 * (1 + 1e-9)
 
 
 def test_a_parameter_unfrozen_later_is_anchored_where_it_stands() -> None:

@@ -43,7 +43,7 @@ from torch_dpsco.errors import (
     MissingConstantError,
 )
 from torch_dpsco.problem import Phase, Problem, Schedule
-from torch_dpsco.prox import Ball, Identity, Prox
+from torch_dpsco.prox import Prox
 from torch_dpsco.rules import Anchored, UpdateRule
 from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import agreed, dimension, noise_for, release_noise, require_planned
@@ -72,12 +72,7 @@ class LocalizedPlan(StepPlan):
         return self.localized.risk_bound
 
     def oracle(self, prox: Prox) -> MeanOracle:
-        """Returns a new oracle with the plan's numbers; raises ValueError for a set that balls cannot be in."""
-        balls = any(math.isfinite(phase.radius) for phase in self.localized.phases)
-        if balls and not isinstance(prox, (Ball, Identity)):
-            raise ValueError(
-                f"prox must be Ball or Identity for phases with balls of their own (got {prox})"
-            )
+        """Returns a new oracle with the plan's numbers."""
         oracles: list[tuple[MeanOracle, int]] = []
         newest: QuantilePilot | None = None
         for phase in self.localized.phases:
@@ -102,7 +97,7 @@ class LocalizedPlan(StepPlan):
         phases: list[Phase] = []
         for phase in self.localized.phases:
             phases += [] if phase.pilot is None else [Phase(1)]
-            phases.append(Phase(phase.steps, phase.lr, phase.reg, phase.radius))
+            phases.append(Phase(phase.steps, phase.lr, phase.reg))
         return Schedule(tuple(phases))
 
     def lines(self) -> Iterator[tuple[str, str]]:

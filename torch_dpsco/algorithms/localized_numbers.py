@@ -4,12 +4,12 @@ A phase on m records with center c makes T steps
 
     w <- Proj( w - lr_t ( clipped mean + N(0, sigma^2 I) + lambda (w - c) ) ),   starting at c,
 
-and hands its LAST iterate on as the next center. lambda lr_t is O(1): 2/(t+2) within a ball around c, 1/(t+1) without
-one, constant in the paper. Each record is in one phase (and one copy of it), so that the run costs rho, the maximum
-over phases, not their sum. The privacy cost depends on clip, noise and steps, never on lambda or the radius.
+and hands its LAST iterate on as the next center. lambda lr_t is 1/(t+1), constant in the paper. Each record is in one
+phase (and one copy of it), so that the run costs rho, the maximum over phases, not their sum. The privacy cost depends
+on clip, noise and steps, never on lambda.
 
 Proofs: docs/proofs/heavy_tailed.md#disjoint-parts,
-docs/proofs/heavy_tailed.md#phase-in-a-ball, docs/proofs/heavy_tailed.md#phase-without-a-ball.
+docs/proofs/heavy_tailed.md#phase-without-a-ball.
 
 Schedules, for losses that need not be smooth: phases on n/2, n/4, ... fresh records, lambda_i = 8^(i-1) lambda_1. With
 sqrt(E|w_i - what_i|^2) <= A_i/lambda_i,
@@ -76,7 +76,6 @@ class LocalizedPhase:
         clip: C.
         steps: T >= 1.
         reg: lambda > 0 of (lambda/2)|w - c|^2, added after clipping and noise.
-        radius: of the ball around c, in which the steps stay; inf for none.
         noise_std: sigma, std per coordinate of the noise on the mean over `batch_size`.
         error: sqrt(E|w_T - what|^2) <= error/lambda (A); None where unknown.
         lr: constant step size (the paper's); None for the steps above.
@@ -90,7 +89,6 @@ class LocalizedPhase:
     clip: float
     steps: int
     reg: float
-    radius: float
     noise_std: float
     error: float | None
     lr: float | None = None
@@ -117,8 +115,8 @@ class LocalizedSchedule:
         tail: what the bound adds for the last phase; None as above.
 
     Example:
-        >>> phase = LocalizedPhase(index=1, n=50, batch_size=50, clip=1.0, steps=4, reg=0.5, radius=float("inf"),
-        ...                        noise_std=0.1, error=None)
+        >>> phase = LocalizedPhase(index=1, n=50, batch_size=50, clip=1.0, steps=4, reg=0.5, noise_std=0.1,
+        ...                        error=None)
         >>> schedule = LocalizedSchedule(phases=(phase,), rho=0.5)
         >>> schedule.risk_bound, phase.noise_multiplier
         (None, 5.0)
@@ -334,7 +332,7 @@ def regularized(tuned: Sequence[Tuned], task: PhaseTask) -> LocalizedSchedule:
     root = math.sqrt(2.0 * total)
     first = root / D if task.reg is None else task.reg
     phases = tuple(
-        LocalizedPhase(index=i + 1, reg=first * _GROWTH**i, radius=math.inf, **one._asdict())
+        LocalizedPhase(index=i + 1, reg=first * _GROWTH**i, **one._asdict())
         for i, one in enumerate(tuned)
     )
     schedule = LocalizedSchedule(phases=phases, rho=task.rho, adjacency=task.adjacency)

@@ -26,7 +26,6 @@ Source: docs/proofs/accounting.md#composition.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -337,7 +336,7 @@ class PrivateOptimizer(RunOptimizer):
             self._lrs = None
             checks.warn_of_void_theorem("lr was changed after construction", 4)
         run.rule.update(groups, self.state, k, phase)
-        if phase.radius < math.inf or not isinstance(run.prox, Identity):
+        if not isinstance(run.prox, Identity):
             steps = [
                 run.rule.step_size(float(g["lr"]), k, phase) for g in groups for _ in trained(g)
             ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -519,6 +519,13 @@ def vector_parameters_paper(n: int, dim: int, epsilon: float, delta: float) -> S
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class PublishedPhase(LocalizedPhase):
+    """A phase within a ball around its start."""
+
+    radius: float
+
+
 def localized_schedule_paper(
     *,
     n: int,
@@ -528,7 +535,7 @@ def localized_schedule_paper(
     moment_2k: float,
     lr: float,
     power: float = 1.0,
-) -> tuple[LocalizedPhase, ...]:
+) -> tuple[PublishedPhase, ...]:
     """Returns the phases of the paper, with constants 1 in its orders, replace_one and no cap on the steps.
 
     eta_i = 4^-i eta, lambda_i = 1/(eta_i n_i^p), T_i = ceil(n_i^p log n), C_i = rt_2k (eps n_i/sqrt(d log n))^(1/k),
@@ -567,7 +574,7 @@ def localized_schedule_paper(
         eta_i, weight = eta * 4.0**-i, float(size) ** power
         C, T = r * (eps * size / math.sqrt(dim * log_n)) ** (1.0 / k), math.ceil(weight * log_n)
         phases.append(
-            LocalizedPhase(
+            PublishedPhase(
                 index=i,
                 n=size,
                 batch_size=size,

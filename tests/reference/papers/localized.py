@@ -1,7 +1,7 @@
 """Localized phases that the package does not choose: within balls (Algorithm 4), and in copies with boosting.
 
 With balls there is a further tail for leaving one, and where steps are capped the bound grows with n: the package takes
-ball-free phases. Balls of one's own can be run (`LocalizedPhase.radius`).
+ball-free phases.
 
 Boosting: phase i splits n_i fresh records into J groups of m_i; each group runs the phase from the same center, and the
 next center is an answer near more than half of the others. A group is good, |y_j - u_i| <= Q_i/lambda_i with u_i the
@@ -44,8 +44,9 @@ from torch_dpsco.errors import InfeasibleError, warn
 
 @dataclass(frozen=True, kw_only=True)
 class PaperPhase(LocalizedPhase):
-    """A phase that knows its steps without a cap, and its copies."""
+    """A phase within a ball around its start, which knows its steps without a cap, and its copies."""
 
+    radius: float = math.inf
     uncapped_steps: int
     copies: int = 1
 
