@@ -227,6 +227,10 @@ class Problem:
                 yield self.holder_constant
 
 
+class Promised:
+    """A loss that a problem may be of; plans hold those that are dataclasses, and are saved with them."""
+
+
 @dataclass(frozen=True)
 class TableGradBound:
     """r -> G(r) of a table row, as a value that pickles and compares (a partial of a bound method does not compare).

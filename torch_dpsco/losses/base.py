@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from torch_dpsco._validate import between, choice, positive
 from torch_dpsco.accounting.analysis.rounding import upper as upper  # for losses of your own too
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.problem import Problem, TableGradBound, round_up
+from torch_dpsco.problem import Problem, Promised, TableGradBound, round_up
 from torch_dpsco.trial.loss import Traced, apply_as_one
 
 _Number = TypeVar("_Number", float, Tensor)
@@ -43,7 +43,7 @@ _Number = TypeVar("_Number", float, Tensor)
 REDUCTIONS = ("mean", "sum", "none")
 
 
-class Loss(ABC):
+class Loss(Promised, ABC):
     """A loss phi(s; y), convex in the score s of one record, with one fixed subgradient.
 
     The linear layer in front makes it a loss of w: s = w.x, or K scores s = W x. Subclasses are frozen dataclasses

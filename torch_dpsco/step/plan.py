@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 
 from torch_dpsco import _validate as check
-from torch_dpsco import losses
 from torch_dpsco._validate import check_fields, shown, typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.rounding import asks_exact
@@ -46,7 +45,7 @@ from torch_dpsco.accounting.events import (
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.acts import act
 from torch_dpsco.errors import AdjacencyError, ConditionError
-from torch_dpsco.problem import Phase, Problem, Schedule, TableGradBound
+from torch_dpsco.problem import Phase, Problem, Promised, Schedule, TableGradBound
 from torch_dpsco.prox import Ball, Identity, Prox
 from torch_dpsco.rules import AVERAGES, SGD, Momentum, TorchRule, UpdateRule
 from torch_dpsco.sampling.slots import capacity
@@ -257,8 +256,7 @@ class Plan(ABC):
             raise ValueError(
                 f"version of a saved plan must be {_VERSION} (got {row.get('version')!r})"
             )
-        if all(kind.__name__ != row.get("type") for kind in _subclasses(cls)):
-            act("plan.kinds")()  # the library's, whose files are imported on first use
+        act("plan.kinds")()  # the library's, whose files are imported on first use
         kinds = {kind.__name__: kind for kind in _subclasses(cls)}
         kind = kinds.get(row.get("type", ""))
         if kind is None:
@@ -273,7 +271,7 @@ class Plan(ABC):
 
     @classmethod
     def _kinds(cls) -> dict[str, type]:
-        found = _subclasses(losses.TableLoss) | _subclasses(Design)
+        found = _subclasses(Promised) | _subclasses(Design)
         own = (kind for kind in found if is_dataclass(kind))
         return {kind.__name__: kind for kind in (*own, cls, *cls.values, *_VALUES)}
 
@@ -294,14 +292,7 @@ def passes(number: float) -> str:
 
 # -- what may be saved -------------------------------------------------------------------------------------------------
 
-_VALUES = (
-    Budget,
-    Problem,
-    Phase,
-    Schedule,
-    TableGradBound,
-    *(kind for kind in vars(losses).values() if is_dataclass(kind) and isinstance(kind, type)),
-)
+_VALUES = (Budget, Problem, Phase, Schedule, TableGradBound)
 
 
 def _subclasses(kind: type[Any]) -> set[type[Any]]:
