@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.reference.papers.accounting import sequence_probability
+from tests.reference.papers.accounting import bad_pass_integral, sequence_probability
 from tests.reference.papers.user_level import (
     bernoulli_sensitivity,
     min_users_paper,
@@ -30,7 +30,6 @@ from tests.reference.user_level_literal import (
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.analysis.pure import (
     above_threshold_epsilon,
-    bad_pass_probability,
     svt_gaussian_delta,
 )
 from torch_dpsco.algorithms.user_numbers import calibrate_filter, pair_radius_iid
@@ -129,11 +128,11 @@ def test_where_the_score_is_high_the_same_sum_is_at_most_three():
 @pytest.mark.parametrize(("steps", "probability"), [(11, 5.9e-5), (101, 1.2e-4), (1001, 2.6e-4)])
 def test_the_papers_number_of_users_lets_bad_steps_pass_far_too_often(steps, probability):
     n = min_users_paper(steps, DELTA, EPSILON, corrected=False)
-    found = bad_pass_probability(4 * n / 5 - 2 * n / 3, steps, *published_scales(EPSILON))
+    found = bad_pass_integral(4 * n / 5 - 2 * n / 3, steps, *published_scales(EPSILON))
     assert found == pytest.approx(probability, rel=0.1)
     assert found > 50 * DELTA
     n = min_users_paper(steps, DELTA, EPSILON, corrected=True)
-    assert bad_pass_probability(4 * n / 5 - 2 * n / 3, steps, 8.0, 16.0) < DELTA
+    assert bad_pass_integral(4 * n / 5 - 2 * n / 3, steps, 8.0, 16.0) < DELTA
 
 
 def test_one_user_moves_the_mean_by_four_tau_over_n_with_everyone_included():

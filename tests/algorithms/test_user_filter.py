@@ -128,7 +128,8 @@ def test_bad_passes_are_not_more_frequent_than_the_plan_says():
     )
     assert bad > 1000
     failure = UserFiltered(plan).bad_pass
-    assert binom.ppf(1e-6, runs, failure) <= bad <= binom.isf(1e-6, runs, failure)
+    assert bad <= binom.isf(1e-6, runs, failure)
+    assert failure <= 2 * bad / runs  # a union bound
 
 
 def test_honest_runs_halt_no_more_often_than_asked_for():

@@ -34,10 +34,8 @@ from torch_dpsco.accounting.analysis.pld_laws import (
 from torch_dpsco.accounting.analysis.pure import (
     _LEAST,
     _LEAST_EPSILON,
-    _log_cdf,
     _log_integral,
     _log_total,
-    _mean_over_laplace,
 )
 from torch_dpsco.accounting.analysis.rdp import (
     CHUNK,
@@ -1069,3 +1067,50 @@ def rdp_wor_gaussian_closed_form(
         return 3.5 * rate * (rate * block / square)
 
     return by_order(curve, order)
+
+
+def bad_pass_integral(
+    margin: float, steps: int, threshold_scale: float, query_scale: float
+) -> float:
+    """Returns P[max_t nu_t - rho > margin], which `bad_pass_probability` bounds, to a relative 1e-9."""
+
+    def some_pass(r: FloatArray) -> FloatArray:
+        return -np.expm1(steps * _log_cdf((margin + r) / query_scale))
+
+    top = query_scale * math.log(steps)  # about the maximum of the noises
+    breaks = [0.0, -margin, top - margin]
+    return min(1.0, _mean_over_laplace(threshold_scale, query_scale, breaks, some_pass))
+
+
+_REACH = 60.0  # Laplace scales kept beyond the outermost breakpoint: the rest is below e^-60 of the result
+
+
+def _log_cdf(y: FloatArray) -> FloatArray:
+    """Returns log F(y) of the standard Laplace distribution, to relative accuracy on both sides."""
+    tail = np.exp(-np.abs(y)) / 2
+    return np.where(y >= 0, np.log1p(-tail), -np.abs(y) - math.log(2))
+
+
+def _mean_over_laplace(
+    scale: float,
+    query_scale: float,
+    breaks: list[float],
+    function: Callable[[FloatArray], FloatArray],
+) -> float:
+    """Returns E[function(rho)], rho ~ Lap(scale), by panels that start small at every break and double.
+
+    Between breaks the integrand is a product of exponentials e^(c r): a panel of a quarter of its distance to the break
+    is short enough wherever e^(c distance) still matters.
+    """
+    finest = min(scale, query_scale) / 2
+    low = min(breaks) - _REACH * scale
+    high = max(breaks) + _REACH * scale
+    doublings = max(1, math.ceil(4 * math.log2((high - low) / finest)))
+    offsets = finest * 2.0 ** (np.arange(doublings + 1) / 4)
+    around = np.concatenate([-offsets, [0.0], offsets])
+    edges = np.concatenate([[low, high], *(at + around for at in breaks)])
+    edges = np.unique(edges[(edges >= low) & (edges <= high)])
+    r, weight = nodes(edges)
+    with np.errstate(under="ignore"):
+        density = np.exp(-np.abs(r) / scale) / (2 * scale)
+        return float(np.sum(weight * density * function(r)))
