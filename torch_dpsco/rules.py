@@ -85,7 +85,6 @@ class UpdateRule(ABC):
         params: Sequence[Tensor],
         steps: Sequence[float],
         state: State,
-        phase: Phase,
     ) -> None:
         """Applies the proximal map after an update, with one step size per parameter."""
         name = self.moved

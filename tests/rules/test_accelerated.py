@@ -35,7 +35,7 @@ def moved(
         rule.update(groups, state, k, phase)
         if prox is not None:
             params = [p for group in groups for p in group["params"]]
-            rule.constrain(prox, params, [0.0] * len(params), state, phase)
+            rule.constrain(prox, params, [0.0] * len(params), state)
         rule.settle(groups, state, k)
 
 

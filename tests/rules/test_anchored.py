@@ -42,7 +42,7 @@ class Walk:
                     p.grad = torch.from_numpy(part.copy())
                 with torch.no_grad():
                     self.rule.update(self.groups, self.state, k, phase)
-                    self.rule.constrain(self.prox, self.params, [0.0, 0.0], self.state, phase)
+                    self.rule.constrain(self.prox, self.params, [0.0, 0.0], self.state)
                     points.append(self.point)
                     if k + 1 == phase.steps:
                         self.rule.end_phase(self.groups, self.state, phase)

@@ -340,7 +340,7 @@ class PrivateOptimizer(RunOptimizer):
             steps = [
                 run.rule.step_size(float(g["lr"]), k, phase) for g in groups for _ in trained(g)
             ]
-            run.rule.constrain(run.prox, params, steps, self.state, phase)
+            run.rule.constrain(run.prox, params, steps, self.state)
         run.rule.settle(groups, self.state, k)
 
     @in_turn
