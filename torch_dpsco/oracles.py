@@ -3,7 +3,6 @@
 from torch_dpsco.algorithms.clips import (
     AdaptiveClipped,
     AutoClip,
-    HolderClipped,
     PilotClipped,
     QuantilePilot,
 )
@@ -17,6 +16,7 @@ from torch_dpsco.step.oracle import (
     Charge,
     Clipped,
     ClippedMean,
+    HolderClipped,
     MeanOracle,
     Phased,
     Release,

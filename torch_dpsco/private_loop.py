@@ -73,11 +73,12 @@ def make_private(
 ) -> tuple[_Model, PrivateOptimizer, PrivateLoader]:
     """Returns private counterparts of a model, its torch optimizer and its data loader.
 
-    The model is attached in place, and probed by `doctor` before anything is spent. The torch optimizer goes on making
-    the updates, with its own learning rates, but from private means. The loader's data set, batch size, workers and
-    collate function are kept; batches are drawn secretly, because nothing else amplifies (the batch size becomes an
-    expected one, so that drop_last has no meaning): Poisson sampling, or passes in which each record is in one batch. A
-    sampler of the loader's would be lost, and is refused.
+    The model is attached in place; with a `loss`, both are probed by `doctor`, else they are looked at in the first
+    step, and nothing is spent before. The torch optimizer goes on making the updates, with its own learning rates, but
+    from private means. The loader's data set, batch size, workers and collate function are kept; batches are drawn
+    secretly, because nothing else amplifies (the batch size becomes an expected one, so that drop_last has no meaning):
+    Poisson sampling, or passes in which each record is in one batch. A sampler of the loader's would be lost, and is
+    refused.
 
     Args:
         model: see `attach`.
@@ -91,8 +92,8 @@ def make_private(
         sampling: "poisson"; or "assigned" (in plans "allocated", which is taken too): an iteration of the loader is a
             pass, in which each record is in one batch, drawn anew and secretly (`dp.Assigned`), at the same price.
         ids: see `PrivateOptimizer.loader`: with sampling="assigned", a unique id of each record, in the loader's order.
-        loss: the training loss, only to be probed by `doctor`, whose argument it is; without it the probes see the
-            model alone. What the loop computes is looked at in its first step; see `attach`.
+        loss: the training loss, only to be probed by `doctor`, whose argument it is, before the loop begins. Without it
+            model and loss are looked at in the first step; see `attach`.
         loss_reduction: see `attach`.
         rows: see `attach`.
         average: see `rules.UpdateRule`.
@@ -104,7 +105,7 @@ def make_private(
         (model, private optimizer, private loader).
 
     Raises:
-        PrivacyError: the model or the loss couples records, or the model leaks them in another way; see `doctor`.
+        PrivacyError: with `loss`, it or the model couples records, or leaks them in another way; see `doctor`.
         SequenceError: the optimizer is private already, or it is not on exactly the model's trainable parameters.
         UnknownSamplerError: the loader has a sampler of its own, or no fixed batch size; names the way out.
         ValueError: its data set is a stream.
@@ -168,8 +169,13 @@ def attach_sound(
     rows: str = "auto",
     batch_first: bool = True,
 ) -> None:
-    """Attaches a model if `require_sound` finds it so; otherwise raises and leaves it as it was."""
+    """Attaches a model if `require_sound` finds it so, with its loss; otherwise raises and leaves it as it was.
+
+    Without a loss nothing is probed: the first step asks the same questions before anything is spent.
+    """
     attach(model, rows=rows, loss_reduction=loss_reduction, batch_first=batch_first)
+    if loss is None:
+        return
     try:
         require_sound(model, loss, loader)
     except BaseException:
@@ -179,7 +185,7 @@ def attach_sound(
 
 def require_sound(
     model: nn.Module,
-    loss: Callable[..., Any] | None,
+    loss: Callable[..., Any],
     loader: PrivateLoader | BoundedLoader,
     optimizer: RowFreeOptimizer | None = None,
 ) -> None:

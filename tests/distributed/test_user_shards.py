@@ -35,7 +35,7 @@ from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import PoissonSampler, RankSampler, UserLoader
 from torch_dpsco.sampling.slots import capacity
 from torch_dpsco.step import checks
-from torch_dpsco.step.distributed import World
+from torch_dpsco.step.checks import World
 from torch_dpsco.step.oracle import Clipped, Release
 
 FALSE_ALARM = 1e-6  # of each statistical check

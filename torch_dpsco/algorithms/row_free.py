@@ -43,7 +43,7 @@ from torch_dpsco.sampling import (
     PrivateLoader,
     make_sampler,
 )
-from torch_dpsco.sampling.datasets import source_of
+from torch_dpsco.sampling.loader import source_of
 from torch_dpsco.step import checks
 from torch_dpsco.step.answer import AnswerOptimizer
 from torch_dpsco.step.exact_noise import exact_release, gaussian_vector, knorm_vector

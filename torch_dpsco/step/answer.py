@@ -14,7 +14,7 @@ from torch_dpsco.accounting.statement import Statement
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.noise import noise_generator
 from torch_dpsco.step import checks
-from torch_dpsco.step.distributed import world_size
+from torch_dpsco.step.checks import world_size
 from torch_dpsco.step.plan import FromPlan
 from torch_dpsco.step.run import CommonOptimizer
 

@@ -26,7 +26,6 @@ from torch_dpsco import _validate as check
 from torch_dpsco import losses
 from torch_dpsco._validate import check_fields, shown, typed
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.analysis.rounding import asks_exact
 from torch_dpsco.accounting.budgets import NO_BUDGET_DELTA, Budget, warn_of_delta
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.designs import (
@@ -463,7 +462,7 @@ class StepPlan(BatchPlan):
     def _event_until(self, steps: int | None) -> Event:
         oracle = self.oracle(self.prox())
         checks.require_same_parts(oracle, self.design, self.schedule())
-        if asks_exact(self.secure):
+        if self.secure:
             oracle.use_exact_noise()
         if any(charge.adaptive for charge in first_charges(oracle, self.design)):
             raise ConditionError("a step costs what the iterates before it make it cost")
