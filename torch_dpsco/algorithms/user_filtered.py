@@ -53,7 +53,7 @@ from torch_dpsco.prox import Prox
 from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import agreed, dimension
 from torch_dpsco.step.oracle import Phased, Release
-from torch_dpsco.step.plan import PlannedOptimizer
+from torch_dpsco.step.plan import PlannedOptimizer, expected
 
 _HOPELESS = 0.5  # of a run to halt
 
@@ -84,11 +84,7 @@ class FilterPlan(UserPlan):
             ),
         )
         yield "assumed", self.assumed
-        if self.risk_bound is not None:
-            yield (
-                "expected",
-                f"excess risk of the answer at most {self.risk_bound:.3g}, if the promises hold",
-            )
+        yield from expected(self.risk_bound)
 
 
 @dataclass(frozen=True, kw_only=True)

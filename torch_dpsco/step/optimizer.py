@@ -396,8 +396,7 @@ class RunOptimizer(CommonOptimizer):
         Args:
             verdicts: of "model" and "loss"; later changes of them are seen.
         """
-        if self._checks is not verdicts:
-            self._checks = verdicts
+        self._checks = verdicts
 
     def _checked(self) -> Iterator[str]:
         """Yields what is known about records that reach each other, by attached model."""
