@@ -9,9 +9,10 @@ from torch_dpsco.algorithms.clips import (
 from torch_dpsco.algorithms.oracles import (
     Coordinatewise,
     CorrelatedClipped,
+    UserClipped,
+    UserFiltered,
 )
 from torch_dpsco.algorithms.user_numbers import UserFilter
-from torch_dpsco.algorithms.user_oracles import UserClipped, UserFiltered
 from torch_dpsco.step.oracle import (
     Charge,
     Clipped,

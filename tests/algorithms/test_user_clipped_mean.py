@@ -15,7 +15,7 @@ from tests.algorithms.users import observe, released
 from torch_dpsco.accounting.designs import Draw, Full
 from torch_dpsco.accounting.events import ADD_REMOVE, CLIP_UNITS, REPLACE_ONE, Gaussian
 from torch_dpsco.algorithms.clips import AdaptiveClipped
-from torch_dpsco.algorithms.user_oracles import UserClipped
+from torch_dpsco.algorithms.oracles import UserClipped
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.losses import Squared
 from torch_dpsco.rows import DenseBlock, GradBatch
