@@ -26,8 +26,8 @@ import timing
 import torch
 from torch import Tensor
 
+from torch_dpsco.algorithms.oracles import UserFiltered
 from torch_dpsco.algorithms.user_numbers import UserFilter
-from torch_dpsco.algorithms.user_oracles import UserFiltered
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.rows.neighbors import neighbor_counts
 

@@ -38,7 +38,7 @@ ORDER = (
     "problem",
     "accounting",
     "noise trial rows sampling rules prox losses algorithms.mechanisms step.exact_noise",
-    "step.oracle algorithms.clips algorithms.oracles algorithms.user_oracles",
+    "step.oracle algorithms.clips algorithms.oracles",
     "step algorithms estimators show.look streams",
     "oracles",
     "diagnosis audits",

@@ -378,7 +378,7 @@ class Stream(IterableDataset):
         (
             {"loader": DataLoader(Stream(), batch_size=BATCH)},
             ValueError,
-            r"map-style .*\(got a stream",
+            r"map-style, to be sampled from \(got Stream",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -22,7 +22,7 @@ from tests.contract.runs import records
 from tests.streams import Bytes, gaussians, seeded
 from torch_dpsco import noise
 from torch_dpsco.algorithms.mechanisms import draw_quantile
-from torch_dpsco.algorithms.user_oracles import UserFiltered
+from torch_dpsco.algorithms.oracles import UserFiltered
 from torch_dpsco.estimators import LogisticRegression
 from torch_dpsco.noise import (
     Keystream,

@@ -52,8 +52,8 @@ if TYPE_CHECKING:  # isort: off
         BoltOnPSGD as BoltOnPSGD,
         HolderOutputSGD as HolderOutputSGD,
     )
-    from torch_dpsco.algorithms.user_clipped import UserClippedSGD as UserClippedSGD
-    from torch_dpsco.algorithms.user_filtered import (
+    from torch_dpsco.algorithms.users import UserClippedSGD as UserClippedSGD
+    from torch_dpsco.algorithms.users import (
         LocalizedUserSGD as LocalizedUserSGD,
         UserFilteredSGD as UserFilteredSGD,
     )
@@ -91,8 +91,7 @@ _HOMES = {
     "algorithms.holder": "HolderSGD",
     "algorithms.localized": "LocalizedSGD",
     "algorithms.output_sgd": "BoltOnPSGD HolderOutputSGD",
-    "algorithms.user_clipped": "UserClippedSGD",
-    "algorithms.user_filtered": "LocalizedUserSGD UserFilteredSGD",
+    "algorithms.users": "LocalizedUserSGD UserClippedSGD UserFilteredSGD",
     "audits.repeated": "audit audit_outputs audit_training",
     "diagnosis": "doctor",
     "estimators.schema": "Schema",

@@ -3,20 +3,21 @@
 from torch_dpsco.algorithms.clips import (
     AdaptiveClipped,
     AutoClip,
-    HolderClipped,
     PilotClipped,
     QuantilePilot,
 )
 from torch_dpsco.algorithms.oracles import (
     Coordinatewise,
     CorrelatedClipped,
+    UserClipped,
+    UserFiltered,
 )
 from torch_dpsco.algorithms.user_numbers import UserFilter
-from torch_dpsco.algorithms.user_oracles import UserClipped, UserFiltered
 from torch_dpsco.step.oracle import (
     Charge,
     Clipped,
     ClippedMean,
+    HolderClipped,
     MeanOracle,
     Phased,
     Release,

@@ -22,17 +22,16 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
-from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.designs import Design
 from torch_dpsco.algorithms.holder import HolderSGD
 from torch_dpsco.algorithms.row_free import BoundedLoader, RowFreeOptimizer
 from torch_dpsco.compat import tree_leaves
@@ -44,7 +43,7 @@ from torch_dpsco.prox import Prox
 from torch_dpsco.rows.attach import attach, detach, first_step_of, is_attached
 from torch_dpsco.rules import TorchRule
 from torch_dpsco.sampling import PrivateLoader
-from torch_dpsco.step.checks import require_same_parameters
+from torch_dpsco.step.checks import number_of_records, require_same_parameters
 from torch_dpsco.step.run import CommonOptimizer
 from torch_dpsco.step.step import PrivateOptimizer
 
@@ -64,7 +63,7 @@ def make_private(
     loss: Callable[..., Any] | None = None,
     loss_reduction: str = "mean",
     rows: str = "auto",
-    sampling: str = "poisson",
+    sampling: str | Design = "poisson",
     ids: Any = None,
     average: str = "last",
     prox: Prox | None = None,
@@ -73,11 +72,12 @@ def make_private(
 ) -> tuple[_Model, PrivateOptimizer, PrivateLoader]:
     """Returns private counterparts of a model, its torch optimizer and its data loader.
 
-    The model is attached in place, and probed by `doctor` before anything is spent. The torch optimizer goes on making
-    the updates, with its own learning rates, but from private means. The loader's data set, batch size, workers and
-    collate function are kept; batches are drawn secretly, because nothing else amplifies (the batch size becomes an
-    expected one, so that drop_last has no meaning): Poisson sampling, or passes in which each record is in one batch. A
-    sampler of the loader's would be lost, and is refused.
+    The model is attached in place; with a `loss`, both are probed by `doctor`, else they are looked at in the first
+    step, and nothing is spent before. The torch optimizer goes on making the updates, with its own learning rates, but
+    from private means. The loader's data set, batch size, workers and collate function are kept; batches are drawn
+    secretly, because nothing else amplifies (the batch size becomes an expected one, so that drop_last has no meaning):
+    Poisson sampling, or passes in which each record is in one batch. A sampler of the loader's would be lost, and is
+    refused.
 
     Args:
         model: see `attach`.
@@ -88,11 +88,11 @@ def make_private(
         n: PUBLIC number of records; under replace_one it must be the data set's, under add_remove it is a reference.
             It is asked for, and not read from the data set, because rate and number of steps follow from it.
         epochs: passes over the data on average.
-        sampling: "poisson"; or "assigned" (in plans "allocated", which is taken too): an iteration of the loader is a
-            pass, in which each record is in one batch, drawn anew and secretly (`dp.Assigned`), at the same price.
-        ids: see `PrivateOptimizer.loader`: with sampling="assigned", a unique id of each record, in the loader's order.
-        loss: the training loss, only to be probed by `doctor`, whose argument it is; without it the probes see the
-            model alone. What the loop computes is looked at in its first step; see `attach`.
+        sampling: as in `HolderSGD.plan`: "poisson", or "allocated": an iteration of the loader is a pass, in which
+            each record is in one batch, drawn anew and secretly (`dp.Assigned`), at the same price.
+        ids: see `PrivateOptimizer.loader`: with sampling="allocated", a unique id of each record, in their order.
+        loss: the training loss, only to be probed by `doctor`, whose argument it is, before the loop begins. Without it
+            model and loss are looked at in the first step; see `attach`.
         loss_reduction: see `attach`.
         rows: see `attach`.
         average: see `rules.UpdateRule`.
@@ -104,7 +104,7 @@ def make_private(
         (model, private optimizer, private loader).
 
     Raises:
-        PrivacyError: the model or the loss couples records, or the model leaks them in another way; see `doctor`.
+        PrivacyError: with `loss`, it or the model couples records, or leaks them in another way; see `doctor`.
         SequenceError: the optimizer is private already, or it is not on exactly the model's trainable parameters.
         UnknownSamplerError: the loader has a sampler of its own, or no fixed batch size; names the way out.
         ValueError: its data set is a stream.
@@ -125,24 +125,16 @@ def make_private(
             "dp.fit(model, optimizer, dataset, loss)"
         )
     require_same_parameters(model, optimizer)
-    if isinstance(data_loader.dataset, IterableDataset):
-        raise ValueError(
-            "data_loader must have a map-style data set to sample from (got a stream,"
-            " IterableDataset)"
-        )
+    number_of_records(data_loader.dataset)
     require_replaceable(data_loader)
-    batch_size = data_loader.batch_size
-    check.choice(("poisson", "assigned", "allocated"), sampling=sampling)
-    lr = optimizer.param_groups[0]["lr"]
-    drawn = "poisson" if sampling == "poisson" else "allocated"
     plan = HolderSGD.plan(
         problem=problem,
         n=n,
         budget=budget,
-        batch_size=batch_size,
+        batch_size=data_loader.batch_size,
         epochs=epochs,
-        lr=lr,
-        sampling=drawn,
+        lr=optimizer.param_groups[0]["lr"],
+        sampling=sampling,
     )
     rule = TorchRule(optimizer, average)
     private = HolderSGD(
@@ -168,8 +160,13 @@ def attach_sound(
     rows: str = "auto",
     batch_first: bool = True,
 ) -> None:
-    """Attaches a model if `require_sound` finds it so; otherwise raises and leaves it as it was."""
+    """Attaches a model if `require_sound` finds it so, with its loss; otherwise raises and leaves it as it was.
+
+    Without a loss nothing is probed: the first step asks the same questions before anything is spent.
+    """
     attach(model, rows=rows, loss_reduction=loss_reduction, batch_first=batch_first)
+    if loss is None:
+        return
     try:
         require_sound(model, loss, loader)
     except BaseException:
@@ -179,7 +176,7 @@ def attach_sound(
 
 def require_sound(
     model: nn.Module,
-    loss: Callable[..., Any] | None,
+    loss: Callable[..., Any],
     loader: PrivateLoader | BoundedLoader,
     optimizer: RowFreeOptimizer | None = None,
 ) -> None:

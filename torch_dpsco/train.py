@@ -46,8 +46,7 @@ from torch_dpsco.rows.closed_form import ClosedForm, closed_form
 from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.sampling.loader import to_device
 from torch_dpsco.step import checks
-from torch_dpsco.step.checks import require_same_parameters
-from torch_dpsco.step.distributed import is_first, world_size
+from torch_dpsco.step.checks import is_first, require_same_parameters, world_size
 from torch_dpsco.step.step import PrivateOptimizer
 
 _Model = TypeVar("_Model", bound=nn.Module)

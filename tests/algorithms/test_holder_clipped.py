@@ -13,9 +13,9 @@ from torch import Tensor
 
 import torch_dpsco as dp
 from tests.problems import released
-from torch_dpsco.algorithms.clips import HolderClipped
 from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.rows import DenseBlock, GradBatch
+from torch_dpsco.step.oracle import HolderClipped
 
 INF = math.inf
 HOLDER = {

@@ -162,7 +162,7 @@ def test_numbers_of_phases_are_fixed() -> None:
 
 
 def test_phases_of_different_units_are_refused() -> None:
-    from torch_dpsco.algorithms.user_oracles import UserClipped
+    from torch_dpsco.algorithms.oracles import UserClipped
 
     users = UserClipped(Clipped(1.0, 1.0, 5), n_users=5)
     assert Phased([(users, 2)]).unit == "user"

@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
-from torch_dpsco.algorithms.clips import HolderClipped
 from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.step import chooser as theory
+from torch_dpsco.step.oracle import HolderClipped
 from torch_dpsco.step.plan import Plan
 
 BUDGET = dp.Budget(1.0, 1e-6, "replace_one")

@@ -19,7 +19,7 @@ from torch_dpsco.accounting.calibrate import noise_multiplier as calibrate_noise
 from torch_dpsco.accounting.events import in_words
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.algorithms.clips import AdaptiveClipped
-from torch_dpsco.algorithms.user_oracles import UserClipped
+from torch_dpsco.algorithms.oracles import UserClipped
 from torch_dpsco.errors import (
     AdjacencyError,
     BudgetExceeded,

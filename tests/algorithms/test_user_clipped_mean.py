@@ -14,12 +14,12 @@ import torch_dpsco as dp
 from tests.algorithms.users import observe, released
 from torch_dpsco.accounting.designs import Draw, Full
 from torch_dpsco.accounting.events import ADD_REMOVE, CLIP_UNITS, REPLACE_ONE, Gaussian
-from torch_dpsco.algorithms.clips import AdaptiveClipped, HolderClipped
-from torch_dpsco.algorithms.user_oracles import UserClipped
+from torch_dpsco.algorithms.clips import AdaptiveClipped
+from torch_dpsco.algorithms.oracles import UserClipped
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.losses import Squared
 from torch_dpsco.rows import DenseBlock, GradBatch
-from torch_dpsco.step.oracle import Clipped
+from torch_dpsco.step.oracle import Clipped, HolderClipped
 
 CLIP = 0.5
 BAD = [math.nan, math.inf, -math.inf, 3e38, 1e300, 5e-324]

@@ -15,12 +15,12 @@ from scipy.stats import binom
 from tests.reference.papers.user_level import published_noise_std
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.algorithms.oracles import UserFiltered
 from torch_dpsco.algorithms.user_numbers import (
     UserFilter,
     calibrate_filter,
     smallest_users,
 )
-from torch_dpsco.algorithms.user_oracles import UserFiltered
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, UtilityWarning
 
 TASK = {"n_users": 2000, "steps": 100, "epsilon": 1.0, "delta": 1e-6, "pair_radius": 1.0}

@@ -26,7 +26,7 @@ from torch_dpsco.accounting.events import (
     NonPrivate,
     Repeat,
 )
-from torch_dpsco.algorithms.user_oracles import UserFiltered, weighted_mean
+from torch_dpsco.algorithms.oracles import UserFiltered, weighted_mean
 from torch_dpsco.errors import AdjacencyError, SequenceError
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.rows.neighbors import mean_rounding, neighbor_counts, within

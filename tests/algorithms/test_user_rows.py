@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.algorithms.users import same
-from torch_dpsco.algorithms.user_oracles import UserClipped, UserFiltered
+from torch_dpsco.algorithms.oracles import UserClipped, UserFiltered
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.rows.attach import attach

@@ -22,13 +22,13 @@ from torch.utils.data import TensorDataset
 import torch_dpsco as dp
 from tests.streams import seeded_sampler
 from torch_dpsco.accounting.designs import Full, Parts
-from torch_dpsco.algorithms.user_filtered import UserFilteredPlan, UserLocalizedPlan
 from torch_dpsco.algorithms.user_numbers import (
     UserFilter,
     UserPhase,
     best_ramp_end,
     calibrate_filter,
 )
+from torch_dpsco.algorithms.users import UserFilteredPlan, UserLocalizedPlan
 from torch_dpsco.sampling import UserLoader
 
 DELTA = 1e-3

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from torch_dpsco.algorithms.oracles import UserFiltered
 from torch_dpsco.algorithms.user_numbers import UserFilter
-from torch_dpsco.algorithms.user_oracles import UserFiltered
 from torch_dpsco.rows import DenseBlock, GradBatch
 
 

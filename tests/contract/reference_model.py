@@ -22,8 +22,8 @@ import torch_dpsco as dp
 from tests.streams import picks
 from torch_dpsco.accounting.designs import Design, Undeclared
 from torch_dpsco.accounting.events import Repeat, clipped_gaussian
-from torch_dpsco.algorithms.clips import AutoClip, HolderClipped
-from torch_dpsco.step.oracle import Clipped
+from torch_dpsco.algorithms.clips import AutoClip
+from torch_dpsco.step.oracle import Clipped, HolderClipped
 
 N, BATCH, FOREIGN = 24, 6, 3  # records, expected batch size, ids of rows that are in no data set
 CLIP, NOISE, SCALE, DELTA = 1.0, 0.05, 8.0, 1e-3

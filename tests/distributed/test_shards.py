@@ -49,7 +49,7 @@ from torch_dpsco.rows import GradBatch
 from torch_dpsco.sampling import PrivateLoader, RankAssignedSampler, RankSampler
 from torch_dpsco.sampling.slots import capacity
 from torch_dpsco.step import distributed
-from torch_dpsco.step.distributed import World
+from torch_dpsco.step.checks import World
 from torch_dpsco.step.oracle import Release
 
 FALSE_ALARM = 1e-6  # of each statistical check

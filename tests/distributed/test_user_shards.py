@@ -29,13 +29,13 @@ from tests.distributed.user_shards import (
 from tests.problems import slots_of
 from tests.processes import DIM, launch, layer, numbers, records
 from torch_dpsco.accounting.designs import Draw
-from torch_dpsco.algorithms.user_oracles import UserClipped
+from torch_dpsco.algorithms.oracles import UserClipped
 from torch_dpsco.errors import UnitError
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import PoissonSampler, RankSampler, UserLoader
 from torch_dpsco.sampling.slots import capacity
 from torch_dpsco.step import checks
-from torch_dpsco.step.distributed import World
+from torch_dpsco.step.checks import World
 from torch_dpsco.step.oracle import Clipped, Release
 
 FALSE_ALARM = 1e-6  # of each statistical check

@@ -29,7 +29,7 @@ from tests.distributed.user_shards import (
 )
 from tests.processes import N, launch, layer, message, numbers, records
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE
-from torch_dpsco.algorithms.user_oracles import UserMean
+from torch_dpsco.algorithms.oracles import UserMean
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.rows import GradBatch
 from torch_dpsco.sampling import RankSampler, UserLoader

@@ -164,9 +164,10 @@ def test_a_loss_that_takes_only_class_zero_is_probed_with_it():
     assert "not-probed" not in names(plain(mlp(), loss, (torch.zeros(DIM), 0)))
 
 
-def test_without_a_loss_the_model_alone_is_probed():
-    assert "coupled-records" in names(dp.doctor(Centered(), None, None, None, record=RECORD))
-    assert dp.doctor(mlp(), None, None, None, record=RECORD).healthy
+def test_without_a_loss_objects_are_read_and_nothing_is_run():
+    assert dp.doctor(Centered(), None, None, None, record=RECORD).healthy
+    model = nn.Sequential(nn.Linear(DIM, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    assert names(dp.doctor(model, None, None, None, record=RECORD)) == ["batch-norm"]
 
 
 def test_batch_norm_is_named_with_its_cure():

@@ -165,7 +165,7 @@ def test_each_keyword_works(name: str) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "shuffled": ({"poisson_sampling": False}, PrivacyError, "sampling='assigned'"),
+    "shuffled": ({"poisson_sampling": False}, PrivacyError, "sampling='allocated'"),
     "per layer": (
         {"clipping": "per_layer", "max_grad_norm": [1.0] * 4},
         ValueError,

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.designs import Design, Draw
 from torch_dpsco.accounting.events import clipped_gaussian
-from torch_dpsco.algorithms.clips import HolderClipped
 from torch_dpsco.problem import Problem
-from torch_dpsco.step.oracle import Charge
+from torch_dpsco.step.oracle import Charge, HolderClipped
 
 _BITS = 10  # of the ratio that the ledger sees
 

@@ -31,7 +31,7 @@ from torch_dpsco.accounting.designs import (
     Poisson,
 )
 from torch_dpsco.accounting.events import ADJACENCIES, Adjacency
-from torch_dpsco.algorithms import user_oracles as user_filtered
+from torch_dpsco.algorithms import oracles
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import (
@@ -202,10 +202,10 @@ class ScaledBySize(nn.Module):
 def score_with(rows_of_last: int, monkeypatch: pytest.MonkeyPatch, **loader: object) -> float:
     """Returns the concentration score of 30 users, half of them at exactly tau from the others."""
     n, scores = 30, []
-    plain = user_filtered.neighbor_counts
+    plain = oracles.neighbor_counts
     with monkeypatch.context() as patch:
         patch.setattr(
-            user_filtered,
+            oracles,
             "neighbor_counts",
             lambda *given: scores.append(plain(*given)) or scores[-1],
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import torch_dpsco as dp
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.rows.layers import Formed, Kept, Kind, Use, register
-from torch_dpsco.rows.layers import kinds as table
+from torch_dpsco.rows.layers.recorded import RECORDED
 
 
 class Scale(nn.Module):
@@ -83,9 +83,9 @@ class Understated(ScaleRows):  # a block whose norms let long rows past the clip
 
 
 @pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> Callable[[Kind], None]:
-    monkeypatch.setattr(table, "RECORDED", dict(table.RECORDED))
-    return lambda kind: register(Scale, kind)
+def registered() -> Iterator[Callable[[Kind], None]]:
+    yield lambda kind: register(Scale, kind)
+    RECORDED.pop(Scale, None)
 
 
 def model(dtype: torch.dtype) -> nn.Sequential:

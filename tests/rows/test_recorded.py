@@ -25,7 +25,7 @@ from torch_dpsco.rows import (
     SequenceBlock,
     has_rows,
 )
-from torch_dpsco.rows.layers.kinds import RECORDED
+from torch_dpsco.rows.layers.recorded import RECORDED
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Using padding='same' with even kernel:UserWarning"

@@ -73,6 +73,8 @@ def _model(
         loss_reduction=reduction,
         check_first_step=False,
     )
+    model(torch.zeros(B, 4, dtype=dtype))  # stacks are made in the first forward
+    model._dpsco.reset()
     assert isinstance(model.forward, StackedForward)
     return model
 

@@ -23,7 +23,8 @@ import torch_dpsco as dp
 from torch_dpsco.errors import UnitError
 from torch_dpsco.integrations.tar import TarRows
 from torch_dpsco.sampling import RecordIds, Spilled
-from torch_dpsco.sampling.datasets import OneByOne, owned, source_of
+from torch_dpsco.sampling.datasets import owned
+from torch_dpsco.sampling.loader import OneByOne, source_of
 
 N = 16  # records
 ROWS = torch.eye(N)

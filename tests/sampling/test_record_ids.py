@@ -460,7 +460,7 @@ def private(**options: Any) -> tuple[nn.Module, dp.PrivateOptimizer, Any]:
         budget=dp.Budget(2.0, 1e-3),
         n=N,
         epochs=1,
-        **{"sampling": "assigned"} | options,
+        **{"sampling": "allocated"} | options,
     )
 
 

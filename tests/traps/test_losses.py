@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -75,8 +76,8 @@ def test_t07_records_that_the_loss_couples_are_found_before_anything_is_spent(
     Opacus 1.6: no error; replacing one of nine records moves the sum of the clipped rows by 8.0 (tilted loss) or 7.0
     (batch mean in the model) with clip 1, where 2 is declared.
 
-    Here: `doctor` finds coupled records, and `fit` raises PrivacyError before parameters or ledger change; so does
-    `make_private`, also for a loss if it is given one, and the first step in your own loop.
+    Here: `doctor` finds coupled records, and `fit` raises PrivacyError before parameters or ledger change; so do
+    `make_private`, if it is given the loss, and the first step in your own loop.
     """
     build, loss, moved = COUPLED[coupled]
     sums = [naive_clipped_sum(build(), loss, first) for first in (10.0 - 1e-3, 40.0)]
@@ -107,19 +108,24 @@ def test_t07_make_private_finds_records_that_are_coupled(rows: str, coupled: str
     build, loss, _ = COUPLED[coupled]
     model, accountant = build(), dp.Accountant(budget := dp.Budget(1.0, 1e-3))
     data = TensorDataset(torch.rand(9, 1), torch.ones(9, 1))
+    make = partial(
+        dp.make_private,
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        DataLoader(data, batch_size=3, shuffle=True),
+        problem=dp.losses.Logistic().problem(bound_x=1.0),
+        budget=budget,
+        n=9,
+        loss_reduction="sum",
+        rows="dense" if rows == "dense" else "auto",
+        accountant=accountant,
+    )
     with pytest.raises(PrivacyError, match="record"):
-        dp.make_private(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            DataLoader(data, batch_size=3, shuffle=True),
-            problem=dp.losses.Logistic().problem(bound_x=1.0),
-            budget=budget,
-            n=9,
-            loss=None if coupled == "batch mean in the model" else loss,
-            loss_reduction="sum",
-            rows="dense" if rows == "dense" else "auto",
-            accountant=accountant,
-        )
+        make(loss=loss)
+    model, _, loader = make()
+    x, y = next(iter(loader))
+    with pytest.raises(PrivacyError, match="records must not reach each other"):
+        loss(model(x), y).backward()
     assert len(accountant) == 0
 
 

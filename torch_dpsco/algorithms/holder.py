@@ -22,10 +22,6 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import Adjacency
-from torch_dpsco.algorithms.clips import (
-    NOISES,
-    HolderClipped,
-)
 from torch_dpsco.algorithms.holder_numbers import (
     average_risk_bound,
     balanced_lr,
@@ -49,6 +45,7 @@ from torch_dpsco.step.chooser import (
     scale_of_problem,
     warn_if_buried,
 )
+from torch_dpsco.step.oracle import NOISES, HolderClipped
 from torch_dpsco.step.plan import PlannedOptimizer, Ranges, StepPlan, expected, noise_on_mean
 
 

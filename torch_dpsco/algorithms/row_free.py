@@ -43,11 +43,10 @@ from torch_dpsco.sampling import (
     PrivateLoader,
     make_sampler,
 )
-from torch_dpsco.sampling.datasets import source_of
+from torch_dpsco.sampling.loader import source_of
 from torch_dpsco.step import checks
-from torch_dpsco.step.answer import AnswerOptimizer
 from torch_dpsco.step.exact_noise import exact_release, gaussian_vector, knorm_vector
-from torch_dpsco.step.run import check_call, in_turn
+from torch_dpsco.step.run import AnswerOptimizer, check_call, in_turn
 
 _GIVEN_UP = "the run has ended without an answer: its loss broke a promise; make a new optimizer"
 _IN_MEMORY = 2**26  # numbers of a data set that is copied in double precision (0.5 GB)

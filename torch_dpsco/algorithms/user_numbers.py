@@ -23,7 +23,7 @@ It is tight: tests find pairs within 5 % of it. The mechanism, for at most T que
 A pass although both scores are below H is a bad one, of probability at most beta over the run; it is a function of the
 pair of data sets and the transcript. Otherwise the run is an AboveThreshold run of epsilon_svt = D/b1 + 2 D/b2, D =
 2(n - 1)/n, interleaved with T Gaussians of the sensitivity proved here. All this is about real numbers; what distances
-and means in floating point add is in `algorithms.user_oracles`.
+and means in floating point add is in `algorithms.oracles`.
 
 tau decides how often the filter halts and how much noise it needs, and has no part in the proof of privacy. It must be
 public: a guess, or `pair_radius_iid` of a Lipschitz bound and the smallest admitted number of items of a user. tau

@@ -47,7 +47,7 @@ def doctor(
         model: as it is called in the loop: attached, Opacus' GradSampleModule (hooks or ghost), or plain (as
             HolderOutputSGD wants it).
         loss: loss(outputs, targets) if records are (input, target) pairs, else loss(model, batch); the criterion that
-            make_private returns in ghost mode. None leaves out what needs it.
+            make_private returns in ghost mode. None leaves out what needs it: nothing is run.
         loader: what the loop iterates over; it is not iterated here, only its data set's record 0 is read. None leaves
             out what needs it.
         optimizer: private, Opacus' DPOptimizer, or a torch one. None leaves out what needs it.

@@ -232,7 +232,7 @@ def excess(evidence: Evidence) -> list[str]:
 
 def ghost_loss(script: Script, evidence: Evidence) -> Iterator[Finding]:
     """Ghost clipping happens inside of its own loss, and needs one number per record."""
-    if not script.ghost or script.loss is None or evidence.size == 0:
+    if not script.ghost or evidence.size == 0:
         return
     value: Any = evidence.base.value if evidence.base is not None else None
     if not is_ghost_loss_value(value):

@@ -34,7 +34,6 @@ from torch_dpsco.rows.batch import attachments
 from torch_dpsco.rows.blocks import Block, FactoredBlock
 from torch_dpsco.rows.first_step import (
     COMPILED,
-    of_passes,
     random_parameters,
     rows_of_a_pass,
 )
@@ -186,7 +185,7 @@ Check = Callable[[Script, Evidence], Iterator[Finding]]
 def examine(script: Script) -> Evidence:
     """Makes all passes that the script allows, and puts everything back."""
     evidence = Evidence()
-    if not script.trainable or not script.has_record:
+    if script.loss is None or not script.trainable or not script.has_record:
         return evidence
     # a criterion is switched to reduction="none" by Opacus while it runs
     criterion = getattr(script.loss, "criterion", None)
@@ -233,9 +232,8 @@ def _examine(
             if not evidence.rows:
                 evidence.refused = []  # only rows were
             probe.look_at_single_records()
-    if script.loss is not None:
-        _clear(state)
-        probe.look_at_sizes()
+    _clear(state)
+    probe.look_at_sizes()
 
 
 @dataclass
@@ -489,8 +487,7 @@ def _sizes(script: Script) -> Sizes | str:
             synthetic.leaves,
             slots.usual,
             slots.most,
-            attachment.mean,
-            *of_passes(module),
+            attachment.passes,
         ).sizes()
     return replace(found, whole_step=True) if isinstance(found, Sizes) else found
 
@@ -511,13 +508,6 @@ def _scalar(value: Any) -> Tensor:
         )
         raise NotScalarError(f"the loss must be a tensor with one number (got {got})")
     return value.reshape(())
-
-
-def _of_outputs(outputs: Any) -> Tensor:
-    """Returns a stand-in for a loss that is not known: a sum over everything that the model puts out."""
-    leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    numbers = [leaf for leaf in leaves if leaf.is_floating_point()]
-    return torch.stack([(leaf + leaf.square() / 2).sum() for leaf in numbers]).sum()
 
 
 def _joined(totals: Any) -> Tensor:
@@ -588,8 +578,6 @@ class SyntheticRecords:
         """Returns the loss of a batch of tensors."""
         script = self._script
         batch = script.bounded(self.batch(made))
-        if script.loss is None:
-            return _of_outputs(script.module(batch[0] if self.is_pair else batch))
         if self.is_pair and not isinstance(script.loss, OfBatch):
             return script.loss(script.module(batch[0]), batch[1])
         return script.loss(script.module, batch)

@@ -37,11 +37,10 @@ from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, make_records
 from torch_dpsco.losses.base import TableLoss
-from torch_dpsco.sampling.datasets import one_by_one
+from torch_dpsco.sampling.loader import one_by_one
 from torch_dpsco.step import checks
-from torch_dpsco.step.answer import AnswerOptimizer
 from torch_dpsco.step.chooser import agreed
-from torch_dpsco.step.run import in_turn
+from torch_dpsco.step.run import AnswerOptimizer, in_turn
 
 
 def linear_shape(params: Any) -> tuple[int, int, bool]:

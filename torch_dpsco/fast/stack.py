@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_dpsco import compat
-from torch_dpsco.rows.layers.kinds import is_recorded
-from torch_dpsco.rows.layers.recorded import Use, make_ready, reaches, records
+from torch_dpsco.rows.layers.recorded import Use, is_recorded, make_ready, reaches, records
 
 _ops: Any = torch.ops.aten
 

@@ -177,7 +177,7 @@ class PrivacyEngine:
             max_grad_norm: clip on the norm of a record's gradient over all parameters.
             batch_first: see `attach`.
             loss_reduction: see `DPOptimizer`.
-            poisson_sampling: must be True; `dp.make_private(sampling="assigned")` makes passes.
+            poisson_sampling: must be True; `dp.make_private(sampling="allocated")` makes passes.
             clipping: must be "flat".
             noise_generator: must be None.
             grad_sample_mode: "hooks", "ew", "functorch", or "ghost", which here makes norms of factors in one backward.
@@ -473,7 +473,7 @@ def _require_sound(
         raise UnknownSamplerError(
             "poisson_sampling must be True: Opacus charges any other loader as if it were"
             " Poisson, which may lie many times below the truth; dp.make_private(...,"
-            " sampling='assigned') makes passes"
+            " sampling='allocated') makes passes"
         )
     if generator is not None:
         # PRIVACY: (test_noise_that_can_be_repeated_is_refused)

@@ -45,7 +45,7 @@ from torch_dpsco.private_loop import PART, WEIGHTS, attach_sound, note_probed
 from torch_dpsco.rows.attach import detach, is_attached
 from torch_dpsco.rules import TorchRule
 from torch_dpsco.show.loggers import public_numbers
-from torch_dpsco.step.distributed import world_size
+from torch_dpsco.step.checks import world_size
 from torch_dpsco.step.run import CommonOptimizer
 from torch_dpsco.train import Checkpoint
 

@@ -25,20 +25,19 @@ from torch import nn
 
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
-from torch_dpsco.acts import act
 from torch_dpsco.compat import BatchNorm, DropoutNd, of_opacus
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.native import HALF
 from torch_dpsco.rows.batch import WATCH, clear_rows
 from torch_dpsco.rows.first_step import FirstStep
 from torch_dpsco.rows.forwards import Attachment, PassCounter
-from torch_dpsco.rows.layers.kinds import (
+from torch_dpsco.rows.layers.recorded import (
     can_record,
     is_recorded,
+    require_whole,
     start_recording,
     stop_recording,
 )
-from torch_dpsco.rows.layers.recorded import require_whole
 
 _OWN = ("grad_factors", "dpsco_first_backward", "dpsco_compared", "dpsco_passes", "dpsco")
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -89,7 +88,7 @@ def attach(
     Args:
         model: any module whose layers Opacus can sample, without batch normalization; call the model itself, not its
             parts, so that rows of different forwards can be told apart.
-        rows: "auto" lets layers that own their parameters and are of a kind in `rows.layers.kinds.RECORDED` record
+        rows: "auto" lets layers that own their parameters and are of a kind in `rows.layers.recorded.RECORDED` record
             their rows, and takes Opacus' rows elsewhere; "dense" takes Opacus' rows everywhere.
         loss_reduction: "mean" or "sum", how the training loss reduces over the batch.
         batch_first: whether the batch is the first dimension of the inputs.
@@ -126,12 +125,11 @@ def attach(
         )
     factored = _factorable(model) if rows == "auto" and batch_first else []
     passes = PassCounter(mean=loss_reduction == "mean")
-    first = FirstStep(check_first_step, loss_reduction, 0 if batch_first else 1)
     hooks = _dense_hooks(model, factored, passes, loss_reduction, batch_first)
     for layer in factored:  # after all that may raise
         start_recording(layer, passes)
-    act("rows.stacks")(list(model.modules()))
-    attachment = Attachment(model, factored, hooks, passes, first, 0 if batch_first else 1)
+    dim = 0 if batch_first else 1
+    attachment = Attachment(model, factored, hooks, passes, check_first_step, dim)
     if hooks is not None:
         hooks.refuse = attachment.refuse
     model._dpsco = attachment  # type: ignore[assignment]

@@ -34,7 +34,7 @@ from torch_dpsco.losses.base import CHANCE, CLASS, REAL, SIGN, Loss, read
 from torch_dpsco.losses.table import Logistic, SoftmaxCrossEntropy
 from torch_dpsco.rows import FactoredBlock, GradBatch, Summation, input_factors, linear_factors
 from torch_dpsco.rows.first_step import random_parameters
-from torch_dpsco.rows.layers.kinds import is_recorded
+from torch_dpsco.rows.layers.recorded import is_recorded
 from torch_dpsco.sampling import PrivateLoader, Slots
 from torch_dpsco.sampling.loader import Sizes
 from torch_dpsco.trial import Leaf

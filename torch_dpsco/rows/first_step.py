@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -177,7 +177,7 @@ class FirstStep:
             # others have looked at the model
             calls = _Calls(call, min(rows), self._dim, Memory([]))
             calls.dims = dims
-            self.replay = calls.replay(self.reduction == "mean", self._memory)
+            self.replay = calls.replay(self._memory)
         return trace_outputs(self, output, dims)
 
     def _look_at(self, call: _Call, before: Memory) -> None:
@@ -200,7 +200,7 @@ class FirstStep:
             verdict = calls.problem or self._compared(calls)
             if any(dim is not None for dim in calls.dims):
                 self._dims = calls.dims
-                self.replay = calls.replay(self.reduction == "mean", self._memory)
+                self.replay = calls.replay(self._memory)
                 break
         if verdict:  # else the batch was empty
             self.settle("model", verdict)
@@ -272,10 +272,10 @@ class _Calls:
             device = _CPU if self._on_cpu else t.device
             self.leaves.append(Leaf(tuple(t.shape), t.dtype, device, dim))
 
-    def replay(self, mean: bool, memory: frozenset[tuple[int, int]]) -> Replay:
+    def replay(self, memory: frozenset[tuple[int, int]]) -> Replay:
         """Returns how the model is called, without data."""
         inputs = [self._without_data(k, t) for k, t in enumerate(self._inputs)]
-        return Replay(self._structure, inputs, self.dims, mean, memory)
+        return Replay(self._structure, inputs, self.dims, memory)
 
     def _without_data(self, place: int, t: Any) -> Any:
         if not isinstance(t, Tensor):
@@ -411,7 +411,6 @@ class Replay:
         structure: of the arguments.
         inputs: of the model: what tensors look like, and all else as it was.
         dims: where its outputs have the records, None where they have none.
-        mean: whether the loss is a mean over the batch.
         memory: where that of the inputs was.
         loss: it, once all of its operations were seen.
     """
@@ -419,7 +418,6 @@ class Replay:
     structure: Any
     inputs: list[Any]
     dims: Sequence[int | None]
-    mean: bool
     memory: frozenset[tuple[int, int]]
     loss: RepeatedLoss | None = None
 
@@ -464,24 +462,9 @@ class Replay:
                 leaves,
                 slots.usual,
                 slots.most,
-                self.mean,
-                *of_passes(model),
+                model._dpsco.passes,  # type: ignore[union-attr]
                 loss.made_before(delivered),
             ).sizes()
-
-
-def of_passes(model: nn.Module) -> tuple[Callable[[bool], None], Callable[[], bool]]:
-    """Returns what makes means exact in forwards of an attached model, and whether one runs; see `Trial`."""
-    attachment: Any = model._dpsco
-    passes = attachment.passes
-
-    def use_exact_means(exact: bool) -> None:
-        passes.exact_means = exact
-
-    def in_forward() -> bool:
-        return passes.tag is not None
-
-    return use_exact_means, in_forward
 
 
 def _picked(t: Any, dim: int | None) -> bool:

@@ -11,13 +11,14 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torch_dpsco.acts import act
 from torch_dpsco.compat import (
     ConvNd,
     backward_number,
@@ -155,7 +156,7 @@ class Attachment:
         factored: layers that record their own rows.
         hooks: those of Opacus on the other trained layers, None where there are none.
         passes: counter of the forwards, which the layers know.
-        first: check of the first step.
+        asked: whether the first step is checked.
         batch_dim: where the batch is in the inputs.
     """
 
@@ -165,13 +166,13 @@ class Attachment:
         factored: Sequence[nn.Module],
         hooks: Any,
         passes: PassCounter,
-        first: FirstStep,
+        asked: bool,
         batch_dim: int,
     ) -> None:
         self.mean = passes.mean
         self.passes = passes
         self.batch_dim = batch_dim
-        self.carried = CarriedState(model)
+        self.asked = asked
         self.isolation: Any = None  # of the loader, see `sampling.loader.Isolation`
         self.filled: int | None = None  # rows of the batch, if some of them may be filling
         recorded = [p for layer in factored for p in layer.parameters() if p.requires_grad]
@@ -190,11 +191,20 @@ class Attachment:
         self.buffers: list[tuple[int, int]] = []
         self.values: list[tuple[str, str]] | None = None  # during the first forward
         self.compared = False
-        self.first = first
         self.looks = True  # whether the check of the first step may still look
         self.through_training = True  # whether the last backward came through a training forward
         forget_wrappers(self.params)
         self.hook_parameters()
+
+    @cached_property
+    def carried(self) -> CarriedState:
+        """What a loop may carry from batch to batch."""
+        return CarriedState(self.layers[0])
+
+    @cached_property
+    def first(self) -> FirstStep:
+        """What is known about records that reach each other."""
+        return FirstStep(self.asked, "mean" if self.mean else "sum", self.batch_dim)
 
     def hook_parameters(self) -> None:
         """Puts the hooks on the parameters; a deepcopy of a model keeps its modules' hooks but not these."""
@@ -472,18 +482,18 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     attachment.carried.begin((args, kwargs), leaves_rows=leaves_rows)
     if not leaves_rows:
         return None
+    if not attachment.compared:  # in the first forward
+        act("rows.stacks")(layers)
+        attachment.values = _values(layers)
+        attachment.compared = True
     attachment.passes.untested = attachment.untested((args, kwargs))
     if attachment.looks:
         attachment.first.begin(layers, (args, kwargs), attachment.isolation)
     require_unwrapped(attachment.params)
     if dist.is_available() and dist.is_initialized():
         _require_alone(model)
-    if attachment.dense:
-        _make_ready(attachment.dense)
+    _make_ready(attachment.dense)
     attachment.passes.open(batch_sizes((*args, *kwargs.values()), attachment.batch_dim))
-    if not attachment.compared:
-        attachment.values = _values(layers)
-        attachment.compared = True
     attachment.buffers = _states(layers)
     if attachment.looks:  # they may be outputs of another attached model
         args, kwargs = plain((args, kwargs))

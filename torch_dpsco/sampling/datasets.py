@@ -1,10 +1,8 @@
-"""Data sets that a loader draws from: records fetched one by one, and streams in private files, read once.
+"""Data sets that a loader draws from: gathered by themselves, and streams in private files, read once.
 
-`OneByOne` fetches the records of a map-style data set so that none is in the memory of another. `Spilled` holds a
-stream, of which nothing per record stays in memory.
-
-The files have no name: nobody can open them, and they are gone with the data set or the process, also after a crash.
-They hold the records as they are, so that the disk is as confidential as the data.
+`Spilled` holds a stream, of which nothing per record stays in memory. The files have no name: nobody can open them, and
+they are gone with the data set or the process, also after a crash. They hold the records as they are, so that the disk
+is as confidential as the data.
 
 A copy of a record that shares no memory with whoever gave it, for all who hold a record before they use it.
 
@@ -28,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import Dataset, TensorDataset, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from torch_dpsco._validate import typed
 from torch_dpsco.errors import PrivacyError, UnitError
@@ -44,56 +42,6 @@ class Gathered(Dataset[Any], ABC):
     @abstractmethod
     def gather(self, positions: npt.NDArray[np.int64]) -> list[Tensor]:
         """Returns what collating the records at some positions gives, also for none: tensors of as many rows."""
-
-
-class OneByOne(Dataset[Any]):
-    """Gives each record of a data set as a copy that is made as it is fetched, in the workers of a DataLoader too.
-
-    A data set may fill one tensor for all of its records, or change what it gave before. What it has besides records is
-    found here as well.
-
-    Args:
-        source: map-style data set. Its `__getitems__`, which a DataLoader prefers, is asked for one record at a time.
-    """
-
-    __getitems__ = None  # else a DataLoader would ask the source for a whole batch
-
-    def __init__(self, source: Dataset[Any]) -> None:
-        self.source = source
-
-    def __len__(self) -> int:
-        return len(self.source)  # type: ignore[arg-type]
-
-    def __getitem__(self, index: Any) -> Any:
-        several = getattr(self.source, "__getitems__", None)
-        if not several:
-            # PRIVACY: the record that is fetched last would be the whole batch
-            # (test_a_data_set_that_fills_one_tensor_gives_each_record_once)
-            return owned(self.source[index])
-        found = several([index])
-        if len(found) != 1:
-            # PRIVACY: one record would be several (test_a_fetch_of_one_record_gives_one)
-            raise UnitError(
-                f"dataset.__getitems__ must give one record for one index (got {len(found)})"
-            )
-        return owned(found[0])
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "source" or name.startswith("__"):  # not there yet, as in an unpickled copy
-            raise AttributeError(name)
-        return getattr(self.source, name)
-
-
-def one_by_one(dataset: Any) -> Any:
-    """Returns a data set whose records nothing writes to, as those of tensors in memory, or `OneByOne` of it."""
-    # a subclass may write to them
-    fresh = type(dataset) is TensorDataset or isinstance(dataset, (Gathered, OneByOne))
-    return dataset if fresh else OneByOne(dataset)
-
-
-def source_of(dataset: Any) -> Any:
-    """Returns the data set that was given."""
-    return dataset.source if isinstance(dataset, OneByOne) else dataset
 
 
 _PLACE = 8  # bytes of a place in the file

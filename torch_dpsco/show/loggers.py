@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
 from torch_dpsco.errors import PrivacyError, SequenceError
-from torch_dpsco.step.distributed import is_first
+from torch_dpsco.step.checks import is_first
 from torch_dpsco.step.run import CommonOptimizer
 from torch_dpsco.step.step import PrivateOptimizer
 

@@ -57,10 +57,10 @@ from torch_dpsco.sampling import (
     records_of,
     user_ids,
 )
-from torch_dpsco.sampling.datasets import source_of
+from torch_dpsco.sampling.loader import source_of
 from torch_dpsco.sampling.one_pass import AssignedPartsSampler, PartsSampler
 from torch_dpsco.step import checks
-from torch_dpsco.step.distributed import World, world_size
+from torch_dpsco.step.checks import World, world_size
 from torch_dpsco.step.run import Run
 
 _SEVERAL = (

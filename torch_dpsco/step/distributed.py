@@ -51,10 +51,10 @@ from torch_dpsco.sampling import (
     RankAssignedSampler,
     RankSampler,
     RecordIds,
-    make_sampler,
     require_divisible,
 )
 from torch_dpsco.sampling.samplers import SEVERAL, SPREAD
+from torch_dpsco.step.checks import World
 from torch_dpsco.step.oracle import ClippedMean, MeanOracle, Release
 
 _READ_ROWS = 1024  # of a data set in memory are compared over the ranks, at equal distances
@@ -95,13 +95,6 @@ _ADVICE = {
     ),
 }
 _WIDTH = 2 + max(map(len, _CALLS.values()))
-
-_AVAILABLE = dist.is_available()  # a property of the build of torch
-
-
-def world_size() -> int:
-    """Returns the number of processes of the process group, 1 without one."""
-    return dist.get_world_size() if _AVAILABLE and dist.is_initialized() else 1
 
 
 class Group:
@@ -226,96 +219,6 @@ def sight(dataset: Dataset[Any]) -> Iterator[Any]:
         for tensor in dataset.tensors:
             yield tensor.shape
             yield read_bytes(tensor[:: max(1, len(tensor) // _READ_ROWS)])
-
-
-def is_first() -> bool:
-    """Returns whether this process is rank 0, or alone."""
-    return world_size() == 1 or dist.get_rank() == 0
-
-
-def join(device: torch.device) -> World:
-    """Returns the processes of a run whose parameters are on a device."""
-    return Ranks(device) if world_size() > 1 else World()
-
-
-class World:
-    """The processes that make one run together: this one alone. `Ranks` replaces every method where there are more."""
-
-    alone = True
-
-    def begin(self, run: Any) -> None:
-        """Makes sure that all ranks have built the same optimizer on the same parameters."""
-
-    def compare_data(
-        self,
-        dataset: Dataset[Any],
-        steps: int | None,
-        *,
-        own: str = "",
-        counted: bool = True,
-        problem: str = "",
-    ) -> int:
-        """Makes sure that all ranks draw from the same records, equally often; returns how many there are.
-
-        Args:
-            dataset: of this process.
-            steps: of an iteration.
-            own: how each rank knows that its records are its own: "ids", "shard", "shard, ids"; "" if all have all.
-            counted: whether the records of all ranks are; else those of this rank.
-            problem: why this rank's records cannot be taken, if they cannot.
-        """
-        self._require_alone()
-        if problem:
-            raise UnitError(problem)
-        return len(dataset)  # type: ignore[arg-type]
-
-    def sampler(
-        self,
-        run: Any,
-        size: int,
-        steps: int | None,
-        resume: Partition | None,
-        ids: Any = None,
-        *,
-        shard: bool = False,
-    ) -> DesignSampler:
-        """Returns the sampler of this process."""
-        if shard and ids is not None and not isinstance(run.design, Assigned):
-            ids.require_unique()
-            ids = None
-        return make_sampler(run.design, size=size, steps=steps, resume=resume, ids=ids)
-
-    def require_own_draws(self, loader: Any) -> None:
-        """Raises UnknownSamplerError for a loader that draws what other processes may draw too, or only a part."""
-        if isinstance(
-            getattr(loader, "batch_sampler", loader), (RankSampler, RankAssignedSampler)
-        ):
-            raise UnknownSamplerError(
-                "loader must draw whole batches (got the part of one of several processes)"
-            )
-
-    def agree(self, run: Any, draw: Draw) -> None:
-        """Makes sure that all ranks have the rows of the same step, before anything is charged."""
-        self._require_alone()
-
-    def release(self, oracle: MeanOracle, noise: Source) -> Release:
-        """Returns the noisy mean of the rows of all processes."""
-        return oracle.release(noise)
-
-    def failed(self, run: Any, *, in_progress: bool) -> None:
-        """Lets the other ranks fail too, if they wait for this one; its own error is raised by the caller."""
-
-    def end(self, run: Any) -> None:
-        """Makes sure that all ranks end with the same answer and the same ledger."""
-
-    def _require_alone(self) -> None:
-        if world_size() > 1:
-            # PRIVACY: W runs that do not know of each other would each release a mean of the same records
-            # (test_an_optimizer_made_before_the_process_group_is_refused)
-            raise SequenceError(
-                f"world_size must be 1 for an optimizer made in one process (got {world_size()}):"
-                " call torch.distributed.init_process_group before the optimizer is made"
-            )
 
 
 # where a step is, and so what the other ranks wait for: nothing yet, this rank's call, its sum

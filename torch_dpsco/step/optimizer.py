@@ -35,7 +35,6 @@ from torch.utils.data import Dataset
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.analysis.rounding import asks_exact
 from torch_dpsco.accounting.budgets import warn_of_delta
 from torch_dpsco.accounting.designs import Design, Undeclared
 from torch_dpsco.accounting.events import Adjacency, Event, Gaussian, NonPrivate
@@ -63,7 +62,7 @@ from torch_dpsco.step.batch import (
     make_slots,
     who_is_drawn,
 )
-from torch_dpsco.step.distributed import join
+from torch_dpsco.step.distributed import Ranks
 from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.run import CommonOptimizer, Paid, Progress, Run, in_turn, new_run, part
 
@@ -106,7 +105,7 @@ class RunOptimizer(CommonOptimizer):
             check.positive(lr=group["lr"])
         device = checks.one_device(self._params)
         rule.check_groups(self.param_groups)
-        if asks_exact(secure):
+        if check.choice((None, "exact"), secure=secure):
             oracle.use_exact_noise()
         adjacency = checks.agreed_adjacency(adjacency, accountant, design)
         if accountant is None:  # an empty one has length 0 and would count as false
@@ -146,7 +145,7 @@ class RunOptimizer(CommonOptimizer):
         self.prox.apply_(params, [0.0] * len(params))
         self.oracle.take()
         forget_wrappers(self._params)
-        self._world = join(device)
+        self._world = Ranks(device) if checks.world_size() > 1 else checks.World()
         self._world.begin(self)
         if not self.adaptive:
             endless = self._run.planned is None
@@ -397,8 +396,7 @@ class RunOptimizer(CommonOptimizer):
         Args:
             verdicts: of "model" and "loss"; later changes of them are seen.
         """
-        if self._checks is not verdicts:
-            self._checks = verdicts
+        self._checks = verdicts
 
     def _checked(self) -> Iterator[str]:
         """Yields what is known about records that reach each other, by attached model."""
@@ -598,7 +596,7 @@ class RunOptimizer(CommonOptimizer):
         self._noise = noise_generator(device)
         self._seeded = False
         self._batch = LogicalBatch(self.design, self._params, in_order=self._run.in_order)
-        self._world = join(device)
+        self._world = Ranks(device) if checks.world_size() > 1 else checks.World()
         if partition is not None:
             self._batch.resume(partition)
         self.oracle.discard()

@@ -23,9 +23,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 
 from torch_dpsco import _validate as check
+<<<<<<< HEAD
 from torch_dpsco._validate import check_fields, shown, typed
+=======
+from torch_dpsco import losses
+from torch_dpsco._validate import check_fields, typed
+>>>>>>> mp
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.analysis.rounding import asks_exact
 from torch_dpsco.accounting.budgets import NO_BUDGET_DELTA, Budget, warn_of_delta
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.designs import (
@@ -454,7 +458,7 @@ class StepPlan(BatchPlan):
     def _event_until(self, steps: int | None) -> Event:
         oracle = self.oracle(self.prox())
         checks.require_same_parts(oracle, self.design, self.schedule())
-        if asks_exact(self.secure):
+        if self.secure:
             oracle.use_exact_noise()
         if any(charge.adaptive for charge in first_charges(oracle, self.design)):
             raise ConditionError("a step costs what the iterates before it make it cost")
@@ -562,45 +566,7 @@ def _rows(design: Design, steps: int) -> float:
     return steps * design.batch_size
 
 
-class FromPlan:
-    """Mixin of optimizers that are made from a plan: arguments from the time before plans are refused by name."""
-
-    plans: ClassVar[type[Plan]]  # what this class runs
-
-    @classmethod
-    def _ledger(
-        cls, plan: Any, moved: Mapping[str, Any], accountant: Accountant | None
-    ) -> Accountant:
-        """Returns the ledger of a run of this plan.
-
-        Args:
-            plan: the second argument of the class.
-            moved: unknown keywords of the class.
-            accountant: that was given.
-
-        Raises:
-            ValueError: there is no plan of this class, or keywords of it are given to the optimizer.
-            AdjacencyError: the accountant has another budget or adjacency.
-        """
-        name = cls.__name__
-        if moved:
-            raise ValueError(
-                f"{', '.join(moved)} must be given to {name}.plan(...), and its plan to the"
-                f" optimizer: {name}(params, {name}.plan(...))"
-            )
-        if type(plan) is not cls.plans:
-            raise ValueError(
-                f"plan must be made by {name}.plan(...): {name}(params, {name}.plan(...)) (got"
-                f" {shown(plan)})"
-            )
-        if accountant is None:
-            return plan.ledger()
-        if plan.budget is not None:
-            checks.require_budget(accountant, plan.budget)
-        return accountant
-
-
-class PlannedOptimizer(FromPlan, PrivateOptimizer):
+class PlannedOptimizer(PrivateOptimizer):
     """Base of the named optimizers that make private steps: a plan in, everything else follows.
 
     Args:

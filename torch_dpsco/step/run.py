@@ -6,7 +6,8 @@ Releases that share a charge share a secret too: the noise of a threshold, past 
 continuations of such a run would show it, under ledgers that know nothing of each other. So there is one: in this
 process, or, after a crash, with the ledger file, which knows how far the run has come.
 
-What every private optimizer has: fixed parts, fixed parameters, and public facts of the run.
+What every private optimizer has: fixed parts, fixed parameters, and public facts of the run; and what those have in
+common whose iterates are secret, and whose only release is their answer.
 
 One thread at a time in an optimizer, and its `step` without torch's wrapper where nobody watches it.
 """
@@ -17,13 +18,14 @@ import math
 import secrets
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, wraps
 from itertools import accumulate, compress
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from torch_dpsco import _validate as check
@@ -42,10 +44,12 @@ from torch_dpsco.accounting.events import (
     event_to_json,
 )
 from torch_dpsco.accounting.ledger import LOCK, OPEN
+from torch_dpsco.accounting.report import OneRelease
 from torch_dpsco.accounting.report import Run as PublicRun
 from torch_dpsco.accounting.statement import Statement, make_statement
 from torch_dpsco.compat import OPTIMIZER_HOOKS, is_profiling
 from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError
+from torch_dpsco.noise import noise_generator
 from torch_dpsco.problem import Schedule
 from torch_dpsco.prox import Prox
 from torch_dpsco.rules import UpdateRule
@@ -511,6 +515,7 @@ class CommonOptimizer(Optimizer):
     """Base of all private optimizers: subclasses set the accountant last, which closes the construction."""
 
     _fixed: ClassVar[frozenset[str]] = frozenset()
+    plans: ClassVar[Any]  # the class of plans that this class runs
     undisturbed: ClassVar[str] = ""  # why a run takes no steps on public data; "" if it does
     accountant: Accountant
     _steps: int
@@ -545,6 +550,38 @@ class CommonOptimizer(Optimizer):
     @abstractmethod
     def finalize(self) -> None:
         """Installs the private answer into the parameters, unless that was done; later steps raise."""
+
+    @classmethod
+    def _ledger(
+        cls, plan: Any, moved: Mapping[str, Any], accountant: Accountant | None
+    ) -> Accountant:
+        """Returns the ledger of a run of this plan.
+
+        Args:
+            plan: the second argument of the class.
+            moved: unknown keywords of the class.
+            accountant: that was given.
+
+        Raises:
+            ValueError: there is no plan of this class, or keywords of it are given to the optimizer.
+            AdjacencyError: the accountant has another budget or adjacency.
+        """
+        name = cls.__name__
+        if moved:
+            raise ValueError(
+                f"{', '.join(moved)} must be given to {name}.plan(...), and its plan to the"
+                f" optimizer: {name}(params, {name}.plan(...))"
+            )
+        if type(plan) is not cls.plans:
+            raise ValueError(
+                f"plan must be made by {name}.plan(...): {name}(params, {name}.plan(...)) (got"
+                f" {check.shown(plan)})"
+            )
+        if accountant is None:
+            return plan.ledger()
+        if plan.budget is not None:
+            checks.require_budget(accountant, plan.budget)
+        return accountant
 
     def __enter__(self) -> Self:
         return self
@@ -583,6 +620,91 @@ class CommonOptimizer(Optimizer):
         return make_statement(
             self.accountant.report(delta, ahead=ahead), replace(run, repeatable=self._seeded)
         )
+
+
+class AnswerOptimizer(CommonOptimizer):
+    """Base of optimizers of one release.
+
+    Args:
+        params: one group.
+        defaults: of torch.
+        plan: from the class's own `plan`.
+        design: how batches are drawn.
+        steps: how many are planned; 0 where there are none.
+        accountant: ledger to charge.
+        generator: of the noise; None for a secret one.
+    """
+
+    # PRIVACY: the noise is calibrated for these (test_what_the_noise_was_calibrated_for_cannot_be_reassigned)
+    _fixed: ClassVar[frozenset[str]] = frozenset(
+        {"_plan", "plan", "accountant", "adjacency", "design", "event", "planned_steps"}
+    )
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        plan: Any,
+        design: Design,
+        steps: int,
+        accountant: Accountant,
+        generator: torch.Generator | None,
+    ) -> None:
+        super().__init__(params, defaults)
+        if checks.world_size() > 1:
+            raise SequenceError(
+                f"world_size must be 1 for this optimizer (got {checks.world_size()}): HolderSGD and"
+                " ClippedSGD run in several processes, on Poisson or full batches"
+            )
+        # over the class method: optimizer.plan is what it has made
+        self._plan = self.__dict__["plan"] = plan
+        self._params: tuple[nn.Parameter, ...] = tuple(self.param_groups[0]["params"])
+        self._noise = noise_generator(checks.one_device(self._params), generator)
+        self._seeded = generator is not None
+        self.design = design
+        self.planned_steps = steps
+        self.event = plan.event()
+        self._steps = 0
+        self._finalized = False
+        accountant.require_unit("example", plan.adjacency)
+        self.adjacency = checks.agreed_adjacency(plan.adjacency, accountant, design)
+        checks.require_one_step(accountant, self.adjacency, self.event)
+        self.accountant = accountant
+
+    def report(self, delta: float | None = None) -> Statement:
+        """Returns what is guaranteed, in plain words; delta defaults to the budget's."""
+        run = OneRelease(
+            type(self).__name__,
+            self.design,
+            self.event,
+            self._steps,
+            self.planned_steps,
+            self._finalized,
+        )
+        return self._statement(run, delta, run.ahead())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns torch's state, which is empty, once the answer is released; raises SequenceError before."""
+        if not self._finalized:
+            # PRIVACY: averages are of secret iterates (test_nothing_is_saved_before_the_answer)
+            raise SequenceError(
+                "nothing may be saved before finalize(): all is secret. An interrupted run starts"
+                " again, since nothing was released or charged"
+            )
+        return super().state_dict()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # PRIVACY: two answers of one secret run would be two releases
+        # (test_a_run_cannot_be_copied, test_a_solved_run_cannot_be_copied)
+        raise SequenceError(
+            "a run of secret iterates must not be copied: it has one release; make a new optimizer"
+        )
+
+    def __copy__(self) -> Any:
+        return self.__deepcopy__({})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__deepcopy__({})
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])

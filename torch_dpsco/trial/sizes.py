@@ -92,16 +92,21 @@ class _Watched(DispatchMode):  # type: ignore[misc]
 
     Args:
         rows: of the batch.
-        in_forward: returns whether the forward of the model runs, where masks may be drawn.
+        passes: of the model, as in `Trial`.
     """
 
-    def __init__(self, rows: int, in_forward: Callable[[], bool]) -> None:
+    def __init__(self, rows: int, passes: Any) -> None:
         super().__init__()
         self.rows = rows
-        self.in_forward = in_forward
+        self._passes = passes
         self.widths: set[tuple[int, torch.dtype]] = set()  # numbers per record
         self.random = False
         self.hides = ""  # what hides the order in which sums were added
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether the forward of the model runs, where masks may be drawn."""
+        return self._passes is not None and self._passes.tag is not None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -109,14 +114,14 @@ class _Watched(DispatchMode):  # type: ignore[misc]
         """Runs an operation."""
         name = func.overloadpacket.__name__
         if torch.Tag.nondeterministic_seeded in func.tags:
-            if name == "bernoulli_" and self.in_forward():
+            if name == "bernoulli_" and self.in_forward:
                 self.random = True
                 return args[0].fill_(1.0)
             places = [k for k, a in enumerate(func._schema.arguments) if a.name == "dropout_p"]
             chosen = {k: args[k] for k in places if k < len(args)}
             if not places or any(chosen.values()) or (kwargs or {}).get("dropout_p"):
                 raise DrawsError(name)
-        if _chooses(func, args) and (self.in_forward() or _differentiable(args)):
+        if _chooses(func, args) and (self.in_forward or _differentiable(args)):
             # PRIVACY: how many others are chosen moves the end (test_a_model_that_chooses_values_keeps_slots)
             raise ChoosesError(name)
         result = func(*args, **(kwargs or {}))
@@ -137,7 +142,7 @@ class _Watched(DispatchMode):  # type: ignore[misc]
             return True
         real = any(isinstance(t, Tensor) and t.is_floating_point() for t in args)
         whole_numbers = name == "_to_copy" and any(not t.is_floating_point() for t in found)
-        return real and self.in_forward() and (name in _STEP_FUNCTIONS or whole_numbers)
+        return real and self.in_forward and (name in _STEP_FUNCTIONS or whole_numbers)
 
     def run(
         self, answers: Callable[[list[Tensor]], Sequence[Tensor]], made: list[Tensor]
@@ -189,9 +194,8 @@ class Trial:
         leaves: what the tensors look like.
         usual: rows of a usual batch.
         most: rows of a batch at most.
-        mean: whether the loss is a mean over the batch, which powers of 2 divide exactly.
-        use_exact_means: makes such means exact for all sizes, or not, where that is possible.
-        in_forward: returns whether the forward of the model runs.
+        passes: of the attached model, a `rows.PassCounter`: whether its loss is a mean over the batch, which powers of
+            2 divide exactly, or is made exact for all sizes; and whether its forward runs. None without one.
         before: numbers by record, and types, of tensors that the loop makes of a batch before the loss.
     """
 
@@ -199,9 +203,7 @@ class Trial:
     leaves: Sequence[Leaf]
     usual: int
     most: int
-    mean: bool = False
-    use_exact_means: Callable[[bool], None] = lambda exact: None
-    in_forward: Callable[[], bool] = lambda: False
+    passes: Any = None
     before: Sequence[tuple[int, torch.dtype]] = ()
 
     def sizes(self) -> Sizes | str:
@@ -221,7 +223,7 @@ class Trial:
         return found
 
     def _found(self) -> Sizes | str:
-        watched = _Watched(13, self.in_forward)
+        watched = _Watched(13, self.passes)
         made = SyntheticBatches(self.leaves, 13, None).batch()
         other_streams = _other_streams()
         with watched:
@@ -240,10 +242,12 @@ class Trial:
             secret_state()  # or none can be made
         kinds = self._kinds(watched)
         records = max(_FEWEST, min(RECORDS, _BATCHES * self.usual))
-        for exact in (True, False) if self.mean else (False,):
-            self.use_exact_means(exact)
+        mean = self.passes is not None and self.passes.mean
+        for exact in (True, False) if mean else (False,):
+            if mean:
+                self.passes.exact_means = exact
             for grid in _GRIDS:
-                sizes = self._admitted(grid, watched.widths, powers=self.mean and not exact)
+                sizes = self._admitted(grid, watched.widths, powers=mean and not exact)
                 same = partial(self._same_bits, sizes, records, watched, kinds)
                 # a loss that is no exact mean is refused
                 if sizes and attempt("batches of several sizes", same) is True:

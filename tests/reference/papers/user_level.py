@@ -14,8 +14,8 @@ from torch import Tensor
 from tests.reference.papers.accounting import poisson_group_delta
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
+from torch_dpsco.algorithms.oracles import ramp_weights, weighted_mean
 from torch_dpsco.algorithms.user_numbers import UserFilter, default_phases, ramp_start
-from torch_dpsco.algorithms.user_oracles import ramp_weights, weighted_mean
 from torch_dpsco.errors import ConditionError, warn
 from torch_dpsco.rows.neighbors import neighbor_counts
 from torch_dpsco.shuffle_model.numbers import lower_tail, upper_tail

@@ -12,8 +12,6 @@ A row of the weight (V, D) is zero but for the items that the record holds; what
 its record and its item, sorted by both, and never a tensor of B V D numbers. Norms: of vectors, squared and added by
 record. Weighted sums: vectors added by item.
 
-Which layers are recorded, and how a layer is turned into a recorded one and back.
-
 Normalization within a
 record is y = n(x) w + c, so its rows are n(x) grad and grad, summed over places.
 
@@ -23,10 +21,10 @@ The forms of rows; the last two are registered in `acts`, from outside.
 
 | form | where | who chooses it |
 |---|---|---|
-| recorded: a layer's backward keeps its rows | `layers.kinds`, more by `layers.register` | `attach` |
+| recorded: a layer's backward keeps its rows | here, more by `layers.register` | `attach` |
 | dense: Opacus' hooks, or `torch.func` where it has none | `hooks` | `attach`, for all other layers |
 | closed: of a linear model, from its data | `closed_form` | `fit`, where nobody could see the difference |
-| stacks: several recorded layers as one, with the same bits | `rows.stacks` | `attach` |
+| stacks: several recorded layers as one, with the same bits | `rows.stacks` | the first forward |
 | engines: in place of forward and backward | `rows.compiled` | `fit`, or a loop |
 """
 
@@ -46,13 +44,11 @@ from torch_dpsco.errors import PrivacyError
 from torch_dpsco.native import slack
 from torch_dpsco.rows.blocks import NORM_ERROR, Block, Summation, row_norms, work_dtype
 from torch_dpsco.rows.layers.recorded import (
+    RECORDED,
     Factors,
     Formed,
     Kept,
     Kind,
-    LinearKind,
-    RecordedForward,
-    Tape,
     Use,
     leaves_factors,
     pairs,
@@ -465,16 +461,16 @@ class GroupNormKind(Kind):
         return Formed(weight, bias)
 
 
-RECORDED: dict[type[nn.Module], Kind] = {
-    nn.Linear: LinearKind(),
-    nn.Conv1d: ConvolutionKind(),
-    nn.Conv2d: ConvolutionKind(),
-    nn.Conv3d: ConvolutionKind(),
-    nn.LayerNorm: LayerNormKind(),
-    nn.GroupNorm: GroupNormKind(),
-    nn.Embedding: EmbeddingKind(),
-}
-_TESTED = frozenset(RECORDED)
+RECORDED.update(
+    {
+        nn.Conv1d: ConvolutionKind(),
+        nn.Conv2d: ConvolutionKind(),
+        nn.Conv3d: ConvolutionKind(),
+        nn.LayerNorm: LayerNormKind(),
+        nn.GroupNorm: GroupNormKind(),
+        nn.Embedding: EmbeddingKind(),
+    }
+)
 
 
 @typed
@@ -499,36 +495,5 @@ def register(layer: type[nn.Module], kind: Kind) -> None:
         raise ValueError(
             f"layer must be a class that is not recorded yet (got {layer.__name__})"
         )
+    kind.trial = try_rows
     RECORDED[layer] = kind
-
-
-def can_record(layer: nn.Module) -> bool:
-    """Returns whether a layer is of a kind that is recorded; subclasses and parametrized weights are not."""
-    names = {name for name, _ in layer.named_parameters()}
-    return (
-        type(layer) in RECORDED and names <= {"weight", "bias"} and "weight" in layer._parameters
-    )
-
-
-def is_recorded(layer: nn.Module) -> bool:
-    """Returns whether `start_recording` was called on a layer."""
-    return isinstance(layer.__dict__.get("tape"), Tape)
-
-
-def start_recording(layer: Any, passes: Any) -> None:
-    """Makes a layer recorded, in place; see `Tape`."""
-    trial = None if type(layer) in _TESTED else try_rows
-    layer.kind = RECORDED[type(layer)]
-    layer.tape = Tape(trial)
-    layer.passes = passes
-    layer.__dict__.setdefault(
-        "forward", RecordedForward(layer)
-    )  # not over one of somebody else's
-
-
-def stop_recording(layer: Any) -> None:
-    """Turns a module back, whether it is recorded or has the forward of a shortcut."""
-    if is_recorded(layer):
-        del layer.kind, layer.tape, layer.passes
-    if hasattr(layer.__dict__.get("forward"), "of_class"):
-        del layer.forward

@@ -354,7 +354,12 @@ class Kind(ABC):
 
     `rows` is enough for a layer of one tensor, batch first, whose trained parameters are named weight and bias and
     whose forward draws nothing at random; the other hooks save time, or admit other inputs.
+
+    Attributes:
+        trial: what a layer must pass with its first input; None for kinds of the library.
     """
+
+    trial: Callable[[Any, Tensor], None] | None = None
 
     def prepare(self, layer: Any, x: Tensor) -> Tensor:
         """Returns the input that is recorded, differentiable in x; raises SequenceError if it has no batch."""
@@ -536,3 +541,37 @@ def require_whole(module: nn.Module, name: str = "") -> None:
             " and noised for whole parameters; leave fully_shard, FSDP or parallelize_module out"
             " and give every process the whole model, see docs/distributed.md"
         )
+
+
+RECORDED: dict[type[nn.Module], Kind] = {nn.Linear: LinearKind()}  # and those of `kinds`
+
+
+def can_record(layer: nn.Module) -> bool:
+    """Returns whether a layer is of a kind that is recorded; subclasses and parametrized weights are not."""
+    names = {name for name, _ in layer.named_parameters()}
+    return (
+        type(layer) in RECORDED and names <= {"weight", "bias"} and "weight" in layer._parameters
+    )
+
+
+def is_recorded(layer: nn.Module) -> bool:
+    """Returns whether `start_recording` was called on a layer."""
+    return isinstance(layer.__dict__.get("tape"), Tape)
+
+
+def start_recording(layer: Any, passes: Any) -> None:
+    """Makes a layer recorded, in place; see `Tape`."""
+    layer.kind = RECORDED[type(layer)]
+    layer.tape = Tape(layer.kind.trial)
+    layer.passes = passes
+    layer.__dict__.setdefault(
+        "forward", RecordedForward(layer)
+    )  # not over one of somebody else's
+
+
+def stop_recording(layer: Any) -> None:
+    """Turns a module back, whether it is recorded or has the forward of a shortcut."""
+    if is_recorded(layer):
+        del layer.kind, layer.tape, layer.passes
+    if hasattr(layer.__dict__.get("forward"), "of_class"):
+        del layer.forward
