@@ -19,12 +19,11 @@ from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency
 from torch_dpsco.algorithms.clips import AdaptiveClipped
 from torch_dpsco.algorithms.user_oracles import UserClipped
 from torch_dpsco.errors import MissingConstantError
-from torch_dpsco.problem import Phase
+from torch_dpsco.problem import Pace, Phase
 from torch_dpsco.prox import Prox
 from torch_dpsco.step.chooser import (
     Draws,
     Given,
-    Pace,
     UserScale,
     agreed,
     choose_design,

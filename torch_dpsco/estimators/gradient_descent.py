@@ -52,9 +52,8 @@ from torch_dpsco.estimators.preparation import signal_to_noise
 from torch_dpsco.estimators.records import Records, gradient_rounding, project
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective, weight_guess
 from torch_dpsco.losses import Logistic
-from torch_dpsco.noise import Source
-from torch_dpsco.step.chooser import smooth_pace, steps_to
-from torch_dpsco.step.exact_noise import gaussian_vector
+from torch_dpsco.noise import Source, gaussian_vector
+from torch_dpsco.problem import smooth_pace, steps_to
 
 _MOST_STEPS, _STEPS = (
     500,

@@ -104,9 +104,9 @@ from torch_dpsco.estimators.objectives import (
 from torch_dpsco.estimators.preparation import level_left, signal_to_noise
 from torch_dpsco.estimators.records import Records, project, sum_terms
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective
-from torch_dpsco.noise import Source
+from torch_dpsco.noise import Source, gaussian_vector
 from torch_dpsco.problem import round_up
-from torch_dpsco.step.exact_noise import gaussian_vector, symmetric_noise
+from torch_dpsco.step.exact_noise import symmetric_noise
 
 _SCORES = 100.0  # radius of the ball of iterates, in units of one score per parameter
 
