@@ -142,9 +142,7 @@ def gaussian_vector(dim: int, std: float, generator: Source) -> Tensor:
         std: >= 0.
         generator: of the bits.
     """
-    empty = torch.empty(
-        check.positive_count(dim=dim), dtype=torch.float64, device=generator.device
-    )
+    empty = torch.empty(dim, dtype=torch.float64, device=generator.device)
     return normal_(empty, 1.0, generator).mul_(check.nonnegative(std=std))
 
 
