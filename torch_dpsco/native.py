@@ -54,6 +54,7 @@ SHORT = 32  # numbers up to which images are kept in float64
 _BATCH = 32
 _GROUP = 4
 _KEPT_ROWS = 1024  # that are computed together
+_TINY = 2.0**-120  # numbers up to which float32 may not hold all bits
 SLOPES = {"given": 0, "sign": 1, "logistic": 2, "square": 3}
 LOSSES = {"curved": 0, "bent": 1, "fixed": 2}
 
@@ -417,8 +418,8 @@ class Table:
     def keep(self, used: Tensor) -> None:
         """Computes the images of all rows once, of which later readings are; 0 for those that are not used, (n,).
 
-        Those of more than `SHORT` numbers are rounded to float32, and shrunk by more than that, where the norm that they
-        are cut to is one that float32 holds; else they are not kept.
+        Those of more than `SHORT` numbers are rounded to float32, and shrunk by more than that, where the norm that
+        they are cut to is one that float32 holds; else they are not kept.
         """
         padded = -(-self.width // 4) * 4
         short = self.width <= SHORT
@@ -431,7 +432,7 @@ class Table:
             part = kept[start : min(start + _KEPT_ROWS, len(self)), : self.width]
             images = self.images(start, start + len(part))
             # PRIVACY: no image is longer than it was measured (test_no_image_is_longer_where_it_is_kept)
-            part.copy_(images if short else images * (1 - 2.0**-22))
+            part.copy_(images if short else torch.hardshrink(images, _TINY) * (1 - 2.0**-22))
         kept[: len(self)][~used] = 0.0
         self._kept = kept
 

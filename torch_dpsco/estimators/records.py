@@ -354,9 +354,9 @@ class Records:
             return total.result()
         if bool((curvatures >= 0).all()):
             roots = curvatures.sqrt()
+            plain = bool((roots == 1).all())
             for rows, block in self.blocks():
-                half = block * roots[rows].unsqueeze(1)
-                total.add(_squares(half))
+                total.add(_squares(block if plain else block * roots[rows].unsqueeze(1)))
             return total.result()
         for rows, block in self.blocks():
             total.add((block * curvatures[rows].unsqueeze(1)).T @ block)
