@@ -415,11 +415,14 @@ def slope_attack(weight: float, limit: float) -> Callable[[Numbers], float]:
             1, n
         )
         columns[1] = targets
-        sums, most = table.scored(columns, torch.ones(1, dtype=DOUBLE), 1), 0.0
+        one = torch.ones(1, dtype=DOUBLE)
+        sums = [
+            float(table[i : i + 1].scored(columns[:, i : i + 1].contiguous(), one, 1)[0])
+            for i in range(n)
+        ]
+        most = 0.0
         with mpmath.workdps(60):
-            for x, y, found in zip(
-                rows.tolist(), targets.tolist(), sums[:, 0].tolist(), strict=True
-            ):
+            for x, y, found in zip(rows.tolist(), targets.tolist(), sums, strict=True):
                 exact = -y / (1 + mpmath.exp(mpmath.mpf(y) * x))
                 exact = weight * max(-mpmath.mpf(limit), min(mpmath.mpf(limit), exact)) * x
                 room = 12 * float(U) * abs(exact) + weight * abs(x) * mpmath.mpf(10) ** -303

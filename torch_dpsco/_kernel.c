@@ -34,6 +34,7 @@
 #define BROAD 16
 #define PANELS 4 /* of BROAD inputs, that stay in cache */
 #define BATCH 32       /* images of rows, that stay there */
+#define SHORT 32       /* numbers of images that are kept in float64; longer ones are in float32 */
 #define COLUMNS 5      /* of records */
 #define FEW ((uint64_t)1 << 40) /* words whose V is not known well enough */
 #define TINY 1e-100    /* norms whose squares neither underflow */
@@ -84,6 +85,13 @@ static double share_of(double norm, const double *p, int64_t d, double most) {
     if (!(sqrt(sum) * scale > most)) return 1.0;
     double share = most / sqrt(sum) / scale;
     return share < 0x1p-1021 ? 0.0 : share;
+}
+
+/* Adds up rows of sums, neighbors first, into the first one. */
+static void fold(double *sums, int64_t count, int64_t width) {
+    for (int64_t step = 1; step < count; step *= 2)
+        for (int64_t i = 0; i + step < count; i += 2 * step)
+            for (int64_t j = 0; j < width; j++) sums[i * width + j] += sums[(i + step) * width + j];
 }
 
 #define BODY
@@ -258,38 +266,42 @@ API void dpsco_outer(const float *g, int64_t g_stride, int64_t out, const float 
     CALL(outer, g, g_stride, out, &x, weights, tile, space, total, bias);
 }
 
-/* Of each block of rows the sums of weighted gradients in the point, `padded` numbers, and of losses, 1. The loss of a
-   score is logistic (CURVED), or one whose slope is a line between two bounds (BENT); see `curved` and `bent` for the
+/* Sums of weighted gradients in the point, `padded` numbers, and of losses, 1: of each block of rows, which are added up
+   in pairs, so that the first row of `sums` has all of them. The loss of a score is logistic (CURVED), or one whose slope is a line between two bounds (BENT); see `curved` and `bent` for the
    columns; or slopes are the only column (FIXED). The point is padded with zeros to a multiple of 4; scratch has room for BATCH such rows, and is 0. Images are
    computed, or read where they are kept: n + GROUP rows of `padded` numbers. bends[i] = second derivative, weighted,
    unless they are not wanted; found[i] = score, likewise. */
 API void dpsco_scored(const void *rows, int64_t wide, int64_t stride, int64_t d, const double *numbers, int64_t width,
-                      const double *norms, int64_t n, const double *shares, const double *kept, const double *columns,
+                      const double *norms, int64_t n, const double *shares, const void *kept, const double *columns,
                       int64_t kind, double gain, const double *point, int64_t padded, int64_t block, double *scratch,
                       double *sums, double *bends, double *found) {
     table_t x = {rows, numbers, wide, stride, d, width, norms};
-    for (int64_t from = 0; from < n; from += block, sums += padded + 1)
+    const int64_t size = padded + 1;
+    for (int64_t from = 0; from < n; from += block)
         CALL(scored, &x, from, n - from < block ? n : from + block, n, shares, kept, columns, kind, gain, point, padded,
-             scratch, sums, bends, found);
+             scratch, sums + from / block * size, bends, found);
+    fold(sums, (n + block - 1) / block, size);
 }
 
-/* Of each block of rows the sums of weighted gradients in `classes` points, and of losses, 1, of the softmax
-   cross-entropy; columns are weight, class, and the largest norm of the slopes, to which they are cut. Scratch has room
+/* Sums of weighted gradients in `classes` points, and of losses, 1, of the softmax cross-entropy; columns are weight, class, and the largest norm of the slopes, to which they are cut. Scratch has room
    for GROUP rows and as many numbers for each class; the rest as in `dpsco_scored`. */
 API void dpsco_classes(const void *rows, int64_t wide, int64_t stride, int64_t d, const double *numbers, int64_t width,
-                       const double *norms, int64_t n, const double *shares, const double *kept, const double *columns,
+                       const double *norms, int64_t n, const double *shares, const void *kept, const double *columns,
                        const double *points, int64_t classes, int64_t padded, int64_t block, double *scratch,
                        double *sums) {
     table_t x = {rows, numbers, wide, stride, d, width, norms};
-    for (int64_t from = 0; from < n; from += block, sums += classes * padded + 1)
+    const int64_t size = classes * padded + 1;
+    for (int64_t from = 0; from < n; from += block)
         CALL(classes, &x, from, n - from < block ? n : from + block, n, shares, kept, columns, points, classes, padded,
-             scratch, sums);
+             scratch, sums + from / block * size);
+    fold(sums, (n + block - 1) / block, size);
 }
 
-/* Of each block of n records the sum of the weights of those whose value is at most this. */
+/* Sum of the weights of records whose value is at most this: of blocks, which are added up as in `dpsco_scored`. */
 API void dpsco_below(const double *values, const double *weights, int64_t n, double most, int64_t block, double *sums) {
     for (int64_t from = 0; from < n; from += block)
-        *sums++ = CALL(below, values + from, weights + from, n - from < block ? n - from : block, most);
+        sums[from / block] = CALL(below, values + from, weights + from, n - from < block ? n - from : block, most);
+    fold(sums, (n + block - 1) / block, 1);
 }
 
 #else /* once for each kind of processor */
@@ -521,13 +533,11 @@ TARGET static void NAME(derivatives)(const rows_t *x, const float *weight, float
 
 /* Sum of n squares. */
 TARGET static inline double NAME(squares)(const double *p, int64_t n) {
-    d4 a = {0}, b = {0};
+    d4 sums[4] = {{0}}, a;
     int64_t j = 0;
-    for (; j + 8 <= n; j += 8) {
-        d4 low = NAME(load4)(p + j), high = NAME(load4)(p + j + 4);
-        a += low * low, b += high * high;
-    }
-    a += b;
+    for (; j + 16 <= n; j += 16)
+        for (int k = 0; k < 4; k++) a = NAME(load4)(p + j + 4 * k), sums[k] += a * a;
+    a = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     for (; j < n; j++) a[0] += p[j] * p[j];
     return (a[0] + a[1]) + (a[2] + a[3]);
 }
@@ -546,7 +556,7 @@ TARGET static inline void NAME(image_of)(const table_t *x, const void *const p[G
         if (moved) shift = NAME(load4)(center + j), by = NAME(load4)(factor + j);
         for (int r = 0; r < GROUP; r++) {
             d4 v = wide ? NAME(load4)((const double *)p[r] + j) : NAME(wide4)((const float *)p[r] + j);
-            __builtin_prefetch((const char *)p[r] + ahead + (wide ? 8 : 4) * j, 0, 2);
+            if (j % 8 == 0) __builtin_prefetch((const char *)p[r] + ahead + (wide ? 8 : 4) * j, 0, 2);
             v *= first[r];
             if (moved) v = (v - shift) * by;
             v *= last[r];
@@ -1058,11 +1068,21 @@ TARGET static inline void NAME(bent)(d4 score, const double *columns, double gai
     *bend = (d4)((i4)(weight * target * target * gain) & (place <= high) & (place >= low));
 }
 
-/* Places of GROUP images from i on, of which `count` are wanted: those that are kept, or computed into p. */
-TARGET static inline const double *NAME(read)(const table_t *x, const double *kept, int64_t i, int64_t count,
+/* Places of GROUP images from i on, of which `count` are wanted: those that are kept, or computed into p, or kept in
+   float32. */
+TARGET static inline const double *NAME(read)(const table_t *x, const void *kept, int64_t i, int64_t count,
                                               int64_t n, const double *shares, const double *weights, int64_t padded,
                                               double *p) {
-    if (kept) return kept + i * padded;
+    if (kept && x->width <= SHORT) return (const double *)kept + i * padded;
+    if (kept) {
+        const float *q = (const float *)kept + i * padded;
+        for (int64_t j = 0; j < GROUP * padded; j += 4) {
+            d4 v = NAME(wide4)(q + j);
+            if (j % 16 == 0) __builtin_prefetch(q + j + BATCH * padded, 0, 2);
+            memcpy(p + j, &v, sizeof v);
+        }
+        return p;
+    }
     NAME(counted)(x, i, count, shares + i, shares + n + i, weights, p, padded);
     return p;
 }
@@ -1092,7 +1112,7 @@ TARGET static inline void NAME(plus)(const double *p, const double *slopes, int6
 
 /* Sums of the rows from `from` up to `end`, of n. */
 TARGET static void NAME(scored)(const table_t *x, int64_t from, int64_t end, int64_t n, const double *shares,
-                                const double *kept, const double *columns, int64_t kind, double gain,
+                                const void *kept, const double *columns, int64_t kind, double gain,
                                 const double *point, int64_t padded, double *scratch, double *sums, double *bends,
                                 double *found) {
     d4 total = {0};
@@ -1154,7 +1174,7 @@ TARGET static inline d4 NAME(softmax)(double *scores, int64_t classes, d4 weight
 }
 
 TARGET static void NAME(classes)(const table_t *x, int64_t from, int64_t end, int64_t n, const double *shares,
-                                 const double *kept, const double *columns, const double *points, int64_t classes,
+                                 const void *kept, const double *columns, const double *points, int64_t classes,
                                  int64_t padded, double *scratch, double *sums) {
     d4 total = {0};
     double *slopes = scratch + GROUP * padded;

@@ -50,9 +50,11 @@ from torch_dpsco.errors import SequenceError
 
 WIDEST = 2**26  # columns for which the errors of norms are proved
 # of _kernel.c
+SHORT = 32  # numbers up to which images are kept in float64
 _BATCH = 32
 _GROUP = 4
 _KEPT_ROWS = 1024  # that are computed together
+_TINY = 2.0**-120  # numbers up to which float32 may not hold all bits
 SLOPES = {"given": 0, "sign": 1, "logistic": 2, "square": 3}
 LOSSES = {"curved": 0, "bent": 1, "fixed": 2}
 
@@ -374,13 +376,15 @@ class Table:
         return rows, wide, rows.stride(0), rows.shape[1], self._numbers, self.width, self.norms
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self.norms.numel()
 
     def __getitem__(self, index: Tensor | slice) -> Table:
         """Returns that of some rows."""
         part = copy.copy(self)
-        part._kept = None
         part._rows = self._rows[index]
+        if self._kept is not None:
+            slack = self._kept[len(self) :]
+            part._kept = torch.cat([self._kept[: len(self)][index], slack])
         part.norms = self.norms[index].contiguous()
         part._shares = self._shares[:, index].contiguous()
         return part
@@ -388,6 +392,8 @@ class Table:
     def images(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Returns images of rows from start up to stop: (m, width) float64; 0 for a row that is not finite."""
         start, stop, _ = slice(start, stop).indices(len(self))
+        if self._kept is not None:
+            return self._kept[start:stop, : self.width].double()
         found = self._shares.new_empty(max(0, stop - start), self.width)
         _call("images", *self._place, start, len(found), len(self), self._shares, found)
         return found
@@ -410,12 +416,23 @@ class Table:
         return found[: self.width, : self.width]
 
     def keep(self, used: Tensor) -> None:
-        """Computes the images of all rows once, of which later readings are; 0 for those that are not used, (n,)."""
+        """Computes the images of all rows once, of which later readings are; 0 for those that are not used, (n,).
+
+        Those of more than `SHORT` numbers are rounded to float32, and shrunk by more than that, where the norm that
+        they are cut to is one that float32 holds; else they are not kept.
+        """
         padded = -(-self.width // 4) * 4
-        kept = self._shares.new_zeros(len(self) + _GROUP, padded)
+        short = self.width <= SHORT
+        # PRIVACY: infinite images would spoil all sums (test_no_image_is_longer_where_it_is_kept)
+        if not short and not 1e-30 < float(self._numbers[1:3].max()) < 1e30:
+            return
+        dtype = torch.float64 if short else torch.float32
+        kept = self._shares.new_zeros(len(self) + _GROUP, padded, dtype=dtype)
         for start in range(0, len(self), _KEPT_ROWS):
             part = kept[start : min(start + _KEPT_ROWS, len(self)), : self.width]
-            part.copy_(self.images(start, start + len(part)))
+            images = self.images(start, start + len(part))
+            # PRIVACY: no image is longer than it was measured (test_no_image_is_longer_where_it_is_kept)
+            part.copy_(images if short else torch.hardshrink(images, _TINY) * (1 - 2.0**-22))
         kept[: len(self)][~used] = 0.0
         self._kept = kept
 
@@ -430,7 +447,7 @@ class Table:
         gain: float = 1.0,
         scores: Tensor | None = None,
     ) -> Tensor:
-        """Returns sums of weighted losses and of their gradients in the point, for each block of records.
+        """Returns sums of weighted losses and of their gradients in the point, of blocks of records, added in pairs.
 
         Args:
             columns: (5, n) float64: weights >= 0 (a record of weight 0 counts for nothing) and targets; of a loss that
@@ -445,8 +462,8 @@ class Table:
             scores: (n,) float64, contiguous, for the scores; None for none.
 
         Returns:
-            (blocks, at least width + 1) float64: gradients first, and losses in the last column; each term of a block
-            passes through at most as many additions as it has records.
+            (at least width + 1,) float64: gradients first, and losses last; each term of a block passes through at most
+            as many additions as it has records, and each sum of a block through one for each doubling of their number.
         """
         n = len(self)
         _require(columns, n if kind == "fixed" else 5 * n, torch.float64)
@@ -456,10 +473,10 @@ class Table:
         scratch = weight.new_zeros(_BATCH, padded)
         given = *self._all(columns), LOSSES[kind], gain
         _call("scored", *given, weight, padded, block, scratch, sums, bends, scores)
-        return sums
+        return sums[0]
 
     def classes(self, columns: Tensor, points: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        """Returns sums of weighted losses, (blocks,), and of their gradients in the points, for each block of records.
+        """Returns sums of weighted losses and of their gradients in the points, as `scored`.
 
         Args:
             columns: (3, n) float64: weights >= 0, classes in [0, K), and the largest norms of slopes (or inf).
@@ -467,7 +484,7 @@ class Table:
             block: > 0, number of records of a block.
 
         Returns:
-            Losses (blocks,) and gradients (blocks, K, width) float64, as `scored`.
+            Losses () and gradients (K, width) float64.
         """
         count = len(points)
         _require(columns, 3 * len(self), torch.float64)
@@ -475,14 +492,14 @@ class Table:
         padded, weight, sums = self._padded(points, block)
         scratch = weight.new_zeros(_GROUP, padded + count)
         _call("classes", *self._all(columns), weight, count, padded, block, scratch, sums)
-        return sums[:, -1], sums[:, :-1].view(-1, count, padded)[:, :, : self.width]
+        return sums[0, -1], sums[0, :-1].view(count, padded)[:, : self.width]
 
     def _padded(self, points: Tensor, block: int) -> tuple[int, Tensor, Tensor]:
         """Returns the width for C, points of that width, and zeros for sums of blocks."""
         padded = -(-self.width // 4) * 4
         weight = points.new_zeros(len(points), padded)
         weight[:, : self.width] = points
-        return padded, weight, points.new_zeros(-(-len(self) // block), weight.numel() + 1)
+        return padded, weight, points.new_zeros(len(self) // block + 1, weight.numel() + 1)
 
     def _all(self, columns: Tensor) -> tuple[Any, ...]:
         """Returns rows, shares, images and columns, as C wants them."""
@@ -490,7 +507,7 @@ class Table:
 
 
 def below(values: Tensor, weights: Tensor, most: float, block: int) -> Tensor:
-    """Returns the sum of the weights of numbers up to this, for each block of them; each passes `block` additions.
+    """Returns the sum of the weights of numbers up to this, of blocks of them, which are added in pairs.
 
     Args:
         values: (n,) float64, contiguous; NaN is not counted.
@@ -500,9 +517,9 @@ def below(values: Tensor, weights: Tensor, most: float, block: int) -> Tensor:
     """
     for part in values, weights:
         _require(part, weights.numel(), torch.float64)
-    sums = weights.new_zeros(-(-weights.numel() // block))
+    sums = weights.new_zeros(weights.numel() // block + 1)
     _call("below", values, weights, weights.numel(), most, block, sums)
-    return sums
+    return sums[0]
 
 
 def gaps(

@@ -48,6 +48,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from torch_dpsco import _validate as check
 from torch_dpsco import native
 from torch_dpsco.errors import PrivacyError, UtilityWarning
 
@@ -131,6 +132,18 @@ def _require(out: Tensor, std: float) -> None:
 def normal(std: float, source: Source) -> float:
     """Returns one number N(0, std^2)."""
     return float(normal_(torch.empty(1, dtype=torch.float64), std, source))
+
+
+def gaussian_vector(dim: int, std: float, generator: Source) -> Tensor:
+    """Returns (dim,) float64 numbers N(0, std^2), on the generator's device.
+
+    Args:
+        dim: d >= 1.
+        std: >= 0.
+        generator: of the bits.
+    """
+    empty = torch.empty(dim, dtype=torch.float64, device=generator.device)
+    return normal_(empty, 1.0, generator).mul_(check.nonnegative(std=std))
 
 
 def exponential_sum(count: int, source: Source) -> float:

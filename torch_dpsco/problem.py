@@ -13,7 +13,7 @@ parameters:
 Differs from the paper in: 1. G(r) is the least of all promised bounds, not only M + L r^a.
 2. At a = 0 also G <= L for nonnegative convex losses (`grad_bound`). 3. Every computed bound is rounded up.
 
-Phases of a run, fixed before it starts.
+Phases of a run, its steps and their pace, fixed before it starts.
 """
 
 from __future__ import annotations
@@ -335,3 +335,53 @@ def shared_bound(here: float, largest: float, share: float) -> float:
         share: in (0, 1].
     """
     return min(here, share * largest) if math.isfinite(largest) else share * here
+
+
+LEAST = 64  # steps
+MOST = 1024
+SETTLED = (
+    5.0  # T (1 - m) is about twice that at least: fast directions have e^-5 of their start left
+)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Step size and momentum.
+
+    Args:
+        lr: of a step.
+        momentum: in [0, 1); the steps of `rules.Momentum` have size lr/(1 - momentum).
+    """
+
+    lr: float
+    momentum: float = 0.0
+
+
+def steps_to(horizon: float, smoothness: float | None) -> int:
+    """Returns T with T^2 >= 5 L H, between 64 and 1024; without smoothness the most.
+
+    Args:
+        horizon: H > 0.
+        smoothness: L > 0; None for a loss with kinks.
+    """
+    if smoothness is None:
+        return MOST
+    return min(MOST, max(LEAST, math.ceil(math.sqrt(SETTLED * smoothness * horizon))))
+
+
+def smooth_pace(horizon: float, steps: int, smoothness: float) -> Pace:
+    """Returns step size and momentum for an L-smooth loss.
+
+    Args:
+        horizon: H > 0.
+        steps: T.
+        smoothness: L > 0.
+
+    Example:
+        >>> smooth_pace(horizon=50.0, steps=100, smoothness=1.0)
+        Pace(lr=0.5, momentum=0.0)
+    """
+    step = min(horizon / steps, steps / (SETTLED * smoothness))
+    reach = smoothness * max(step, 1.0 / smoothness)
+    momentum = max(0.0, (reach - 1.0) / (reach + 1.0))
+    return Pace(step * (1.0 - momentum), momentum)

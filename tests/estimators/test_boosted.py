@@ -22,7 +22,7 @@ from torch_dpsco.estimators.base import plan_linear
 from torch_dpsco.estimators.least_squares import BoostedPlan, boosted_clip, plan_boosted
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.task import LinearTask, make_records
-from torch_dpsco.step.exact_noise import gaussian_vector
+from torch_dpsco.noise import gaussian_vector
 
 
 def draw_with(monkeypatch, drawn):

@@ -20,7 +20,8 @@ from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.records import project
 from torch_dpsco.estimators.solvers import certified_descent, solve
 from torch_dpsco.estimators.task import LinearTask, build_objective, make_records
-from torch_dpsco.step.exact_noise import gaussian_vector, knorm_vector
+from torch_dpsco.noise import gaussian_vector
+from torch_dpsco.step.exact_noise import knorm_vector
 
 SOLVE = importlib.import_module("torch_dpsco.estimators.solvers")
 

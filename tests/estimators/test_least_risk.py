@@ -17,7 +17,8 @@ from torch_dpsco.estimators.output import _risk, least_risk_reg, plan_output
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.task import LinearTask
-from torch_dpsco.step.exact_noise import gaussian_vector, knorm_vector
+from torch_dpsco.noise import gaussian_vector
+from torch_dpsco.step.exact_noise import knorm_vector
 
 
 def task(loss: Any = None, delta: float = 1e-6, **options: Any) -> LinearTask:

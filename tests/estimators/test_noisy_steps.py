@@ -16,7 +16,7 @@ from torch_dpsco.estimators.gradient_descent import NoisyGDPlan, plan_noisy_gd
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.records import gradient_rounding, project
 from torch_dpsco.estimators.task import LinearTask, build_objective, make_records
-from torch_dpsco.step.exact_noise import gaussian_vector
+from torch_dpsco.noise import gaussian_vector
 
 DRAW = "torch_dpsco.estimators.gradient_descent.gaussian_vector"
 WIDE = 8_000

@@ -27,7 +27,7 @@ from torch_dpsco.estimators.least_squares import (
 )
 from torch_dpsco.estimators.preparation import Preparation, PrivatePreparation, Units
 from torch_dpsco.estimators.task import LinearTask, make_records
-from torch_dpsco.step.exact_noise import gaussian_vector
+from torch_dpsco.noise import gaussian_vector
 
 
 def draw_with(monkeypatch, drawn):

@@ -29,7 +29,8 @@ from torch_dpsco.estimators.output import plan_output
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.solvers import Solution, solve
 from torch_dpsco.estimators.task import LinearTask, build_objective, make_records
-from torch_dpsco.step.exact_noise import gaussian_vector, knorm_vector
+from torch_dpsco.noise import gaussian_vector
+from torch_dpsco.step.exact_noise import knorm_vector
 
 FALSE_ALARM = 1e-6
 WIDE = 20_000

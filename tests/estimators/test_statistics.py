@@ -17,7 +17,8 @@ from torch_dpsco.estimators.least_squares import AdaSSPPlan, adassp_constants, p
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.task import LinearTask, make_records
-from torch_dpsco.step.exact_noise import gaussian_vector, symmetric_noise
+from torch_dpsco.noise import gaussian_vector
+from torch_dpsco.step.exact_noise import symmetric_noise
 
 DRAWS = [
     f"torch_dpsco.{module}.gaussian_vector"

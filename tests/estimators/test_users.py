@@ -33,8 +33,8 @@ from torch_dpsco.estimators.gradient_descent import UserGDPlan, plan_users, user
 from torch_dpsco.estimators.objectives import LinearObjective
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.task import LinearTask, make_records
-from torch_dpsco.step.chooser import smooth_pace
-from torch_dpsco.step.exact_noise import gaussian_vector
+from torch_dpsco.noise import gaussian_vector
+from torch_dpsco.problem import smooth_pace
 
 HUGE = [math.nan, math.inf, -math.inf, 1e300, -1e300, 0.0, 1e-300, 1.0]
 N = 40

@@ -195,8 +195,6 @@ class PrivacyReport:
         charges: what was charged, one per kind of event.
         assumptions: what must hold for the figures to be true.
         budget: the budget, if there is one.
-        advantage: bound of (true - false positive rate) of any test which of two neighboring data sets was used. From
-            the whole privacy curve: at most that of epsilon and delta alone, and often far less.
         planned_epsilon: epsilon of the guarantee once the events still planned are made, if there is a plan.
         ledger_id: random name of the ledger, as its file and checkpoints have it.
         spent: (event, count) of the ledger; empty where sums of events bound nothing, because parameters were chosen on
@@ -213,7 +211,6 @@ class PrivacyReport:
     charges: tuple[Charge, ...]
     assumptions: tuple[str, ...]
     budget: Budget | None
-    advantage: float
     planned_epsilon: float | None = None
     ledger_id: str = field(default="", compare=False)
     spent: tuple[tuple[Event, int], ...] = field(default=(), compare=False, repr=False)
@@ -244,6 +241,15 @@ class PrivacyReport:
     def epsilon(self) -> float:
         """Epsilon of the guarantee."""
         return self.epsilons[self.adjacency]
+
+    @property
+    def advantage(self) -> float:
+        """Bound of (true - false positive rate) of any test which of two neighboring data sets was used.
+
+        From the whole privacy curve: at most that of epsilon and delta alone, and often far less.
+        """
+        alone = Risk.of_point(self.epsilon, self.delta)
+        return min(alone.advantage, self.risk().advantage)
 
     def risk(self) -> Risk:
         """Returns what a test can find out about one unit; in adaptive modes from epsilon and delta alone."""
@@ -347,21 +353,15 @@ def make_report(
         charges=_charges(ledger),
         assumptions=_assumptions(ledger, unit, adjacency, adaptive),
         budget=budget,
-        advantage=Risk.of_point(epsilons[adjacency], delta).advantage,
         ledger_id=ledger_id,
     )
     if adaptive:  # PRIVACY: sums of events bound nothing (test_an_adaptive_card_draws_no_sums)
         return found
     order = "" if evaluation.order is None else f", order {evaluation.order:.4g}"
-    least = min(
-        Risk.of_point(evaluation.epsilon, delta).advantage,
-        Risk(lambda e: ledger.delta(e, adjacency)).advantage,
-    )
     planned = None if ahead is None else ledger.evaluate(delta, adjacency, extra=ahead).epsilon
     return replace(
         found,
         method=f"{evaluation.method}{order}",
-        advantage=least,
         planned_epsilon=planned,
         spent=tuple(ledger.events()),
     )

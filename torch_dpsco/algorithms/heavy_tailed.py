@@ -67,12 +67,11 @@ from torch_dpsco.algorithms.heavy_tailed_numbers import (
     strongly_convex_plan,
 )
 from torch_dpsco.errors import AdjacencyError, MissingConstantError, UtilityWarning
-from torch_dpsco.problem import Problem
+from torch_dpsco.problem import Pace, Problem
 from torch_dpsco.step.chooser import (
     SAMPLING,
     USUAL_EPOCHS,
     Draws,
-    Pace,
     Scale,
     Task,
     agreed,

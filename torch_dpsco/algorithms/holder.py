@@ -27,12 +27,11 @@ from torch_dpsco.algorithms.holder_numbers import (
     balanced_lr,
 )
 from torch_dpsco.errors import MissingConstantError, outside, warn
-from torch_dpsco.problem import Problem, shared_bound
+from torch_dpsco.problem import Pace, Problem, shared_bound
 from torch_dpsco.prox import Prox
 from torch_dpsco.step.chooser import (
     USUAL_EPOCHS,
     Draws,
-    Pace,
     Scale,
     Task,
     agreed,

@@ -34,6 +34,7 @@ from torch_dpsco.accounting.events import KNorm
 from torch_dpsco.algorithms.output_sgd_numbers import LossPromises
 from torch_dpsco.errors import NotCertifiedError, PrivacyError, SequenceError
 from torch_dpsco.losses.table import enforce_bounds
+from torch_dpsco.noise import gaussian_vector
 from torch_dpsco.problem import Problem
 from torch_dpsco.rows.batch import note_owner
 from torch_dpsco.rules import absorb, averaged
@@ -45,7 +46,7 @@ from torch_dpsco.sampling import (
 )
 from torch_dpsco.sampling.loader import source_of
 from torch_dpsco.step import checks
-from torch_dpsco.step.exact_noise import exact_release, gaussian_vector, knorm_vector
+from torch_dpsco.step.exact_noise import exact_release, knorm_vector
 from torch_dpsco.step.run import AnswerOptimizer, check_call, in_turn
 
 _GIVEN_UP = "the run has ended without an answer: its loss broke a promise; make a new optimizer"

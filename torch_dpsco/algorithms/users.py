@@ -58,7 +58,6 @@ from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import (
     Draws,
     Given,
-    Pace,
     UserScale,
     agreed,
     choose_design,

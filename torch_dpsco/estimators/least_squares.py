@@ -104,9 +104,9 @@ from torch_dpsco.estimators.objectives import (
 from torch_dpsco.estimators.preparation import level_left, signal_to_noise
 from torch_dpsco.estimators.records import Records, project, sum_terms
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective
-from torch_dpsco.noise import Source
+from torch_dpsco.noise import Source, gaussian_vector
 from torch_dpsco.problem import round_up
-from torch_dpsco.step.exact_noise import gaussian_vector, symmetric_noise
+from torch_dpsco.step.exact_noise import symmetric_noise
 
 _SCORES = 100.0  # radius of the ball of iterates, in units of one score per parameter
 
@@ -226,6 +226,7 @@ class PreconditionedGDPlan(DescentPlan):
         """Makes the steps from 0: returns the mean of the last iterates; see `LinearPlan`."""
         task = self.task
         size = (self.task.num_scores, self.task.width)
+        solved.keep()
         (noisy_gram,) = solved.sum(lambda part: (part.gram(part.weights),))
         total = self.sums(solved, noisy_gram)
         row, column = torch.tril_indices(task.width, task.width, device=solved.device)
@@ -239,13 +240,12 @@ class PreconditionedGDPlan(DescentPlan):
         inverse = (vectors / (values.clamp(min=0) + self.ridge + self.reg)) @ vectors.T
 
         def direction(noisy: Tensor, w: Tensor) -> Tensor:
-            gradient = (noisy + self.reg * w).view(size)
+            gradient = self.regularized(noisy, w).view(size)
             if task.num_scores > 1:  # the noise of what adds up to 0 over classes
                 gradient = gradient - gradient.mean(0)
             along: Tensor = gradient @ inverse
             return along.flatten()
 
-        solved.keep()
         return descend(
             total,
             solved.zeros(task.parameters),

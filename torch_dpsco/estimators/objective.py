@@ -44,8 +44,8 @@ from torch_dpsco.errors import ConditionError, InfeasibleError
 from torch_dpsco.estimators.records import Records, project, sum_terms
 from torch_dpsco.estimators.solvers import amp_tolerance, solve
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective, weight_guess
-from torch_dpsco.noise import Source
-from torch_dpsco.step.exact_noise import gaussian_vector, knorm_vector, symmetric_noise
+from torch_dpsco.noise import Source, gaussian_vector
+from torch_dpsco.step.exact_noise import knorm_vector, symmetric_noise
 
 
 @dataclass(frozen=True, kw_only=True)

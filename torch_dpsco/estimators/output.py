@@ -93,8 +93,8 @@ from torch_dpsco.errors import CalibrationError, ConditionError
 from torch_dpsco.estimators.records import Records, project
 from torch_dpsco.estimators.solvers import check_tolerance, solve, solver_tolerance
 from torch_dpsco.estimators.task import KINK, LinearPlan, LinearTask, build_objective
-from torch_dpsco.noise import Source
-from torch_dpsco.step.exact_noise import exact_release, gaussian_vector, knorm_vector
+from torch_dpsco.noise import Source, gaussian_vector
+from torch_dpsco.step.exact_noise import exact_release, knorm_vector
 from torch_dpsco.step.plan import exact_cost
 
 _SCORE = 5.0  # norm times bound on rows of a model to be had: probabilities up to 0.993

@@ -34,9 +34,8 @@ from torch_dpsco.accounting.analysis.rounding import DOUBLE
 from torch_dpsco.accounting.events import GDP, Adjacency
 from torch_dpsco.estimators.records import Records, sum_terms
 from torch_dpsco.losses import enforce_bounds
-from torch_dpsco.noise import Source
+from torch_dpsco.noise import Source, gaussian_vector
 from torch_dpsco.problem import round_up
-from torch_dpsco.step.exact_noise import gaussian_vector
 
 _MOST_ROWS = 2**40  # of a sum; more would change what is counted for rounding
 # norms whose squares neither overflow nor underflow

@@ -79,7 +79,6 @@ class Objective(ABC):
 RawPart = tuple[Tensor, Tensor, Tensor]  # features, targets, weights
 BLOCK_ROWS = 1024
 _TILED_ROWS = 16 * 1024  # each passes 32 additions in a tile, and those of 512 tiles
-_SHORT = 32  # columns up to which reading what was computed is faster than computing it
 _WIDE = 128  # from which a product in BLAS is faster
 _BLOCK_ENTRIES = 2**22  # 32 MiB of float64: wide rows come in shorter blocks
 _KEPT_ENTRIES = (
@@ -283,22 +282,21 @@ class Records:
         """Sums of losses and of their gradients in w, shape (d,), in C; see `native.Table.scored`."""
         assert self._table is not None
         columns, kind, gain = losses
-        found = self._table.scored(
+        total = self._table.scored(
             columns, point, self._rows, bends, kind=kind, gain=gain, scores=scores
         )
-        total = pairwise(found)
         return total[-1], total[: self.dim]
 
     def classes(self, points: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Sums of softmax cross-entropies and of their gradients, shape (K, d), in C; see `native.Table.classes`."""
         assert self._table is not None
-        losses, slopes = self._table.classes(columns, points.contiguous(), self._rows)
-        return pairwise(losses), pairwise(slopes)
+        return self._table.classes(columns, points.contiguous(), self._rows)
 
     def keep(self) -> None:
-        """Computes short prepared rows once where they take little memory, since they will be read many times."""
+        """Computes short and wide rows once where they take little memory, since they will be read many times."""
         few = self.count * (self.dim + 3) <= _KEPT_ENTRIES
-        if self._table is not None and self.dim <= _SHORT and few:
+        pays = self.dim <= native.SHORT or self.dim >= _WIDE
+        if self._table is not None and pays and few:
             self._table.keep(self._used)
 
     def _read(self, block: Tensor) -> Tensor:
@@ -356,9 +354,9 @@ class Records:
             return total.result()
         if bool((curvatures >= 0).all()):
             roots = curvatures.sqrt()
+            plain = bool((roots == 1).all())
             for rows, block in self.blocks():
-                half = block * roots[rows].unsqueeze(1)
-                total.add(_squares(half))
+                total.add(_squares(block if plain else block * roots[rows].unsqueeze(1)))
             return total.result()
         for rows, block in self.blocks():
             total.add((block * curvatures[rows].unsqueeze(1)).T @ block)
@@ -367,7 +365,7 @@ class Records:
     def below(self, values: Tensor, most: float) -> Tensor:
         """Sum of the weights of records whose value, of (n,), is at most this."""
         if self.in_c:
-            return pairwise(native.below(values.contiguous(), self.weights, most, self._rows))
+            return native.below(values.contiguous(), self.weights, most, self._rows)
         return self.total(self.weights * (values <= most))
 
     def total(self, terms: Tensor) -> Tensor:

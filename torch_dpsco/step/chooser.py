@@ -50,7 +50,16 @@ from torch_dpsco.accounting.events import (
     check_adjacency,
 )
 from torch_dpsco.errors import AdjacencyError, UnitError
-from torch_dpsco.problem import Problem, TableGradBound
+from torch_dpsco.problem import (
+    LEAST,
+    MOST,
+    SETTLED,
+    Pace,
+    Problem,
+    TableGradBound,
+    smooth_pace,
+    steps_to,
+)
 from torch_dpsco.rules import AVERAGES
 from torch_dpsco.step import checks
 
@@ -597,13 +606,8 @@ def dimension(dim: Any) -> int | None:
     return max(1, sum(int((p[1] if isinstance(p, tuple) else p).numel()) for p in tensors))
 
 
-LEAST = 64  # steps
-MOST = 1024
 MOST_OF_USERS = 256
 PASSES = 20  # over the data, in batches of 1/PASSES of them times the steps at most
-SETTLED = (
-    5.0  # T (1 - m) is about twice that at least: fast directions have e^-5 of their start left
-)
 USUAL_DIM = 64  # where nobody says
 _FIRST_STEPS = 50.0  # D in units of a first step of size 1/B^2
 _TARGETS = 3.0  # and of the targets' bound over B
@@ -617,19 +621,6 @@ _FEW = 5  # steps of one pass
 _RELATIVE = 6.0  # of steps in units of a clip
 _OSCILLATION = 4.0
 _ROUNDS = 200.0
-
-
-@dataclass(frozen=True)
-class Pace:
-    """Step size and momentum.
-
-    Args:
-        lr: of a step.
-        momentum: in [0, 1); the steps of `rules.Momentum` have size lr/(1 - momentum).
-    """
-
-    lr: float
-    momentum: float = 0.0
 
 
 def usual_distance(
@@ -692,36 +683,6 @@ def noise_of_mean(
     return (
         clip / math.sqrt(steps) * math.hypot(added, sampled / (_SAMPLED * math.sqrt(batch_size)))
     )
-
-
-def steps_to(horizon: float, smoothness: float | None) -> int:
-    """Returns T with T^2 >= 5 L H, between 64 and 1024; without smoothness the most.
-
-    Args:
-        horizon: H > 0.
-        smoothness: L > 0; None for a loss with kinks.
-    """
-    if smoothness is None:
-        return MOST
-    return min(MOST, max(LEAST, math.ceil(math.sqrt(SETTLED * smoothness * horizon))))
-
-
-def smooth_pace(horizon: float, steps: int, smoothness: float) -> Pace:
-    """Returns step size and momentum for an L-smooth loss.
-
-    Args:
-        horizon: H > 0.
-        steps: T.
-        smoothness: L > 0.
-
-    Example:
-        >>> smooth_pace(horizon=50.0, steps=100, smoothness=1.0)
-        Pace(lr=0.5, momentum=0.0)
-    """
-    step = min(horizon / steps, steps / (SETTLED * smoothness))
-    reach = smoothness * max(step, 1.0 / smoothness)
-    momentum = max(0.0, (reach - 1.0) / (reach + 1.0))
-    return Pace(step * (1.0 - momentum), momentum)
 
 
 def rough_pace(distance: float, noise: float, steps: int, grad_bound: float) -> Pace:

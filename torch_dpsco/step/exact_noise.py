@@ -77,7 +77,7 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.rounding import Grid, exact_grid
 from torch_dpsco.accounting.events import Gaussian
-from torch_dpsco.noise import Source, exponential_sum, normal_, random_bytes, stream_of
+from torch_dpsco.noise import Source, exponential_sum, gaussian_vector, random_bytes, stream_of
 
 IntArray = NDArray[np.int64]
 Read = Callable[[int], bytes]
@@ -400,20 +400,6 @@ def exact_release(value: Tensor, event: Gaussian, source: Source) -> Tensor:
     return release_on_grid(
         value, exact_grid(event.sigma, min(dict(event.sens).values()), value.numel()), source
     )
-
-
-def gaussian_vector(dim: int, std: float, generator: Source) -> Tensor:
-    """Returns (dim,) float64 numbers N(0, std^2), on the generator's device.
-
-    Args:
-        dim: d >= 1.
-        std: >= 0.
-        generator: from `noise.noise_generator`.
-    """
-    empty = torch.empty(
-        check.positive_count(dim=dim), dtype=torch.float64, device=generator.device
-    )
-    return normal_(empty, 1.0, generator).mul_(check.nonnegative(std=std))
 
 
 def symmetric_noise(dim: int, diagonal: float, off_diagonal: float, generator: Source) -> Tensor:
