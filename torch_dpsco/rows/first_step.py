@@ -449,14 +449,17 @@ class Replay:
         leaves = [*(self.inputs[k] for k in places), *loss.leaves_of_any_size]
         params = [p for p in model.parameters() if p.requires_grad]
 
-        def answers(made: list[Tensor]) -> list[Tensor]:
+        def outputs(made: list[Tensor]) -> list[Tensor]:
             filled = list(self.inputs)
-            for k, t in zip(places, made, strict=False):
-                filled[k] = t
+            for k in places:
+                filled[k] = made.pop(0)  # its memory goes as soon as the model has a copy
             args, kwargs = tree_unflatten(filled, self.structure)
-            outputs = tree_leaves(model(*args, **kwargs))
-            known = [t for t, d in zip(outputs, self.dims, strict=True) if _picked(t, d)]
-            return rows_of_a_pass(params, known, loss.of(known, made[len(places) :]))
+            found = tree_leaves(model(*args, **kwargs))
+            return [t for t, d in zip(found, self.dims, strict=True) if _picked(t, d)]
+
+        def answers(made: list[Tensor]) -> list[Tensor]:
+            known = outputs(made)
+            return rows_of_a_pass(params, known, loss.of(known, made))
 
         with random_parameters(model):
             return Trial(

@@ -205,6 +205,7 @@ class SyntheticBatches:
         fill: of integers and labels, 0 or 1; another record has the other one. None: at random.
         any_size: whether there may be batches of other sizes, in which the records come again.
         kinds: how many integers there are by place, 2 elsewhere, if they are random.
+        seed: of the records; constants are the same for all.
     """
 
     def __init__(
@@ -215,13 +216,14 @@ class SyntheticBatches:
         *,
         any_size: bool = False,
         kinds: Mapping[int, int] = MappingProxyType({}),
+        seed: int = SEED,
     ) -> None:
         self.leaves = leaves
         self.rows = rows
         self._any_size = any_size
-        generator = torch.Generator().manual_seed(SEED)
+        own, shared = (torch.Generator().manual_seed(k) for k in (seed, SEED))
         self._base = [
-            _filled(leaf, rows, fill, generator, kinds.get(k, 2))
+            _filled(leaf, rows, fill, shared if leaf.dim is None else own, kinds.get(k, 2))
             for k, leaf in enumerate(leaves)
         ]
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch_dpsco.compat import DispatchMode, tree_leaves
 from torch_dpsco.native import HALF
 from torch_dpsco.sampling.loader import Sizes, flushes, torch_settings
-from torch_dpsco.trial import Leaf, Refused, SyntheticBatches, attempt
+from torch_dpsco.trial import SEED, Leaf, Refused, SyntheticBatches, attempt
 
 RECORDS = (
     2500  # made up: a dependence of 1 % of them is missed with probability .99^2500 < 2e-11
@@ -295,43 +295,63 @@ class Trial:
         Each is computed twice: in sizes that increase, and in sizes that decrease, from another record on. It ends
         with the first bit that differs.
         """
-        pool = SyntheticBatches(self.leaves, records, None, kinds=kinds)
         # PRIVACY: odd, or records would keep their places in vectors (test_places_in_vectors_are_tested)
         shift = sizes[0] // 3 | 1
         passes = (
-            self._passes(pool, watched, sizes, 0),
-            self._passes(pool, watched, sizes[::-1], shift),
+            self._passes(watched, sizes, 0, kinds),
+            self._passes(watched, sizes[::-1], shift, kinds),
         )
-        ahead = [[t[shift:] for t in next(passes[0])], next(passes[1])]
+        # of one pass, until the other has come so far: copies, since the next batch may write over what a pass gives
+        held = [t[shift:].clone() for t in next(passes[0])]
+        behind = made = 1
         compared = 0
-        made = 2
         kept: list[Tensor] = []
         # PRIVACY: all sizes, the last two of which may have been begun only (test_all_sizes_are_tested)
         while compared < records or made < len(sizes) + 2:
-            rows = min(len(side[0]) for side in ahead)
-            if not all(torch.equal(a[:rows], b[:rows]) for a, b in zip(*ahead, strict=True)):
+            bits = next(passes[behind])
+            made += 1
+            rows = min(len(held[0]), len(bits[0]))
+            if not all(torch.equal(a[:rows], b[:rows]) for a, b in zip(held, bits, strict=True)):
                 return False
-            kept.append(torch.cat([t[:rows, :1].long() for t in ahead[0]], dim=1))
+            kept.append(torch.cat([t[:rows, :1].long() for t in bits], dim=1))
             compared += rows
-            for k, answers in enumerate(passes):
-                ahead[k] = [t[rows:] for t in ahead[k]]
-                if not len(ahead[k][0]):
-                    ahead[k] = next(answers)
-                    made += 1
+            held = [t[rows:] for t in held]
+            if len(bits[0]) > rows:
+                held = [t[rows:].clone() for t in bits]
+                behind = 1 - behind
+            del bits  # all that is large, before the next batch is computed
         # PRIVACY: few of them show nothing about others (test_few_different_records_keep_slots)
         return len(torch.cat(kept).unique(dim=0)) >= min(records, _FEWEST) // 4
 
     def _passes(
-        self, pool: SyntheticBatches, watched: _Watched, sizes: Sequence[int], start: int
+        self, watched: _Watched, sizes: Sequence[int], start: int, kinds: Mapping[int, int]
     ) -> Iterator[list[Tensor]]:
         """Yields the bits of the answers of batches whose sizes take turns, from a record on, without end."""
         for size in itertools.cycle(sizes):
-            chosen = [k % pool.rows for k in range(start, start + size)]
+            # nothing else holds them: what is large goes as soon as it was looked at
+            made = partial(self._made, range(start, start + size), min(sizes), kinds)
+            yield [_bits(t) for t in watched.run(self.answers, made()) if len(t) == size]
+            start += size
+
+    def _made(self, records: range, rows: int, kinds: Mapping[int, int]) -> list[Tensor]:
+        """Returns a batch of some of endlessly many records, each of which is always the same.
+
+        Args:
+            records: which ones.
+            rows: that are made up together, so that few others have to be.
+            kinds: of integers.
+        """
+        parts = []
+        for first in range(records.start - records.start % rows, records.stop, rows):
+            pool = SyntheticBatches(self.leaves, rows, None, kinds=kinds, seed=SEED + first)
+            chosen = range(max(0, records.start - first), min(rows, records.stop - first))
             scales = [(1.0, -1.0, 1e-2, -1e-2)[k % 4] for k in chosen]
             numbers = {k: scales for k, leaf in enumerate(self.leaves) if _scaled(leaf)}
-            answers = watched.run(self.answers, pool.batch(numbers, chosen))
-            yield [_bits(t) for t in answers if len(t) == size]
-            start += size
+            parts.append(pool.batch(numbers, chosen))
+        return [
+            same[0] if leaf.dim is None else torch.cat(same, leaf.dim)
+            for leaf, *same in zip(self.leaves, *parts, strict=True)
+        ]
 
 
 def _scaled(leaf: Leaf) -> bool:
@@ -339,9 +359,9 @@ def _scaled(leaf: Leaf) -> bool:
 
 
 def _bits(rows: Tensor) -> Tensor:
-    """Returns (B, numbers) integers of the bits of an answer, in memory of their own: the next pass may write to it."""
+    """Returns (B, numbers) integers of the bits of an answer."""
     real = torch.view_as_real(rows) if rows.is_complex() else rows
-    flat = real.detach().reshape(len(rows), -1).clone(memory_format=torch.contiguous_format)
+    flat = real.detach().reshape(len(rows), -1)
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return flat.view(kinds[flat.element_size()])
 
