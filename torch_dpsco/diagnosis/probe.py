@@ -34,7 +34,6 @@ from torch_dpsco.rows.batch import attachments
 from torch_dpsco.rows.blocks import Block, FactoredBlock
 from torch_dpsco.rows.first_step import (
     COMPILED,
-    of_passes,
     random_parameters,
     rows_of_a_pass,
 )
@@ -490,7 +489,7 @@ def _sizes(script: Script) -> Sizes | str:
             slots.usual,
             slots.most,
             attachment.mean,
-            *of_passes(module),
+            attachment.passes,
         ).sizes()
     return replace(found, whole_step=True) if isinstance(found, Sizes) else found
 

@@ -11,12 +11,14 @@ random parameters. Source: docs/proofs/record_isolation.md#batches-of-several-si
 from __future__ import annotations
 
 import itertools
+import pickle
 import random
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -72,11 +74,9 @@ _STEP_FUNCTIONS = frozenset(
 )
 
 
-def _other_streams() -> tuple[Any, ...]:
+def _other_streams() -> bytes:
     """Returns the states of the random streams of python and numpy."""
-    state: Any = np.random.get_state(legacy=False)  # noqa: NPY002
-    words = state["state"]
-    return random.getstate(), words["pos"], words["key"].tobytes(), state["has_gauss"]
+    return pickle.dumps((random.getstate(), np.random.get_state()))  # noqa: NPY002
 
 
 class DrawsError(Exception):
@@ -92,13 +92,13 @@ class _Watched(DispatchMode):  # type: ignore[misc]
 
     Args:
         rows: of the batch.
-        in_forward: returns whether the forward of the model runs, where masks may be drawn.
+        passes: of the model; their tag is a number while its forward runs, where masks may be drawn.
     """
 
-    def __init__(self, rows: int, in_forward: Callable[[], bool]) -> None:
+    def __init__(self, rows: int, passes: Any) -> None:
         super().__init__()
         self.rows = rows
-        self.in_forward = in_forward
+        self.passes = passes
         self.widths: set[tuple[int, torch.dtype]] = set()  # numbers per record
         self.random = False
         self.hides = ""  # what hides the order in which sums were added
@@ -109,14 +109,14 @@ class _Watched(DispatchMode):  # type: ignore[misc]
         """Runs an operation."""
         name = func.overloadpacket.__name__
         if torch.Tag.nondeterministic_seeded in func.tags:
-            if name == "bernoulli_" and self.in_forward():
+            if name == "bernoulli_" and self.passes.tag:
                 self.random = True
                 return args[0].fill_(1.0)
             places = [k for k, a in enumerate(func._schema.arguments) if a.name == "dropout_p"]
             chosen = {k: args[k] for k in places if k < len(args)}
             if not places or any(chosen.values()) or (kwargs or {}).get("dropout_p"):
                 raise DrawsError(name)
-        if _chooses(func, args) and (self.in_forward() or _differentiable(args)):
+        if _chooses(func, args) and (self.passes.tag or _differentiable(args)):
             # PRIVACY: how many others are chosen moves the end (test_a_model_that_chooses_values_keeps_slots)
             raise ChoosesError(name)
         result = func(*args, **(kwargs or {}))
@@ -137,7 +137,8 @@ class _Watched(DispatchMode):  # type: ignore[misc]
             return True
         real = any(isinstance(t, Tensor) and t.is_floating_point() for t in args)
         whole_numbers = name == "_to_copy" and any(not t.is_floating_point() for t in found)
-        return real and self.in_forward() and (name in _STEP_FUNCTIONS or whole_numbers)
+        steps = name in _STEP_FUNCTIONS or whole_numbers
+        return bool(real and steps and self.passes.tag)
 
     def run(
         self, answers: Callable[[list[Tensor]], Sequence[Tensor]], made: list[Tensor]
@@ -190,8 +191,7 @@ class Trial:
         usual: rows of a usual batch.
         most: rows of a batch at most.
         mean: whether the loss is a mean over the batch, which powers of 2 divide exactly.
-        use_exact_means: makes such means exact for all sizes, or not, where that is possible.
-        in_forward: returns whether the forward of the model runs.
+        passes: those of an attached model, whose means may be exact for all sizes, and which know whether it runs.
         before: numbers by record, and types, of tensors that the loop makes of a batch before the loss.
     """
 
@@ -200,8 +200,7 @@ class Trial:
     usual: int
     most: int
     mean: bool = False
-    use_exact_means: Callable[[bool], None] = lambda exact: None
-    in_forward: Callable[[], bool] = lambda: False
+    passes: Any = field(default_factory=partial(SimpleNamespace, tag=None))
     before: Sequence[tuple[int, torch.dtype]] = ()
 
     def sizes(self) -> Sizes | str:
@@ -221,7 +220,7 @@ class Trial:
         return found
 
     def _found(self) -> Sizes | str:
-        watched = _Watched(13, self.in_forward)
+        watched = _Watched(13, self.passes)
         made = SyntheticBatches(self.leaves, 13, None).batch()
         other_streams = _other_streams()
         with watched:
@@ -241,7 +240,7 @@ class Trial:
         kinds = self._kinds(watched)
         records = max(_FEWEST, min(RECORDS, _BATCHES * self.usual))
         for exact in (True, False) if self.mean else (False,):
-            self.use_exact_means(exact)
+            self.passes.exact_means = exact
             for grid in _GRIDS:
                 sizes = self._admitted(grid, watched.widths, powers=self.mean and not exact)
                 same = partial(self._same_bits, sizes, records, watched, kinds)
@@ -297,28 +296,25 @@ class Trial:
         """
         # PRIVACY: odd, or records would keep their places in vectors (test_places_in_vectors_are_tested)
         shift = sizes[0] // 3 | 1
-        passes = (
-            self._passes(watched, sizes, 0, kinds),
-            self._passes(watched, sizes[::-1], shift, kinds),
-        )
-        # of one pass, until the other has come so far: copies, since the next batch may write over what a pass gives
-        held = [t[shift:].clone() for t in next(passes[0])]
-        behind = made = 1
+        starts = ((sizes, 0), (sizes[::-1], shift))
+        passes = [self._passes(watched, *start, kinds) for start in starts]
+        held = _left(next(passes[0]), shift)  # of one pass, until the other has come so far
         compared = 0
+        made = 1
         kept: list[Tensor] = []
         # PRIVACY: all sizes, the last two of which may have been begun only (test_all_sizes_are_tested)
         while compared < records or made < len(sizes) + 2:
-            bits = next(passes[behind])
+            bits = next(passes[1])
             made += 1
             rows = min(len(held[0]), len(bits[0]))
             if not all(torch.equal(a[:rows], b[:rows]) for a, b in zip(held, bits, strict=True)):
                 return False
             kept.append(torch.cat([t[:rows, :1].long() for t in bits], dim=1))
             compared += rows
-            held = [t[rows:] for t in held]
             if len(bits[0]) > rows:
-                held = [t[rows:].clone() for t in bits]
-                behind = 1 - behind
+                held = bits
+                passes.reverse()
+            held = _left(held, rows)
             del bits  # all that is large, before the next batch is computed
         # PRIVACY: few of them show nothing about others (test_few_different_records_keep_slots)
         return len(torch.cat(kept).unique(dim=0)) >= min(records, _FEWEST) // 4
@@ -329,33 +325,41 @@ class Trial:
         """Yields the bits of the answers of batches whose sizes take turns, from a record on, without end."""
         for size in itertools.cycle(sizes):
             # nothing else holds them: what is large goes as soon as it was looked at
-            made = partial(self._made, range(start, start + size), min(sizes), kinds)
-            yield [_bits(t) for t in watched.run(self.answers, made()) if len(t) == size]
+            yield [
+                _bits(t)
+                for t in watched.run(self.answers, self._made(start, size, min(sizes), kinds))
+                if len(t) == size
+            ]
             start += size
 
-    def _made(self, records: range, rows: int, kinds: Mapping[int, int]) -> list[Tensor]:
-        """Returns a batch of some of endlessly many records, each of which is always the same.
-
-        Args:
-            records: which ones.
-            rows: that are made up together, so that few others have to be.
-            kinds: of integers.
-        """
-        parts = []
-        for first in range(records.start - records.start % rows, records.stop, rows):
-            pool = SyntheticBatches(self.leaves, rows, None, kinds=kinds, seed=SEED + first)
-            chosen = range(max(0, records.start - first), min(rows, records.stop - first))
-            scales = [(1.0, -1.0, 1e-2, -1e-2)[k % 4] for k in chosen]
-            numbers = {k: scales for k, leaf in enumerate(self.leaves) if _scaled(leaf)}
-            parts.append(pool.batch(numbers, chosen))
-        return [
-            same[0] if leaf.dim is None else torch.cat(same, leaf.dim)
-            for leaf, *same in zip(self.leaves, *parts, strict=True)
+    def _made(self, start: int, size: int, rows: int, kinds: Mapping[int, int]) -> list[Tensor]:
+        """Returns some of endlessly many records, which are made up `rows` at a time, so that few others have to be."""
+        scales = [(1.0, -1.0, 1e-2, -1e-2)[k % 4] for k in range(rows)]
+        numbers = {k: scales for k, leaf in enumerate(self.leaves) if _scaled(leaf)}
+        skipped = start % rows
+        parts = [
+            SyntheticBatches(self.leaves, rows, None, kinds=kinds, seed=SEED + first).batch(
+                numbers
+            )
+            for first in range(start - skipped, start + size, rows)
         ]
+        made = []
+        for leaf, *same in zip(self.leaves, *parts, strict=True):
+            t = same[0]
+            if leaf.dim is not None:
+                t = torch.cat(same, leaf.dim)
+                t = t.narrow(leaf.dim, skipped * leaf.places, size * leaf.places).clone()
+            made.append(t)
+        return made
 
 
 def _scaled(leaf: Leaf) -> bool:
     return leaf.dim is not None and leaf.is_number and not leaf.target and not leaf.counts
+
+
+def _left(bits: list[Tensor], rows: int) -> list[Tensor]:
+    """Returns copies of all but the first rows: the next batch may be written over them. What they are of is freed."""
+    return [bits.pop(0)[rows:].clone() for _ in range(len(bits))]
 
 
 def _bits(rows: Tensor) -> Tensor:
