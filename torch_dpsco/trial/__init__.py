@@ -304,7 +304,7 @@ def _filled(
         return torch.arange(float(leaf.shape[0])).view(leaf.shape)
     shape = [rows * leaf.places if d == leaf.dim else n for d, n in enumerate(leaf.shape)]
     if leaf.is_number:
-        return 0.25 + 0.5 * torch.rand(shape, generator=generator)
+        return torch.rand(shape, generator=generator).mul_(0.5).add_(0.25)
     if fill is None:
         return torch.randint(0, kinds, shape, generator=generator).float()
     return torch.full(shape, float(fill))

@@ -296,8 +296,10 @@ class Trial:
         """
         # PRIVACY: odd, or records would keep their places in vectors (test_places_in_vectors_are_tested)
         shift = sizes[0] // 3 | 1
-        starts = ((sizes, 0), (sizes[::-1], shift))
-        passes = [self._passes(watched, *start, kinds) for start in starts]
+        passes = [
+            self._passes(watched, sizes, 0, kinds),
+            self._passes(watched, sizes[::-1], shift, kinds),
+        ]
         held = _left(next(passes[0]), shift)  # of one pass, until the other has come so far
         compared = 0
         made = 1
@@ -327,7 +329,9 @@ class Trial:
             # nothing else holds them: what is large goes as soon as it was looked at
             yield [
                 _bits(t)
-                for t in watched.run(self.answers, self._made(start, size, min(sizes), kinds))
+                for t in watched.run(
+                    self.answers, self._made(start, size, min(sizes) // 4 + 8, kinds)
+                )
                 if len(t) == size
             ]
             start += size
