@@ -52,7 +52,7 @@ from torch_dpsco.algorithms.user_numbers import (
     suited,
 )
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, MissingConstantError, warn
-from torch_dpsco.problem import Phase, Problem, Schedule
+from torch_dpsco.problem import Pace, Phase, Problem, Schedule
 from torch_dpsco.prox import Prox
 from torch_dpsco.step import checks
 from torch_dpsco.step.chooser import (

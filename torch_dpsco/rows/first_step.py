@@ -143,8 +143,8 @@ class FirstStep:
         if isolation is not None:
             self.delivered = isolation.delivered
         self.autocast = torch.is_autocast_enabled("cpu")
-        numbers = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
-        self._memory = memory_of([t for t in numbers if t.is_floating_point()])
+        tensors = (t for t in tree_leaves(inputs) if isinstance(t, Tensor))
+        self._memory = memory_of([t for t in tensors if t.is_floating_point()])
         if self._open["model"]:
             with _without_collector():
                 self._before = Memory(layers)
@@ -252,10 +252,11 @@ class _Calls:
             n for t in (*self._inputs, *self._real) if isinstance(t, Tensor) for n in t.shape
         }
         self.rows = next(n for n in _SIZES if n not in sizes or n == _SIZES[-1])
-        self._places = []
-        for k, t in enumerate(self._inputs):
-            if isinstance(t, Tensor) and t.dim() > dim and t.shape[dim] == batch:
-                self._places.append(k)
+        self._places = [
+            k
+            for k, t in enumerate(self._inputs)
+            if isinstance(t, Tensor) and t.dim() > dim and t.shape[dim] == batch
+        ]
         made = [self._inputs[k] for k in self._places]
         # a wrong index on an accelerator ends the process
         self._on_cpu = any(
@@ -267,10 +268,9 @@ class _Calls:
                 "not checked, integers are made up on the CPU, where the model is too large to be"
                 " copied"
             )
-        self.leaves = []
-        for t in made:
-            device = _CPU if self._on_cpu else t.device
-            self.leaves.append(Leaf(tuple(t.shape), t.dtype, device, dim))
+        self.leaves = [
+            Leaf(tuple(t.shape), t.dtype, _CPU if self._on_cpu else t.device, dim) for t in made
+        ]
 
     def replay(self, memory: frozenset[tuple[int, int]]) -> Replay:
         """Returns how the model is called, without data."""
@@ -447,14 +447,18 @@ class Replay:
         leaves = [*(self.inputs[k] for k in places), *loss.leaves_of_any_size]
         params = [p for p in model.parameters() if p.requires_grad]
 
-        def answers(made: list[Tensor]) -> list[Tensor]:
+        def outputs(made: list[Tensor]) -> list[Tensor]:
             filled = list(self.inputs)
-            for k, t in zip(places, made, strict=False):
-                filled[k] = t
+            for k in places:
+                filled[k] = made.pop(0)  # its memory goes as soon as the model has a copy
             args, kwargs = tree_unflatten(filled, self.structure)
-            outputs = tree_leaves(model(*args, **kwargs))
-            known = [t for t, d in zip(outputs, self.dims, strict=True) if _picked(t, d)]
-            return rows_of_a_pass(params, known, loss.of(known, made[len(places) :]))
+            found = tree_leaves(model(*args, **kwargs))
+            known = (t for t, d in zip(found, self.dims, strict=True) if d is not None)
+            return [t for t in known if isinstance(t, Tensor) and t.requires_grad]
+
+        def answers(made: list[Tensor]) -> list[Tensor]:
+            known = outputs(made)
+            return rows_of_a_pass(params, known, loss.of(known, made))
 
         with random_parameters(model):
             return Trial(
@@ -492,7 +496,7 @@ def rows_of_a_pass(
         elif not isinstance(
             block, ItemBlock
         ):  # whose vectors are not in the order of the records
-            found += _tensors(block)
+            found += [t for t in tree_leaves(vars(block)) if isinstance(t, Tensor)]
         found.append(block.norms())
     clear_rows(params)
     for attachment in attachments(params):
@@ -508,13 +512,6 @@ def waiting_blocks(params: Sequence[nn.Parameter]) -> Iterator[Block]:
     for p in params:
         if isinstance(dense := getattr(p, "grad_sample", None), Tensor):
             yield DenseBlock(dense.detach())
-
-
-def _tensors(block: Block) -> Iterator[Tensor]:
-    for value in vars(block).values():
-        for t in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(t, Tensor):
-                yield t
 
 
 @contextmanager

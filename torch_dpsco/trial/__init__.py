@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -205,6 +206,7 @@ class SyntheticBatches:
         fill: of integers and labels, 0 or 1; another record has the other one. None: at random.
         any_size: whether there may be batches of other sizes, in which the records come again.
         kinds: how many integers there are by place, 2 elsewhere, if they are random.
+        seed: of the records; constants are the same for all.
     """
 
     def __init__(
@@ -215,13 +217,14 @@ class SyntheticBatches:
         *,
         any_size: bool = False,
         kinds: Mapping[int, int] = MappingProxyType({}),
+        seed: int = SEED,
     ) -> None:
         self.leaves = leaves
         self.rows = rows
         self._any_size = any_size
-        generator = torch.Generator().manual_seed(SEED)
+        own, shared = (torch.Generator().manual_seed(k) for k in (seed, SEED))
         self._base = [
-            _filled(leaf, rows, fill, generator, kinds.get(k, 2))
+            _filled(leaf, rows, fill, shared if leaf.dim is None else own, kinds.get(k, 2))
             for k, leaf in enumerate(leaves)
         ]
 
@@ -301,7 +304,7 @@ def _filled(
         return torch.arange(float(leaf.shape[0])).view(leaf.shape)
     shape = [rows * leaf.places if d == leaf.dim else n for d, n in enumerate(leaf.shape)]
     if leaf.is_number:
-        return 0.25 + 0.5 * torch.rand(shape, generator=generator)
+        return torch.rand(shape, generator=generator).mul_(0.5).add_(0.25)
     if fill is None:
         return torch.randint(0, kinds, shape, generator=generator).float()
     return torch.full(shape, float(fill))
@@ -475,19 +478,16 @@ class Memory:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        attributes = [value for m in modules for value in vars(m).values()]
-        keepers = [*modules, *filter(_is_keeper, attributes)]
+        keepers = [*modules, *filter(_is_keeper, _held(modules))]
         self.attributes = Attributes(keepers)
         released: set[int] = set()
         for m in modules:
             released.update(map(id, (*m._parameters.values(), *m._buffers.values())))
-        held = [value for keeper in keepers for value in vars(keeper).values()]
+        held = _held(keepers)
         for container in [value for value in held if isinstance(value, (list, dict))]:
             held += container.values() if isinstance(container, dict) else container
-        kept = [
-            value for value in held if isinstance(value, Tensor) and id(value) not in released
-        ]
-        self._values = [(t, t.detach().clone()) for t in kept]
+        kept = [value for value in held if id(value) not in released]
+        self._values = [(t, t.detach().clone()) for t in kept if isinstance(t, Tensor)]
 
     def rewind(self) -> None:
         """Puts it back."""
@@ -511,8 +511,7 @@ class Untouched:
         self.params = list(model.parameters())
         objects = list(_with_helpers([*self.modules, *self.params, *others]))
         self._attributes = Attributes(objects)
-        attributes = [value for thing in objects for value in vars(thing).values()]
-        generators = [value for value in attributes if isinstance(value, torch.Generator)]
+        generators = [value for value in _held(objects) if type(value) is torch.Generator]
         self._generators = [(g, g.get_state()) for g in generators]
         self._hooks = [(hooks, dict(hooks)) for p in self.params for hooks in _tensor_hooks(p)]
         self._grads = [(p, p.grad, p.requires_grad) for p in self.params]
@@ -565,10 +564,16 @@ def _contents(thing: Any) -> list[tuple[Any, Any]]:
     return [(container, container.copy()) for container in containers]
 
 
+def _held(things: Iterable[Any]) -> list[Any]:
+    """Returns the values of the attributes."""
+    return [value for thing in things for value in vars(thing).values()]
+
+
 def _is_keeper(thing: Any) -> bool:
-    ours = type(thing).__module__.startswith(_HELPERS)
-    plain = hasattr(thing, "__dict__") and not isinstance(thing, Tensor)
-    return plain and not ours and not callable(thing)
+    # a module has ten dictionaries of hooks, whose contents count as its own
+    if type(thing) is OrderedDict or callable(thing) or isinstance(thing, Tensor):
+        return False
+    return hasattr(thing, "__dict__") and not type(thing).__module__.startswith(_HELPERS)
 
 
 def _with_helpers(things: list[Any]) -> Iterator[Any]:
@@ -581,7 +586,7 @@ def _with_helpers(things: list[Any]) -> Iterator[Any]:
             continue
         seen.add(id(thing))
         yield thing
-        for value in list(vars(thing).values()):
+        for value in _held([thing]):
             if type(value).__module__.startswith(_HELPERS) and not isinstance(value, nn.Module):
                 queue.append(value)
 

@@ -11,12 +11,14 @@ random parameters. Source: docs/proofs/record_isolation.md#batches-of-several-si
 from __future__ import annotations
 
 import itertools
+import pickle
 import random
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ from torch import Tensor
 from torch_dpsco.compat import DispatchMode, tree_leaves
 from torch_dpsco.native import HALF
 from torch_dpsco.sampling.loader import Sizes, flushes, torch_settings
-from torch_dpsco.trial import Leaf, Refused, SyntheticBatches, attempt
+from torch_dpsco.trial import SEED, Leaf, Refused, SyntheticBatches, attempt
 
 RECORDS = (
     2500  # made up: a dependence of 1 % of them is missed with probability .99^2500 < 2e-11
@@ -72,11 +74,9 @@ _STEP_FUNCTIONS = frozenset(
 )
 
 
-def _other_streams() -> tuple[Any, ...]:
+def _other_streams() -> bytes:
     """Returns the states of the random streams of python and numpy."""
-    state: Any = np.random.get_state(legacy=False)  # noqa: NPY002
-    words = state["state"]
-    return random.getstate(), words["pos"], words["key"].tobytes(), state["has_gauss"]
+    return pickle.dumps((random.getstate(), np.random.get_state()))  # noqa: NPY002
 
 
 class DrawsError(Exception):
@@ -299,53 +299,82 @@ class Trial:
         Each is computed twice: in sizes that increase, and in sizes that decrease, from another record on. It ends
         with the first bit that differs.
         """
-        pool = SyntheticBatches(self.leaves, records, None, kinds=kinds)
         # PRIVACY: odd, or records would keep their places in vectors (test_places_in_vectors_are_tested)
         shift = sizes[0] // 3 | 1
-        passes = (
-            self._passes(pool, watched, sizes, 0),
-            self._passes(pool, watched, sizes[::-1], shift),
-        )
-        ahead = [[t[shift:] for t in next(passes[0])], next(passes[1])]
+        passes = [
+            self._passes(watched, sizes, 0, kinds),
+            self._passes(watched, sizes[::-1], shift, kinds),
+        ]
+        held = _left(next(passes[0]), shift)  # of one pass, until the other has come so far
         compared = 0
-        made = 2
+        made = 1
         kept: list[Tensor] = []
         # PRIVACY: all sizes, the last two of which may have been begun only (test_all_sizes_are_tested)
         while compared < records or made < len(sizes) + 2:
-            rows = min(len(side[0]) for side in ahead)
-            if not all(torch.equal(a[:rows], b[:rows]) for a, b in zip(*ahead, strict=True)):
+            bits = next(passes[1])
+            made += 1
+            rows = min(len(held[0]), len(bits[0]))
+            if not all(torch.equal(a[:rows], b[:rows]) for a, b in zip(held, bits, strict=True)):
                 return False
-            kept.append(torch.cat([t[:rows, :1].long() for t in ahead[0]], dim=1))
+            kept.append(torch.cat([t[:rows, :1].long() for t in bits], dim=1))
             compared += rows
-            for k, answers in enumerate(passes):
-                ahead[k] = [t[rows:] for t in ahead[k]]
-                if not len(ahead[k][0]):
-                    ahead[k] = next(answers)
-                    made += 1
+            if len(bits[0]) > rows:
+                held = bits
+                passes.reverse()
+            held = _left(held, rows)
+            del bits  # all that is large, before the next batch is computed
         # PRIVACY: few of them show nothing about others (test_few_different_records_keep_slots)
         return len(torch.cat(kept).unique(dim=0)) >= min(records, _FEWEST) // 4
 
     def _passes(
-        self, pool: SyntheticBatches, watched: _Watched, sizes: Sequence[int], start: int
+        self, watched: _Watched, sizes: Sequence[int], start: int, kinds: Mapping[int, int]
     ) -> Iterator[list[Tensor]]:
         """Yields the bits of the answers of batches whose sizes take turns, from a record on, without end."""
         for size in itertools.cycle(sizes):
-            chosen = [k % pool.rows for k in range(start, start + size)]
-            scales = [(1.0, -1.0, 1e-2, -1e-2)[k % 4] for k in chosen]
-            numbers = {k: scales for k, leaf in enumerate(self.leaves) if _scaled(leaf)}
-            answers = watched.run(self.answers, pool.batch(numbers, chosen))
-            yield [_bits(t) for t in answers if len(t) == size]
+            # nothing else holds them: what is large goes as soon as it was looked at
+            yield [
+                _bits(t)
+                for t in watched.run(
+                    self.answers, self._made(start, size, min(sizes) // 4 + 8, kinds)
+                )
+                if len(t) == size
+            ]
             start += size
+
+    def _made(self, start: int, size: int, rows: int, kinds: Mapping[int, int]) -> list[Tensor]:
+        """Returns some of endlessly many records, which are made up `rows` at a time, so that few others have to be."""
+        scales = [(1.0, -1.0, 1e-2, -1e-2)[k % 4] for k in range(rows)]
+        numbers = {k: scales for k, leaf in enumerate(self.leaves) if _scaled(leaf)}
+        skipped = start % rows
+        parts = [
+            SyntheticBatches(self.leaves, rows, None, kinds=kinds, seed=SEED + first).batch(
+                numbers
+            )
+            for first in range(start - skipped, start + size, rows)
+        ]
+        made = []
+        for leaf, *same in zip(self.leaves, *parts, strict=True):
+            t = same[0]
+            if leaf.dim is not None:
+                t = torch.cat(same, leaf.dim)
+                t = t.narrow(leaf.dim, skipped * leaf.places, size * leaf.places).clone()
+            made.append(t)
+        return made
 
 
 def _scaled(leaf: Leaf) -> bool:
     return leaf.dim is not None and leaf.is_number and not leaf.target and not leaf.counts
 
 
+def _left(bits: list[Tensor], rows: int) -> list[Tensor]:
+    """Returns copies of all but the first rows: the next batch may be written over them. What they are of is freed."""
+    return [bits.pop(0)[rows:].clone() for _ in range(len(bits))]
+
+
 def _bits(rows: Tensor) -> Tensor:
-    """Returns (B, numbers) integers of the bits of an answer, in memory of their own: the next pass may write to it."""
+    """Returns (B, numbers) integers of the bits of an answer."""
     real = torch.view_as_real(rows) if rows.is_complex() else rows
-    flat = real.detach().reshape(len(rows), -1).clone(memory_format=torch.contiguous_format)
+    flat = real.detach().reshape(len(rows), -1)
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return flat.view(kinds[flat.element_size()])
 
