@@ -27,7 +27,7 @@ from torch_dpsco.rows import closed_form
 from torch_dpsco.rows.first_step import random_parameters
 from torch_dpsco.rows.means import Source, averaged
 from torch_dpsco.sampling import PrivateLoader
-from torch_dpsco.sampling.loader import Sizes, torch_settings
+from torch_dpsco.sampling.loader import Isolation, Sizes, torch_settings
 from torch_dpsco.trial.sizes import Trial, secret_state, whole
 
 N = 400
@@ -502,13 +502,13 @@ def test_a_draw_is_cut_by_its_number_of_rows_alone(most: int | None) -> None:
     _, loader, _ = looped(net(), SUM, steps=2)
     isolation = loader.isolation
     for rows in (0, 1, 7, 8, 9, 40, 200):
-        parts = list(isolation.rounded(rows, most))
-        assert sum(len(places) for _, places, _ in parts) == rows
+        parts = isolation.rounded(rows, most)
+        assert sum(places.stop for _, places, _ in parts) == rows
         assert [p.start for p, _, _ in parts] == [
-            sum(len(places) for _, places, _ in parts[:k]) for k in range(len(parts))
+            sum(places.stop for _, places, _ in parts[:k]) for k in range(len(parts))
         ]
         assert all(size in isolation.tested.sizes for _, _, size in parts)
-        assert all(size >= len(places) for _, places, size in parts)
+        assert all(size >= places.stop for _, places, size in parts)
 
 
 def test_no_batch_is_larger_than_the_largest_that_was_asked_for() -> None:
@@ -1065,5 +1065,5 @@ def test_a_trial_never_raises() -> None:
 
 
 def test_sizes_hold_under_the_settings_of_their_test() -> None:
-    assert Sizes([8], torch_settings(), 10).hold
-    assert not Sizes([8], (), 10).hold
+    assert Isolation(tested=Sizes([8], torch_settings(), 10)).is_rounded()
+    assert not Isolation(tested=Sizes([8], (), 10)).is_rounded()

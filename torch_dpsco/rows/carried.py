@@ -73,8 +73,8 @@ class CarriedState:
         self._model = model
         self.ended = 0
         # of the running forward, with memory and versions, and the copies which it runs on
-        self._inputs: list[_Held] | None = None
-        self._copies: list[_Held] = []
+        self._inputs: list[Held] | None = None
+        self._copies: list[Held] = []
         # the last outputs: forward, size and numbers
         self._kept: list[tuple[Forward, int, Tensor]] = []
 
@@ -82,8 +82,8 @@ class CarriedState:
         # PRIVACY: a file would hold numbers of records (test_a_file_of_a_model_holds_no_outputs)
         return self.__dict__ | {"_inputs": None, "_copies": [], "_kept": []}
 
-    def begin(self, inputs: Any, *, leaves_rows: bool) -> None:
-        """Begins a forward in training mode.
+    def begin(self, inputs: Any, *, leaves_rows: bool) -> list[Held]:
+        """Begins a forward in training mode; returns its inputs, each with its memory and its version.
 
         Args:
             inputs: nested tensors.
@@ -101,6 +101,7 @@ class CarriedState:
                 if hasattr(storage, _MARK) or t.numel() in sizes:
                     self._require_fresh(t, storage)
             self._inputs = found
+        return found
 
     def take(self, copies: Any) -> None:
         """Notes copies of the inputs, nested likewise, which the forward runs on."""
@@ -123,24 +124,25 @@ class CarriedState:
             return None
         forward = Forward(self, next(CLOCK))
         with without_subclasses():
-            same = [held for held in (*before, *copies) if _version(held[0]) == held[2]]
+            given = (*before, *copies)
+            moved = {id(t) for t, _, k in given if not t.is_inference() and t._version != k}
+            same = [held for held in given if id(held[0]) not in moved]
             # a copy that was written to is the model's own: memory of an output
             known = {id(storage) for _, storage, _ in (*before, *same)}
             fresh = [held for held in _tensors((output, inputs)) if id(held[1]) not in known]
             for _, storage, _ in fresh:
                 setattr(storage, _MARK, forward)
-            written = [held for held in before if _version(held[0]) != held[2]]
+            written = [held for held in before if id(held[0]) in moved]
             for t, _, _ in fresh + written:
-                self._keep(forward, t, same)
+                if not t.is_floating_point() or t.numel() < _DISTINCT:
+                    continue
+                numbers = _numbers(t)
+                alike = [
+                    x for x, _, _ in same if x.numel() == t.numel() and x.is_floating_point()
+                ]
+                if not any(_agree(_numbers(x), numbers) for x in alike):
+                    self._kept = [*self._kept[1 - _KEPT :], (forward, t.numel(), numbers)]
         return forward
-
-    def _keep(self, forward: Forward, t: Tensor, inputs: list[_Held]) -> None:
-        if not t.is_floating_point() or t.numel() < _DISTINCT:
-            return
-        numbers = _numbers(t)
-        alike = [x for x, _, _ in inputs if x.numel() == t.numel() and x.is_floating_point()]
-        if not any(_agree(_numbers(x), numbers) for x in alike):
-            self._kept = [*self._kept[1 - _KEPT :], (forward, t.numel(), numbers)]
 
     def _is_over(self, forward: Forward) -> bool:
         return forward.time < self.ended or (forward.owner is self and forward.has_left_rows)
@@ -165,12 +167,12 @@ class CarriedState:
         return any(found is storage for _, found, _ in _tensors(released))
 
 
-_Held = tuple[Tensor, Any, int]  # a tensor, its memory and its version
+Held = tuple[Tensor, Any, int]  # a tensor, its memory and its version
 
 
-def _tensors(tree: Any) -> list[_Held]:
+def _tensors(tree: Any) -> list[Held]:
     """Returns the tensors with memory of their own kind in nested containers and plain objects (caches, outputs)."""
-    found: list[_Held] = []
+    found: list[Held] = []
     level: Sequence[Any] = (tree,)
     for _ in range(_DEPTH + 1):
         below: list[Any] = []
@@ -180,7 +182,7 @@ def _tensors(tree: Any) -> list[_Held]:
                     storage = part.untyped_storage()
                 except (NotImplementedError, RuntimeError):  # sparse, or inside of torch.func
                     continue
-                found.append((part, storage, _version(part)))
+                found.append((part, storage, 0 if part.is_inference() else part._version))
             elif isinstance(part, (tuple, list)):
                 below += part
             elif isinstance(part, Mapping):
@@ -191,10 +193,6 @@ def _tensors(tree: Any) -> list[_Held]:
             break
         level = below
     return found
-
-
-def _version(t: Tensor) -> int:
-    return 0 if t.is_inference() else t._version
 
 
 def _numbers(t: Tensor) -> Tensor:

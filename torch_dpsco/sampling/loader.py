@@ -129,7 +129,7 @@ class PrivateLoader:
         self.slots = slots
         if check.count(num_workers=num_workers) > _MOST_WORKERS:
             raise ValueError(f"num_workers must be at most {_MOST_WORKERS} (got {num_workers})")
-        self.isolation = Isolation(slots=slots, allowed=rounded)
+        self.isolation = Isolation(slots=slots, open=rounded)
         self.physical_batch_size = physical_batch_size
         if physical_batch_size is not None:
             check.positive_count(physical_batch_size=physical_batch_size)
@@ -199,14 +199,14 @@ class PrivateLoader:
                     users = filled(users, slots, size, -1)
                 last = k == len(blocks)
                 chunks.append(
-                    Chunk(draw, len(rows), last, start, source, users, slots, size, places)
+                    Chunk(draw, len(rows), size, last, start, source, users, slots, places)
                 )
                 start += len(rows)
                 yield rows
 
     def _blocks(
         self, size: int, sizes: _Indices | None, places: _Indices | None
-    ) -> list[tuple[Any, Tensor | None, int]]:
+    ) -> list[tuple[Any, Tensor | slice | None, int]]:
         """Returns which rows of a draw are delivered together, their slots where they have some, and the batch's size.
 
         Args:
@@ -220,25 +220,24 @@ class PrivateLoader:
             starts = range(0, max(1, size), step)
             return [(slice(a, a + step), None, min(step, size - a)) for a in starts]
         if places is None:
-            return list(self.isolation.rounded(size, self.physical_batch_size))
+            return self.isolation.rounded(size, self.physical_batch_size)
         made = slots.of_records(places) if sizes is None else slots.of_users(sizes, places)
         return [(part, torch.from_numpy(found), slots.block) for part, found in made]
 
     def _batches(self, parts: Iterator[_Indices], chunks: deque[Chunk]) -> Iterator[Any]:
         if self.gathers and isinstance(self.dataset, Gathered):
-            yield from map(self.dataset.gather, parts)
-            return
+            return map(self.dataset.gather, parts)
         if self.gathers:
             assert isinstance(self.dataset, TensorDataset)
-            yield from _gathered(self.dataset.tensors, parts, chunks)
-            return
-        yield from DataLoader(
+            return _gathered(self.dataset.tensors, parts, chunks)
+        loader = DataLoader(
             self.dataset,
             batch_sampler=(part.tolist() for part in parts),
             collate_fn=self.collate_fn,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
         )
+        return iter(loader)
 
     def __iter__(self) -> Iterator[Any]:
         return self._delivered(self._batches)
@@ -278,6 +277,7 @@ class PrivateLoader:
         self, batches: Callable[[Iterator[_Indices], deque[Chunk]], Iterator[Any]]
     ) -> Iterator[Any]:
         log = self.batch_sampler.log
+        isolation = self.isolation
         log.restart()
         # of this iteration only: nothing is left over when it is broken off
         chunks: deque[Chunk] = deque()
@@ -286,10 +286,13 @@ class PrivateLoader:
             log.deliver(chunk)
             if isinstance(batch, _FilledUp):
                 batch = list(batch)
-            elif chunk.slots is not None:
-                batch = filled(batch, chunk.slots, chunk.size)
-            if self.isolation.open or self.isolation.tested is not None:
-                self.isolation.delivered = memory_of(batch)
+                leaves = batch
+            else:
+                if chunk.slots is not None:
+                    batch = filled(batch, chunk.slots, chunk.size)
+                leaves = tree_leaves(batch)
+            if isolation.open or isolation.tested is not None:
+                isolation.delivered = memory_of(leaves)
             if chunk.users is None:
                 yield batch
             else:
@@ -297,17 +300,21 @@ class PrivateLoader:
                 yield [*parts, chunk.users.clone()]
 
 
-def filled(batch: Any, slots: Tensor, size: int, value: float = 0) -> Any:
+def filled(batch: Any, slots: Tensor | slice, size: int, value: float = 0) -> Any:
     """Returns a batch of `size` rows, of which those at the slots are the batch's own, and all others are zeros.
 
     Raises:
         ValueError: something in the batch is no tensor with one row per record.
     """
+    rows = slots.stop if isinstance(slots, slice) else len(slots)
 
     def fill(leaf: Any) -> Tensor:
-        if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) != len(slots):
+        if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) != rows:
             raise ValueError(f"{_NOT_ROWS} (got {type(leaf).__name__})")
         block = leaf.new_full((size, *leaf.shape[1:]), value)
+        if isinstance(slots, slice):
+            block[slots] = leaf
+            return block
         return block.index_copy_(0, slots.to(leaf.device), leaf)
 
     return tree_map(fill, batch)
@@ -341,18 +348,15 @@ def _gathered(
         index = torch.from_numpy(part)
         if share and len(part) == size:
             yield list(tensors)
-        elif chunk.comes_first:
-            yield _FilledUp(_with_filling(t, index, chunk.size) for t in tensors)
+        elif isinstance(chunk.slots, slice):
+            blocks = _FilledUp(t.new_empty(chunk.size, *t.shape[1:]) for t in tensors)
+            for t, block in zip(tensors, blocks, strict=True):
+                own = block[chunk.slots]
+                torch.index_select(t.detach(), 0, index.to(t.device), out=own)
+                block[len(own) :].zero_()
+            yield blocks
         else:
             yield [t.index_select(0, index.to(t.device)) for t in tensors]
-
-
-def _with_filling(t: Tensor, index: Tensor, size: int) -> Tensor:
-    """Returns (size, ...): the rows of a tensor at some positions, and zeros behind them."""
-    block = t.new_empty(size, *t.shape[1:])
-    torch.index_select(t.detach(), 0, index.to(t.device), out=block[: len(index)])
-    block[len(index) :] = 0
-    return block
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -365,15 +369,15 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 LEVELS = ("rounded", "slots", "none")
+_TINY = sys.float_info.min
 
 
-def memory_of(tree: Any) -> frozenset[tuple[int, int]]:
-    """Returns where the memory of nested tensors begins, and how often it was written to."""
-    leaves = [
-        t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.layout is torch.strided
-    ]
+def memory_of(leaves: Iterable[Any]) -> frozenset[tuple[int, int]]:
+    """Returns where the memory of the tensors among some things begins, and how often it was written to."""
     return frozenset(
-        (t.untyped_storage().data_ptr(), 0 if t.is_inference() else t._version) for t in leaves
+        (t.untyped_storage().data_ptr(), 0 if t.is_inference() else t._version)
+        for t in leaves
+        if isinstance(t, Tensor) and t.layout is torch.strided
     )
 
 
@@ -397,11 +401,6 @@ class Sizes:
     secret_masks: bool = False
     whole_step: bool = False
 
-    @property
-    def hold(self) -> bool:
-        """Whether torch is set as it was for the test."""
-        return self.settings == torch_settings()
-
 
 def torch_settings() -> tuple[Any, ...]:
     """Returns what decides which kernels run."""
@@ -411,7 +410,7 @@ def torch_settings() -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.backends.mkldnn.enabled,
-        flushes(),
+        _TINY / 2.0 == 0.0,  # whether this thread takes numbers that are not normal for 0
     )
 
 
@@ -421,14 +420,6 @@ def is_compiled(module: nn.Module) -> bool:
     return own or type(module).__name__ == "OptimizedModule"
 
 
-_TINY = sys.float_info.min
-
-
-def flushes() -> bool:
-    """Returns whether this thread takes numbers that are not normal for 0."""
-    return _TINY / 2.0 == 0.0
-
-
 @dataclass
 class Isolation:
     """How records of a draw are kept apart in floating point, what is assumed for it, and what a test has found.
@@ -436,7 +427,7 @@ class Isolation:
     Args:
         private: whether the number of rows of a draw is.
         slots: where records stand, where all batches are filled up to one size.
-        allowed: whether batches of several sizes may take the place of these, once a test has passed.
+        open: whether batches of several sizes, which may take the place of these, are still to be tested.
         tested: sizes that have passed.
         checked: what a probe of made-up records has found of one size.
         why: why there are no batches of several sizes.
@@ -446,7 +437,7 @@ class Isolation:
 
     private: bool = False
     slots: Slots | None = None
-    allowed: bool = False
+    open: bool = False
     tested: Sizes | None = None
     checked: str = "it was not checked"
     why: str = ""
@@ -462,13 +453,9 @@ class Isolation:
             return "none"
         return "rounded" if self.tested is not None else "slots"
 
-    @property
-    def open(self) -> bool:
-        """Whether batches of several sizes are still to be tested."""
-        return self.allowed and self.tested is None and not self.why
-
     def settle(self, found: Sizes | str) -> None:
         """Takes what the test of batches of several sizes has found."""
+        self.open = False
         self.tested = None if isinstance(found, str) else found
         self.why = found if isinstance(found, str) else ""
 
@@ -476,14 +463,16 @@ class Isolation:
         """Returns whether the next draw is delivered in batches of several sizes; `most`: rows of a batch at most."""
         if self.tested is None or (most is not None and most < self.tested.sizes[0]):
             return False
-        if not self.tested.hold:
+        if self.tested.settings != torch_settings():
             # PRIVACY: other kernels were never tested (test_other_settings_of_torch_end_batches_of_several_sizes)
             self.tested = None
             self.why = "torch is set in another way than for the test"
         return self.tested is not None
 
-    def rounded(self, rows: int, most: int | None) -> Iterator[tuple[slice, Tensor, int]]:
-        """Yields the rows of each batch of a draw, their places in it, and its size: of the number of rows alone.
+    def rounded(
+        self, rows: int, most: int | None
+    ) -> list[tuple[Any, Tensor | slice | None, int]]:
+        """Returns the rows of each batch of a draw, their places in it, and its size: of the number of rows alone.
 
         Args:
             rows: of the draw.
@@ -492,10 +481,12 @@ class Isolation:
         assert self.tested is not None
         sizes = self.tested.sizes
         largest = sizes[-1 if most is None else bisect_right(sizes, most) - 1]
+        found: list[tuple[Any, Tensor | slice | None, int]] = []
         for start in range(0, max(1, rows), largest):
             part = min(largest, rows - start)
             size = sizes[bisect_left(sizes, part)]
-            yield slice(start, start + part), torch.arange(part), size
+            found.append((slice(start, start + part), slice(0, part), size))
+        return found
 
     def __str__(self) -> str:
         if self.alone:

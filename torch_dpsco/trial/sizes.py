@@ -25,7 +25,7 @@ from torch import Tensor
 
 from torch_dpsco.compat import DispatchMode, tree_leaves
 from torch_dpsco.native import HALF
-from torch_dpsco.sampling.loader import Sizes, flushes, torch_settings
+from torch_dpsco.sampling.loader import Sizes, torch_settings
 from torch_dpsco.trial import Leaf, Refused, SyntheticBatches, attempt
 
 RECORDS = (
@@ -212,7 +212,8 @@ class Trial:
             return "batches of several sizes are not tested under autocast"
         if self.most < _LEAST:
             return f"batches of fewer than {_LEAST} rows come in one size"
-        if flushes() and torch.get_num_threads() > 1:
+        *_, flushes = torch_settings()
+        if flushes and torch.get_num_threads() > 1:
             # PRIVACY: torch flushes in the thread that asked (test_numbers_that_one_thread_flushes_keep_slots)
             return "torch.set_flush_denormal is of one thread, and there are several"
         found = attempt("batches of several sizes", self._found)
