@@ -518,7 +518,7 @@ def gaps(
         last: position before.
 
     Returns:
-        None where a word does not decide its gap, see `sampling.samplers.poisson_positions`, or without the accelerator.
+        None without the accelerator, or where a word does not decide its gap, see `samplers.poisson_positions`.
     """
     library = _found()[0]
     if library is None:

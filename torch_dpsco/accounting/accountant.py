@@ -31,9 +31,8 @@ from torch_dpsco.accounting.events import (
     Sequential,
     clipped_gaussian,
 )
-from torch_dpsco.accounting.journal import open_journal
+from torch_dpsco.accounting.journal import Limit, open_journal
 from torch_dpsco.accounting.ledger import LOCK, NONE, Ledger, locked, read_state, write_state
-from torch_dpsco.accounting.planning import Limit
 from torch_dpsco.accounting.report import (
     PrivacyReport,
     Spent,
