@@ -42,6 +42,8 @@ from torch_dpsco.sampling.samplers import Chunk, DesignSampler, records_of
 from torch_dpsco.sampling.slots import Slots
 
 _Indices = npt.NDArray[np.int64]
+# rows of a draw that are delivered together; where they are in their batch, None if it has no others; and its size
+_Block = tuple[Any, Tensor | slice | None, int]
 _MOST_WORKERS = 1024  # processes
 
 
@@ -172,25 +174,27 @@ class PrivateLoader:
         """Yields everything that is drawn from, in order."""
         return records_of(self.dataset)
 
-    def _of(self, drawn: _Indices) -> tuple[_Indices, _Indices | None]:
-        """Returns the records of a draw, and how many each user has, where users are drawn."""
-        return drawn, None
-
     def _split(self, chunks: deque[Chunk]) -> Iterator[_Indices]:
         """Yields the records of each batch, and notes what it is."""
         log = self.batch_sampler.log
-        most = self.physical_batch_size
         for source in self.batch_sampler.dealt():
-            indices, sizes = self._of(source[1])
+            indices = source[1]
+            sizes = None  # records of each user, where users are drawn
+            if self._ids is not None:
+                indices, sizes = self._of_users(indices)
             draw = replace(source[0], size=len(indices))  # another one each time it is delivered
             places = None
             if log.held is not None and log.held.source is source:
                 # PRIVACY: none can be chosen, by no other loader either
                 # (test_a_draw_that_is_delivered_again_has_the_places_that_it_had)
                 places = log.held.places
-            if places is None and self.slots is not None and not self.isolation.is_rounded(most):
-                places = self.slots.places(len(indices) if sizes is None else len(sizes))
-            blocks = self._blocks(len(indices), sizes, places)
+            blocks = None
+            if places is None and self.slots is not None:
+                blocks = self.isolation.rounded(len(indices), self.physical_batch_size)
+                if blocks is None:
+                    places = self.slots.places(len(indices) if sizes is None else len(sizes))
+            if blocks is None:
+                blocks = self._blocks(len(indices), sizes, places)
             start = 0
             for k, (part, slots, size) in enumerate(blocks, start=1):
                 rows = indices[part]
@@ -204,10 +208,14 @@ class PrivateLoader:
                 start += len(rows)
                 yield rows
 
+    def _of_users(self, drawn: _Indices) -> tuple[_Indices, _Indices]:
+        """Returns the records of drawn users, in order of the draw, and how many each of them has."""
+        raise NotImplementedError
+
     def _blocks(
         self, size: int, sizes: _Indices | None, places: _Indices | None
-    ) -> list[tuple[Any, Tensor | slice | None, int]]:
-        """Returns which rows of a draw are delivered together, their slots where they have some, and the batch's size.
+    ) -> list[_Block]:
+        """Returns which rows of a draw are delivered together, in blocks of one size or with nothing filled up.
 
         Args:
             size: rows of the draw.
@@ -215,12 +223,10 @@ class PrivateLoader:
             places: of its records or users; None where they have none.
         """
         slots = self.slots
-        if slots is None:
+        if slots is None or places is None:
             step = self.physical_batch_size or max(1, size)
             starts = range(0, max(1, size), step)
             return [(slice(a, a + step), None, min(step, size - a)) for a in starts]
-        if places is None:
-            return self.isolation.rounded(size, self.physical_batch_size)
         made = slots.of_records(places) if sizes is None else slots.of_users(sizes, places)
         return [(part, torch.from_numpy(found), slots.block) for part, found in made]
 
@@ -459,29 +465,23 @@ class Isolation:
         self.tested = None if isinstance(found, str) else found
         self.why = found if isinstance(found, str) else ""
 
-    def is_rounded(self, most: int | None = None) -> bool:
-        """Returns whether the next draw is delivered in batches of several sizes; `most`: rows of a batch at most."""
-        if self.tested is None or (most is not None and most < self.tested.sizes[0]):
-            return False
-        if self.tested.settings != torch_settings():
-            # PRIVACY: other kernels were never tested (test_other_settings_of_torch_end_batches_of_several_sizes)
-            self.tested = None
-            self.why = "torch is set in another way than for the test"
-        return self.tested is not None
-
-    def rounded(
-        self, rows: int, most: int | None
-    ) -> list[tuple[Any, Tensor | slice | None, int]]:
-        """Returns the rows of each batch of a draw, their places in it, and its size: of the number of rows alone.
+    def rounded(self, rows: int, most: int | None = None) -> list[_Block] | None:
+        """Returns the batches of the next draw, of its number of rows alone; None unless they are of several sizes.
 
         Args:
             rows: of the draw.
             most: of a batch, if that is limited.
         """
-        assert self.tested is not None
+        if self.tested is None or (most is not None and most < self.tested.sizes[0]):
+            return None
+        if self.tested.settings != torch_settings():
+            # PRIVACY: other kernels were never tested (test_other_settings_of_torch_end_batches_of_several_sizes)
+            self.tested = None
+            self.why = "torch is set in another way than for the test"
+            return None
         sizes = self.tested.sizes
         largest = sizes[-1 if most is None else bisect_right(sizes, most) - 1]
-        found: list[tuple[Any, Tensor | slice | None, int]] = []
+        found: list[_Block] = []
         for start in range(0, max(1, rows), largest):
             part = min(largest, rows - start)
             size = sizes[bisect_left(sizes, part)]
@@ -623,7 +623,7 @@ class UserLoader(PrivateLoader):
         yield self._ids
         yield from super().contents()
 
-    def _of(self, drawn: _Indices) -> tuple[_Indices, _Indices]:
+    def _of_users(self, drawn: _Indices) -> tuple[_Indices, _Indices]:
         """Returns the records of drawn users, in order of the draw, and how many each of them has."""
         ends = self._ends[drawn]
         starts = np.where(drawn > 0, self._ends[drawn - 1], 0)
