@@ -82,11 +82,12 @@ class CarriedState:
         # PRIVACY: a file would hold numbers of records (test_a_file_of_a_model_holds_no_outputs)
         return self.__dict__ | {"_inputs": None, "_copies": [], "_kept": []}
 
-    def begin(self, inputs: Any, *, leaves_rows: bool) -> list[Held]:
+    def begin(self, inputs: Any, copies: Any, *, leaves_rows: bool) -> list[Held]:
         """Begins a forward in training mode; returns its inputs, each with its memory and its version.
 
         Args:
             inputs: nested tensors.
+            copies: of them, nested likewise, which the forward runs on.
             leaves_rows: whether its backward does.
 
         Raises:
@@ -100,14 +101,10 @@ class CarriedState:
             for t, storage, _ in found if leaves_rows else ():
                 if hasattr(storage, _MARK) or t.numel() in sizes:
                     self._require_fresh(t, storage)
+            given = {id(t) for t, _, _ in found}
             self._inputs = found
-        return found
-
-    def take(self, copies: Any) -> None:
-        """Notes copies of the inputs, nested likewise, which the forward runs on."""
-        with without_subclasses():
-            given = {id(t) for t, _, _ in self._inputs or ()}
             self._copies = [held for held in _tensors(copies) if id(held[0]) not in given]
+        return found
 
     def end(self, output: Any, inputs: Any) -> Forward | None:
         """Ends the forward that was begun, if one was.

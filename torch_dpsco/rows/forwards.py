@@ -458,10 +458,20 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     if model is not layers[0] or children != attachment.children:
         _refuse_modules(model)
     leaves_rows = torch.is_grad_enabled()
-    inputs = attachment.carried.begin((args, kwargs), leaves_rows=leaves_rows)
+    inputs: Any = args, kwargs
+    if leaves_rows:
+        if attachment.looks:  # they may be outputs of another attached model
+            args, kwargs = plain(inputs)
+        # PRIVACY: rows are made of inputs until the step, when their memory may have the next batch
+        # (test_a_batch_is_used_as_it_was_at_the_forward)
+        if not kwargs and all(type(x) is Tensor for x in args):
+            args = tuple(x.clone() if x.grad_fn is None else x for x in args)
+        else:
+            args, kwargs = tree_map(_copied, (args, kwargs))
+    held = attachment.carried.begin(inputs, (args, kwargs), leaves_rows=leaves_rows)
     if not leaves_rows:
         return None
-    memory = frozenset((held.data_ptr(), k) for x, held, k in inputs if x.is_floating_point())
+    memory = frozenset((where.data_ptr(), k) for x, where, k in held if x.is_floating_point())
     passes.untested = attachment.untested(memory)
     if attachment.looks:
         attachment.first.begin(layers, memory, attachment.isolation)
@@ -478,15 +488,6 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         attachment.values = _values(layers)
         attachment.compared = True
     attachment.buffers = _states(layers)
-    if attachment.looks:  # they may be outputs of another attached model
-        args, kwargs = plain((args, kwargs))
-    # PRIVACY: rows are made of inputs until the step, when their memory may have the next batch
-    # (test_a_batch_is_used_as_it_was_at_the_forward)
-    if not kwargs and all(type(x) is Tensor for x in args):
-        args = tuple(x.clone() if x.grad_fn is None else x for x in args)
-    else:
-        args, kwargs = tree_map(_copied, (args, kwargs))
-    attachment.carried.take((args, kwargs))
     if passes.secret_masks:
         # PRIVACY: masks of others would depend on how many rows there are (test_masks_of_a_model_are_secret)
         passes.random_state = torch.get_rng_state()
