@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_dpsco.compat import without_subclasses
+from torch_dpsco.compat import tree_map, without_subclasses
 from torch_dpsco.errors import PrivacyError
 
 _PLACES = 64  # whose numbers are compared
@@ -82,13 +82,18 @@ class CarriedState:
         # PRIVACY: a file would hold numbers of records (test_a_file_of_a_model_holds_no_outputs)
         return self.__dict__ | {"_inputs": None, "_copies": [], "_kept": []}
 
-    def begin(self, inputs: Any, copies: Any, *, leaves_rows: bool) -> list[Held]:
-        """Begins a forward in training mode; returns its inputs, each with its memory and its version.
+    def begin(
+        self, args: Any, kwargs: dict[str, Any], *, leaves_rows: bool
+    ) -> tuple[list[Held], Any, dict[str, Any]]:
+        """Begins a forward in training mode.
 
         Args:
-            inputs: nested tensors.
-            copies: of them, nested likewise, which the forward runs on.
+            args: inputs, nested tensors.
+            kwargs: and those by name.
             leaves_rows: whether its backward does.
+
+        Returns:
+            The inputs, each with its memory and its version; and what the forward runs on, copies if it leaves rows.
 
         Raises:
             CarriedStateError: one of them is an output of an earlier batch.
@@ -96,15 +101,24 @@ class CarriedState:
         self._inputs = None
         self._copies = []
         with without_subclasses():
-            found = _tensors(inputs)
+            found = _tensors((args, kwargs))
             sizes = {size for _, size, _ in self._kept}
             for t, storage, _ in found if leaves_rows else ():
                 if hasattr(storage, _MARK) or t.numel() in sizes:
                     self._require_fresh(t, storage)
+        if leaves_rows:
+            # PRIVACY: rows are made of inputs until the step, when their memory may have the next batch
+            # (test_a_batch_is_used_as_it_was_at_the_forward)
+            if not kwargs and all(type(x) is Tensor for x in args):
+                args = tuple(x.clone() if x.grad_fn is None else x for x in args)
+            else:
+                args, kwargs = tree_map(_copied, (args, kwargs))
             given = {id(t) for t, _, _ in found}
-            self._inputs = found
-            self._copies = [held for held in _tensors(copies) if id(held[0]) not in given]
-        return found
+            with without_subclasses():
+                copies = _tensors((args, kwargs))
+            self._copies = [held for held in copies if id(held[0]) not in given]
+        self._inputs = found
+        return found, args, kwargs
 
     def end(self, output: Any, inputs: Any) -> Forward | None:
         """Ends the forward that was begun, if one was.
@@ -162,6 +176,11 @@ class CarriedState:
     def _is_released(self, storage: Any) -> bool:
         released = (*self._model.parameters(), *self._model.buffers())
         return any(found is storage for _, found, _ in _tensors(released))
+
+
+def _copied(leaf: Any) -> Any:
+    """Returns an input in memory of its own; what another computation has made is nobody's buffer."""
+    return leaf.clone() if isinstance(leaf, Tensor) and leaf.grad_fn is None else leaf
 
 
 Held = tuple[Tensor, Any, int]  # a tensor, its memory and its version

@@ -24,7 +24,6 @@ from torch_dpsco.compat import (
     is_replicated,
     is_sharded,
     tree_leaves,
-    tree_map,
 )
 from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError
 from torch_dpsco.native import inexact_mean
@@ -458,23 +457,14 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     if model is not layers[0] or children != attachment.children:
         _refuse_modules(model)
     leaves_rows = torch.is_grad_enabled()
-    inputs: Any = args, kwargs
-    if leaves_rows:
-        if attachment.looks:  # they may be outputs of another attached model
-            args, kwargs = plain(inputs)
-        # PRIVACY: rows are made of inputs until the step, when their memory may have the next batch
-        # (test_a_batch_is_used_as_it_was_at_the_forward)
-        if not kwargs and all(type(x) is Tensor for x in args):
-            args = tuple(x.clone() if x.grad_fn is None else x for x in args)
-        else:
-            args, kwargs = tree_map(_copied, (args, kwargs))
-    held = attachment.carried.begin(inputs, (args, kwargs), leaves_rows=leaves_rows)
+    held, args, kwargs = attachment.carried.begin(args, kwargs, leaves_rows=leaves_rows)
     if not leaves_rows:
         return None
     memory = frozenset((where.data_ptr(), k) for x, where, k in held if x.is_floating_point())
     passes.untested = attachment.untested(memory)
     if attachment.looks:
         attachment.first.begin(layers, memory, attachment.isolation)
+        args, kwargs = plain((args, kwargs))  # they may be outputs of another attached model
     require_unwrapped(attachment.params)
     if dist.is_available() and dist.is_initialized():
         _require_alone(model)
@@ -524,11 +514,6 @@ def _refuse_modules(model: nn.Module) -> NoReturn:
         " a layer runs the layer that it was copied from): attach the model after such changes,"
         " and copy by copy.deepcopy"
     )
-
-
-def _copied(leaf: Any) -> Any:
-    """Returns an input in memory of its own; what another computation has made is nobody's buffer."""
-    return leaf.clone() if isinstance(leaf, Tensor) and leaf.grad_fn is None else leaf
 
 
 def _require_alone(model: nn.Module) -> None:
