@@ -563,7 +563,8 @@ def test_smaller_blocks_of_a_draw_that_is_delivered_again_have_its_places():
     log, parts = loader.batch_sampler.log, []
     for (part,) in loader.in_parts(8):
         parts += [(value.item(), k) for k, value in enumerate(part) if value > 0]
-        log.waiting.popleft()  # used, as a part of the draw
+        log.take()
+        log.taken = None  # used, as a part of the draw
     assert len(parts) == int((whole > 0).sum())
     block = loader.in_parts(8).slots.block
     assert all(whole[slot::block].eq(value).any() for value, slot in parts)

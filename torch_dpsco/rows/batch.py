@@ -55,10 +55,10 @@ def clear_rows(params: Sequence[nn.Parameter]) -> None:
             tape.uses = []
         if "grad_sample" in held:
             held["grad_sample"] = None
+            held.pop(_LEFT, None)
         if "dpsco_passes" in held:
             held["dpsco_passes"] = []
             held.pop("dpsco_first_backward", None)
-        held.pop(_LEFT, None)
         p.grad = None
 
 

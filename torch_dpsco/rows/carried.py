@@ -125,7 +125,7 @@ class CarriedState:
 
         Args:
             output: nested tensors.
-            inputs: those that it ran on; what was written to them, or put into them, is output too.
+            inputs: those that it ran on, and those by name; what was written to them, or put into them, is output too.
         """
         before = self._inputs
         copies = self._copies
@@ -140,6 +140,9 @@ class CarriedState:
             same = [held for held in given if id(held[0]) not in moved]
             # a copy that was written to is the model's own: memory of an output
             known = {id(storage) for _, storage, _ in (*before, *same)}
+            args, kwargs = inputs
+            if not kwargs and [id(x) for x in args] == [id(t) for t, _, _ in copies]:
+                inputs = None  # tensors alone, into which nothing can be put
             fresh = [held for held in _tensors((output, inputs)) if id(held[1]) not in known]
             for _, storage, _ in fresh:
                 setattr(storage, _MARK, forward)

@@ -618,6 +618,16 @@ class DrawLog:
             )
         self._split = self.waiting[-1] if more else None
 
+    def take(self) -> Chunk:
+        """Returns the batch that the next step must use; raises SequenceError if there is none."""
+        if not self.waiting:
+            raise SequenceError(
+                "no batch is outstanding: each step needs one batch of this optimizer's own loader"
+                " (made by optimizer.loader(dataset) or optimizer.bind(loader)) and can use it once"
+            )
+        self.taken = self.waiting.popleft()
+        return self.taken
+
     def use_up(self) -> None:
         """Notes that a release was made from the draw, or a step that is not shown."""
         if self.taken is not None:

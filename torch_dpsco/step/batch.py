@@ -210,19 +210,12 @@ class LogicalBatch:
 
     def current(self) -> Chunk:
         """Returns the chunk in progress, or takes the next one; raises SequenceError if none is outstanding."""
-        log = self._log
-        if log.taken is None:
+        if self._log.taken is None:
             if not self.declared:
                 return Chunk(Draw(0), 0, 0, last=True)
-            if not log.waiting:
-                raise SequenceError(
-                    "no batch is outstanding: each step needs one batch of this optimizer's own"
-                    " loader (made by optimizer.loader(dataset) or optimizer.bind(loader)) and can"
-                    " use it once"
-                )
             self.seen = 0
-            log.taken = log.waiting.popleft()
-        return log.taken
+            return self._log.take()
+        return self._log.taken
 
     def admit(
         self, rows: GradBatch | None, users: Tensor | None, *, partial: bool
