@@ -394,7 +394,7 @@ class ScalarLoss(TableLoss):
         self._refuse()
 
     @abstractmethod
-    def place(self, score: Tensor, target: Tensor) -> tuple[Tensor, Any]:
+    def place(self, score: Tensor, target: Tensor) -> tuple[Tensor, Tensor | float]:
         """The margin or the residual of a score, and its derivative in the score."""
 
     @abstractmethod
