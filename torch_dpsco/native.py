@@ -535,12 +535,15 @@ def gaps(
         last: position before.
 
     Returns:
-        None where a word does not decide its gap, see `sampling.samplers.poisson_positions`.
+        None without the accelerator, or where a word does not decide its gap, see `samplers.poisson_positions`.
     """
+    library = _found()[0]
+    if library is None:
+        return None
     n = len(bits) // 8
     places = bytearray(8 * n)  # whose address costs less than that of an array
     out = _Byte.from_buffer(places)
-    found = _found()[0].dpsco_gaps(bits, n, log_miss, room, size, last, out)
+    found = library.dpsco_gaps(bits, n, log_miss, room, size, last, out)
     return None if found < 0 else np.frombuffer(places, np.int64, found)
 
 
@@ -557,7 +560,7 @@ def gaussians(
     high: float,
     mean: Tensor | None = None,
     logarithms: npt.NDArray[Any] | None = None,
-) -> int:
+) -> int | None:
     """Writes mean + scale times Gaussians of bits, all cosines before the sines; see docs/proofs/noise.md#gaussians.
 
     Args:
@@ -570,8 +573,11 @@ def gaussians(
         logarithms: (pairs,) float64, of the words; default computed.
 
     Returns:
-        How many of the logarithms that were not given are outside of (low, high).
+        How many of the logarithms that were not given are outside of (low, high); None without the accelerator.
     """
+    library = _found()[0]
+    if library is None:
+        return None
     n = out.numel()
     wide = out.dtype is torch.float64
     _require(mean, n, torch.float64)
@@ -580,7 +586,7 @@ def gaussians(
         raise ValueError(f"bits must be enough for {n} numbers (got {len(bits)} bytes)")
     given = None if logarithms is None else logarithms.ctypes.data
     start = None if mean is None else mean.data_ptr()
-    outside: int = _found()[0].dpsco_gaussians(
+    outside: int = library.dpsco_gaussians(
         bits, n, wide, scale, low, high, given, start, out.data_ptr()
     )
     return outside

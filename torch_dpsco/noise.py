@@ -81,7 +81,8 @@ def normal_(out: Tensor, std: float, source: Source, mean: Tensor | None = None)
     if not (out.is_cpu and out.is_contiguous()):
         out.copy_(add_normal_(torch.zeros_like(out), std, source))
         return out if mean is None else out.add_(mean.view(out.shape))
-    stream = stream_of(source)
+    # an abstract class is slow to ask
+    stream = source if type(source) is Keystream else stream_of(source)
     size = out.numel()
     if size <= 2 * _PAIRS:  # views cost as much as small noise
         _write(out, std, stream, mean)
@@ -175,11 +176,12 @@ def _write(part: Tensor, std: float, stream: Stream, mean: Tensor | None = None)
     scale = std if size == 8 else std * (1.0 + 2.0**-22)
     count = (part.numel() + 1) // 2
     bits = stream.read(count * (8 + size))
-    if not native.is_available():
+    outside = native.gaussians(bits, part, scale, _LOW, _HIGH, mean)
+    if outside is None:
         _write_in_torch(part.detach().view(-1), scale, stream, bits)
         if mean is not None:
             part.add_(mean.view(part.shape))
-    elif native.gaussians(bits, part, scale, _LOW, _HIGH, mean):
+    elif outside:
         logs = _logarithms(np.frombuffer(bits, np.int64, count), stream, np.empty(count))
         native.gaussians(bits, part, scale, _LOW, _HIGH, mean, logs)
 
@@ -355,10 +357,7 @@ Source = Stream | torch.Generator  # a generator as it is stands for `Repeatable
 
 def stream_of(source: Source) -> Stream:
     """Returns the stream of a source."""
-    # an abstract class is slow to ask
-    return (
-        source if type(source) is Keystream or isinstance(source, Stream) else Repeatable(source)
-    )
+    return source if isinstance(source, Stream) else Repeatable(source)
 
 
 def noise_generator(

@@ -125,18 +125,23 @@ def _begin(params: Sequence[Tensor], state: State, k: int, *names: str) -> None:
                 state[p][name] = p.detach().clone()
 
 
-def absorb(params: Sequence[Tensor], state: State, k: int, average: str) -> None:
-    """Adds the iterates w_{k+1}, before their update, to the running averages (float64).
+def absorb(params: Sequence[Tensor], state: State, k: int, average: str | float) -> None:
+    """Adds the iterates w_{k+1}, before their update, to the running averages (float64), which they are at k = 0.
 
     With weights t^power the running average is a += (power + 1)/(t + power) (w - a), exactly for power 0 and 1.
+
+    Args:
+        params: where they are.
+        state: of the parameters.
+        k: number of the step.
+        average: one of `AVERAGES`; or the share of their way to the iterates that averages move.
     """
-    power = AVERAGES[average]
-    if power is not None:
-        _blend(params, state, k, (power + 1.0) / (k + 1.0 + power))
-
-
-def _blend(params: Sequence[Tensor], state: State, k: int, share: float) -> None:
-    """Moves the running averages (float64) by a share of their way to the parameters, where they start at k = 0."""
+    share = average
+    if isinstance(share, str):
+        power = AVERAGES[share]
+        if power is None:
+            return
+        share = (power + 1.0) / (k + 1.0 + power)
     for p in params:
         kept = state[p]
         if (
@@ -310,7 +315,7 @@ class ScheduledSGD(SGD):
 
     def settle(self, groups: Groups, state: State, k: int) -> None:
         """Adds the new iterates to the running averages (float64)."""
-        _blend(trained(*groups), state, k, self._shares[k])
+        absorb(trained(*groups), state, k, self._shares[k])
 
     def settings(self) -> dict[str, Any]:
         """Returns name, factors and weights."""

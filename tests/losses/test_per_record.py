@@ -220,7 +220,9 @@ def test_the_rows_of_a_loop_are_those_of_the_plain_loss() -> None:
         torch.manual_seed(0)
         model = dp.attach(nn.Linear(K, 2).double())
         loss(model(OUT), BITS[:, :2]).backward()
-        rows.append(model.weight.grad_factors.blocks(weight=True, bias=False)[0].dense()[0])
+        rows.append(
+            model.weight.grad_factors.joined().blocks(weight=True, bias=False)[0].dense()[0]
+        )
     torch.testing.assert_close(*rows, rtol=0, atol=1e-12)
 
 

@@ -123,7 +123,9 @@ def test_a_record_moves_no_batch_that_it_is_not_in(monkeypatch: pytest.MonkeyPat
     with pytest.raises(PrivacyError):
         later_sum(50.0)
     monkeypatch.setattr(
-        dp.rows.carried.CarriedState, "begin", lambda self, inputs, leaves_rows: None
+        dp.rows.carried.CarriedState,
+        "begin",
+        lambda self, args, kwargs, leaves_rows: ([], args, kwargs),
     )
     assert (
         float((later_sum(50.0) - later_sum(-50.0)).norm()) > 1.0

@@ -46,7 +46,8 @@ class Shared(ScaleRows):  # every row is the batch's: three records are clipped 
 
 class Unscaled(ScaleRows):
     def rows(self, use: Use) -> Kept:
-        return super().rows(use._replace(grad=use.grad / use.x.shape[0]))
+        less = Use(use.layer, use.x, use.weight, use.saved, use.grad / use.x.shape[0])
+        return super().rows(less)
 
 
 class Mixed(ScaleRows):

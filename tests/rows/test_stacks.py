@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_dpsco as dp
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.fast.stack import _ACTIVATIONS, StackedForward
-from torch_dpsco.rows import GradBatch, has_rows
+from torch_dpsco.rows import GradBatch, has_rows, retire_forwards
 
 B = 5
 
@@ -405,7 +405,7 @@ def test_the_last_layer_or_stack_looks_at_each_backward(
     loss = model(x).sum()
     loss.backward(retain_graph=True)
     assert len(GradBatch.consume(list(model.parameters()))) == B
-    model._dpsco.retire()
+    retire_forwards(list(model.parameters()))
     model(x)
     with pytest.raises(SequenceError, match="a backward must follow"):
         loss.backward()  # its records were in an earlier batch

@@ -275,7 +275,7 @@ def test_a_bad_number_is_named(build, message):
 )
 def test_a_copy_draws_other_batches_and_logs_for_itself(duplicate):
     sampler = seeded(Poisson(50, 1000))
-    sampler.log.deliver(Chunk(Draw(1), 1, last=True))
+    sampler.log.deliver(Chunk(Draw(1), 1, 1, last=True))
     twin = duplicate(sampler)
     assert not twin.log.waiting
     assert "PCG64" not in str(sampler.__getstate__())  # no stream in a checkpoint or a worker
@@ -293,7 +293,7 @@ def test_batches_are_drawn_anew_each_time():
 
 
 def test_the_log_admits_one_use_of_each_batch_in_order():
-    log, chunks = DrawLog(), [Chunk(Draw(k), k, last=True) for k in range(3)]
+    log, chunks = DrawLog(), [Chunk(Draw(k), k, k, last=True) for k in range(3)]
     with pytest.raises(SequenceError, match="no batch is outstanding"):
         log.take()
     log.deliver(chunks[0])
@@ -317,21 +317,21 @@ def test_a_restart_asks_for_the_draw_that_was_given_up():
     log, restarts = DrawLog(), []
     log.on_restart = lambda: restarts.append(len(log.waiting))
     source = (Draw(1), np.array([4]))
-    log.deliver(Chunk(Draw(1), 1, last=True, source=source))
+    log.deliver(Chunk(Draw(1), 1, 1, last=True, source=source))
     log.take()
     with pytest.raises(SequenceError, match="the previous batch was not used"):
         log.restart()
     assert restarts == []
     log.give_up()
     with pytest.raises(SequenceError, match="the draw was given up"):
-        log.deliver(Chunk(Draw(2), 2, last=True))
+        log.deliver(Chunk(Draw(2), 2, 2, last=True))
     log.restart()
     assert restarts == [0]
     assert log.taken is None
     assert log.again is source
     with pytest.raises(SequenceError):
         log.take()
-    log.deliver(Chunk(Draw(1), 1, last=True, source=source))
+    log.deliver(Chunk(Draw(1), 1, 1, last=True, source=source))
     log.use_up()
     assert log.again is None
     log.restart()

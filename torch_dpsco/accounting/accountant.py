@@ -31,15 +31,20 @@ from torch_dpsco.accounting.events import (
     Sequential,
     clipped_gaussian,
 )
-from torch_dpsco.accounting.journal import open_journal
+from torch_dpsco.accounting.journal import Limit, open_journal
 from torch_dpsco.accounting.ledger import LOCK, NONE, Ledger, locked, read_state, write_state
-from torch_dpsco.accounting.planning import Limit
 from torch_dpsco.accounting.report import (
     PrivacyReport,
     Spent,
     make_report,
 )
 from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError, UnitError
+
+_INSIDE = (
+    "an event that may depend on what was released must not be charged while a pass of random"
+    " allocation is open: call finalize() on its optimizer first, or give it Assigned(...,"
+    " amplification=False)"
+)
 
 
 class Accountant:
@@ -278,6 +283,12 @@ class Accountant:
         self._limit.record(event, count)
         try:
             self._charge(event, count, adaptive)
+            if self._is_inside(event, count, adaptive, NONE):
+                # PRIVACY: it has happened; what it was chosen from counts as if all knew where records were
+                # (test_what_has_happened_inside_a_pass_takes_its_amplification_away)
+                for _, _, one, times in list(self.ledger.entries()):
+                    if isinstance(one, RandomAllocation):
+                        self._journal.charge(clipped_gaussian(one.noise), times)
         finally:
             self._limit.open_unused()
 
@@ -329,32 +340,18 @@ class Accountant:
                 self._limit.require_adaptive()
             if self._part is not None:
                 event = self._placed(event)
-            self._authorize(event, count, adaptive, releases or NONE, planned, ahead)
-
-    def _authorize(
-        self,
-        event: Event,
-        count: int,
-        adaptive: bool,
-        releases: Mapping[str, int],
-        planned: Callable[[], int],
-        ahead: Callable[[], int] | None,
-    ) -> None:
-        if self._is_inside(event, count, adaptive, releases):
-            # PRIVACY: proved for events that are fixed before the pass
-            # (test_no_adaptive_event_is_charged_inside_a_pass)
-            raise PrivacyError(
-                "an event that may depend on what was released must not be charged while a pass of"
-                " random allocation is open: call finalize() on its optimizer first, or give it"
-                " Assigned(..., amplification=False)"
-            )
-        left = self._limit.decide(event, count, planned)
-        if ahead is not None:
-            ahead = partial(self._limit.ahead, event, left, ahead)
-        try:
-            self._charge(event, count, adaptive, releases, ahead)
-        finally:
-            self._limit.note(event, left - count)
+            releases = releases or NONE
+            if self._is_inside(event, count, adaptive, releases):
+                # PRIVACY: proved for events that are fixed before the pass
+                # (test_no_adaptive_event_is_charged_inside_a_pass)
+                raise PrivacyError(_INSIDE)
+            left = self._limit.decide(event, count, planned)
+            if ahead is not None:
+                ahead = partial(self._limit.ahead, event, left, ahead)
+            try:
+                self._charge(event, count, adaptive, releases, ahead)
+            finally:
+                self._limit.note(event, left - count)
 
     def _charge(
         self,
@@ -364,7 +361,7 @@ class Accountant:
         releases: Mapping[str, int] = NONE,
         ahead: Callable[[], int] | None = None,
     ) -> None:
-        config = self._config
+        config = self._journal.book.config
         undecided = config["adjacency"] is None
         if undecided:
             # before the charge: the first line of a ledger file names it
@@ -375,21 +372,15 @@ class Accountant:
         finally:
             if undecided and not added and not releases:
                 config["adjacency"] = None
-        if self._is_inside(event, count, adaptive, releases):
-            # PRIVACY: it has happened; what it was chosen from counts as if all knew where records were
-            # (test_what_has_happened_inside_a_pass_takes_its_amplification_away)
-            for _, _, one, times in list(self.ledger.entries()):
-                if isinstance(one, RandomAllocation):
-                    self._journal.charge(clipped_gaussian(one.noise), times)
 
     def _is_inside(
         self, event: Event, count: int, adaptive: bool, releases: Mapping[str, int]
     ) -> bool:
         """Returns whether an event that outputs may have chosen comes inside of another run's pass."""
-        if not (adaptive or self._limit.adaptive or self._config.get("adaptive")):
+        book = self._journal.book
+        if not (adaptive or self._limit.adaptive or book.config.get("adaptive")):
             return False
-        costs = count > 0 and event != Sequential(())
-        return costs and self._journal.book.in_pass(releases)
+        return count > 0 and event != Sequential(()) and book.in_pass(releases)
 
     @typed
     @locked

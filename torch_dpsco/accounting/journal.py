@@ -1,4 +1,6 @@
-"""The journal of an accountant: charges events to a book, on the disk first if it has a file, in only one process.
+"""The journal of an accountant, which charges events to a book, and the limit, which says what it may charge.
+
+The book is that of only one process, and written on the disk first if it has a file.
 
 Charged ahead: a run whose plan is fixed knows its next charges, and one line pays for several of them. The file then
 holds more than the book in memory, which says what was used. A step needs no line of its own while the file, less
@@ -16,12 +18,18 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
-from torch_dpsco.accounting.events import Adjacency, Event, Repeat
+from torch_dpsco import _validate as check
+from torch_dpsco.accounting.budgets import Budget, Filter, make_filter
+from torch_dpsco.accounting.calibrate import MOST, largest
+from torch_dpsco.accounting.events import Adjacency, Event, Repeat, Sequential
 from torch_dpsco.accounting.ledger import NONE, OPEN, Book, Ledger, charge_row
 from torch_dpsco.accounting.ledger_file import LedgerFile
-from torch_dpsco.errors import PrivacyError, warn
+from torch_dpsco.accounting.planning import PlannedEvents, unit_of
+from torch_dpsco.errors import BudgetExceeded, PrivacyError, SequenceError, warn
 
 _SHARE = 0.01  # of the time, for lines; twice that once rounded
 _LOST = 1.0  # seconds of steps that a crash may lose
@@ -323,3 +331,300 @@ def open_journal(
             f"{known.get('adjacency')!r} and {known.get('unit')!r} in {file.path!r})"
         )
     return Journal(file.book, file)
+
+
+_ADAPTIVE = "mode='rdp'; full batches: 'gdp'"
+
+
+class Limit:
+    """A budget over a journal: the plan that the first charge closes, and whether an event still fits.
+
+    Args:
+        journal: what is charged so far.
+        budget: what may be spent; None is no limit.
+    """
+
+    def __init__(self, journal: Journal, budget: Budget | None) -> None:
+        self._journal = journal
+        self.budget = budget
+        self._declared: list[tuple[Event, int | None]] = []  # before the first charge
+        self.reread()
+
+    @property
+    def _ledger(self) -> Ledger:
+        return self._journal.book.ledger
+
+    @property
+    def _config(self) -> dict[str, Any]:
+        return self._journal.book.config
+
+    @property
+    def _ended(self) -> bool:
+        """Whether parameters were adapted under a planned budget, which then authorizes nothing more."""
+        return bool(self._config.get("adaptive")) and self._is_planned_only
+
+    @property
+    def _is_planned_only(self) -> bool:
+        """Whether the budget takes no event that was chosen on the way; at delta = 0 sums hold for these too."""
+        return self.rule is not None and not self.rule.adaptive and self.rule.delta > 0
+
+    def reread(self) -> None:
+        """Follows a new budget or book, whose adjacency a budget takes that says none."""
+        if self.budget is not None:
+            # PRIVACY: else a restored ledger is held to the cheaper adjacency (test_a_budget_follows_a_restored_ledger)
+            self.budget = self.budget.under(self._config["adjacency"])
+        self._closed: PlannedEvents | None = None  # the plan, as far as it is known
+        # (event, budget and events charged so far), and how many more of the event are then known to fit
+        self._allowance: tuple[tuple[Event, Budget, int] | None, int] = (None, 0)
+        self.rule = self.budget  # the budget in the mode that it is in
+        if self._config.get("mode") == "gdp" and self._is_planned_only:
+            assert self.rule is not None
+            self.rule = replace(self.rule, mode="gdp")
+        self._filter: Filter | None = None if self.rule is None else make_filter(self.rule)
+        # whether events may be chosen on the way
+        self.adaptive = bool(self._config.get("mode")) or (
+            self.rule is not None and self.rule.adaptive
+        )
+
+    def change(self, budget: Budget | None) -> None:
+        """Takes another budget; raises PrivacyError where what was charged rests on this one."""
+        if budget is not None:
+            budget = budget.under(self._config["adjacency"])
+        changes = len(self._ledger) > 0 and budget != self.budget
+        adaptive = any(known is not None and known.adaptive for known in (self.rule, budget))
+        if changes and (budget is None or adaptive):
+            # PRIVACY: a target chosen from outputs is no filter (test_an_adaptive_budget_is_fixed_once_charged);
+            # what is charged without one would keep no plan (test_a_budget_is_not_taken_away_once_charged)
+            raise PrivacyError(
+                "budget must be fixed before the first event, but that a planned one may be raised or lowered (got"
+                f" {budget})"
+            )
+        if budget is not None:
+            fixed = self._config["adjacency"]
+            unit = self._config["unit"]
+            if fixed not in (None, budget.adjacency) or budget.unit != unit:
+                raise PrivacyError(
+                    f"budget must be for {fixed or budget.adjacency!r} and {unit!r}, the accountant's"
+                )
+            make_filter(budget)  # may raise
+            if budget.says_adjacency:
+                self._config["adjacency"] = budget.adjacency
+        self.budget = budget
+        self.reread()
+
+    # -- what is planned ----------------------------------------------------------------------------------------------
+
+    def require_adaptive(self) -> None:
+        """Raises PrivacyError if the budget is a planned one."""
+        if self._is_planned_only:
+            # PRIVACY: composition of fixed parameters is no bound here (test_adaptive_noise_needs_an_adaptive_budget)
+            raise PrivacyError(
+                "budget must be adaptive for events that depend on what was released before (got"
+                f" mode 'planned'): Budget(..., {_ADAPTIVE}), or no budget, where get_epsilon is an odometer"
+            )
+
+    def declare(self, event: Event, steps: int | None) -> None:
+        """Notes what will be charged."""
+        # an interrupted run that was planned may be resumed; each charge is checked again
+        if not self._journal.interrupted:
+            self.require_planned(event)
+        self._declared.append((event, steps if steps is None else check.count(steps=steps)))
+
+    def require_planned(self, event: Event) -> None:
+        """Raises PrivacyError if the budget is planned, something was released, and the event was not planned then."""
+        if not self._has_closed or self.plan().names(event) or self._gaussian(event):
+            return
+        # PRIVACY: what was released may have chosen it (test_an_event_chosen_by_the_last_output_passes_the_target)
+        raise PrivacyError(
+            f"event must be planned before the first release (got {event}, after"
+            f" {len(self._ledger)} events of another plan): under mode 'planned' no output may"
+            " choose what comes next. Build all optimizers of the accountant, or call"
+            " accountant.declare(event, steps), before anything is released; or take"
+            f" Budget(..., {_ADAPTIVE}), or no budget"
+        )
+
+    @property
+    def _has_closed(self) -> bool:
+        return self._is_planned_only and len(self._ledger) > 0
+
+    def plan(self) -> PlannedEvents:
+        """Returns the plan that the first charge closed."""
+        if self._closed is None:
+            row = self._config.get("plan")
+            self._closed = (
+                PlannedEvents.of(self._ledger) if row is None else PlannedEvents.from_row(row)
+            )
+        return self._closed
+
+    def _is_planned(self, event: Event, count: int) -> bool:
+        """Returns whether the event, and all that is planned besides, fits the budget; before a charge anything may."""
+        if not self._has_closed:
+            return True
+        assert self.rule is not None
+        plan = self.plan()
+        if plan.is_plain:
+            return plan.names(event)
+        reserved = plan.reserved(self._ledger, event, count)
+        return reserved is not None and _fit_together(self.rule, reserved)
+
+    def _require_room_for(self, plan: PlannedEvents) -> None:
+        assert self.rule is not None
+        several = {unit_of(event): None for event, steps in self._declared if steps is None}
+        if len(several) > 1:
+            raise SequenceError(
+                "steps must be given for all but one of several plans on one budget (without: "
+                f"{', '.join(map(str, several))})"
+            )
+        if plan.fixed and not _fit_together(self.rule, Sequential(plan.fixed)):
+            raise BudgetExceeded(
+                f"the {len(plan.fixed)} plans declared on this accountant would together exceed the"
+                f" budget of epsilon={self.rule.epsilon:g} at delta={self.rule.delta:g}; declare"
+                " fewer steps, or make a new accountant if some of them are not wanted"
+            )
+
+    def _close(self, plan: PlannedEvents) -> None:
+        self._closed = plan
+        if not plan.is_plain:  # else the ledger tells it
+            self._config["plan"] = plan.to_row()
+
+    def _adapt(self, event: Event, count: int) -> None:
+        """Turns a budget of unsampled Gaussian noise to mode "gdp" for an event that was not planned, or refuses it."""
+        if self._is_planned(event, count):
+            return
+        self.require_planned(event)
+        if self._gaussian(event):
+            run = self._of_gaussians
+            if not run.admits(self._ledger, event, count):
+                raise BudgetExceeded(run.refusal(self._ledger, event, count))
+            self._config["mode"] = "gdp"
+            self.reread()
+
+    @property
+    def _of_gaussians(self) -> Filter:
+        assert self.rule is not None
+        return make_filter(replace(self.rule, mode="gdp"))
+
+    def _gaussian(self, event: Event) -> bool:
+        """Returns whether the event, and all that is planned, is unsampled Gaussian noise.
+
+        Then every path is a sum of mu^2 within the same number, for which the filter "gdp" costs nothing.
+        """
+        assert self.rule is not None
+        plan = self.plan()
+        cost = Ledger((*plan.fixed, *plan.once, event)).cost(self.rule.adjacency)
+        return not (math.isnan(cost.mu_squared) or cost.fails)
+
+    # -- what fits ----------------------------------------------------------------------------------------------------
+
+    def decide(self, event: Event, count: int, planned: Callable[[], int]) -> int:
+        """Returns how many of an event are known to fit, `count` at least, or refuses them; the first closes the plan.
+
+        Args:
+            event: about to happen.
+            count: how often.
+            planned: says how many are planned, all decided at once if they fit.
+        """
+        if self.rule is None:
+            return count
+        known, left = self._allowance
+        if known == (event, self.rule, self._journal.book.ledger.length) and count <= left:
+            return left  # equal events are decided once
+        if self._ended:
+            # PRIVACY: what was spent has no planned epsilon (test_a_planned_budget_ends_where_parameters_were_adapted)
+            self.require_adaptive()
+        most = max(count, planned())
+        if not self._is_planned_only or not count:
+            return self._room(event, count, most)
+        if len(self._ledger):
+            self._adapt(event, count)
+            return self._room(event, count, most)
+        plan = PlannedEvents.closing(self._declared, event, most)
+        self._require_room_for(plan)
+        left = self._room(event, count, most)
+        self._close(plan)
+        return left
+
+    def ahead(self, event: Event, left: int, most: Callable[[], int]) -> int:
+        """Returns how many equal charges may be written at once: no more than the budget has room for.
+
+        Args:
+            event: of each.
+            left: how many are known to fit.
+            most: says how many are planned.
+        """
+        if self.rule is None or event == Sequential(()):
+            return most()
+        return 1 if self._journal.leads else min(left, most())
+
+    def note(self, event: Event, left: int) -> None:
+        """Notes after a charge how many more of the event fit; whatever else is charged is decided anew."""
+        if self.rule is not None:
+            charged = self._journal.book.ledger.length
+            self._allowance = (event, self.rule, charged), left
+            if not charged:
+                self.open_unused()
+
+    def open_unused(self) -> None:
+        """Opens the plan again if nothing was charged."""
+        if not len(self._ledger):
+            self._config.pop("plan", None)
+            self._closed = None
+
+    def record(self, event: Event, count: int) -> None:
+        """Adds to the plan what has happened."""
+        if not self._is_planned_only or not count:
+            return
+        if not len(self._ledger):
+            self._close(PlannedEvents.closing(self._declared, event, count))
+        elif (plan := self.plan()).reserved(self._ledger, event, count) is None:
+            self._close(PlannedEvents((*plan.fixed, Repeat(event, count)), plan.open))
+
+    def _room(self, event: Event, count: int, planned: int) -> int:
+        """Returns how many of the event are known to fit, at least those that are asked for, or refuses them."""
+        known, _ = self._allowance
+        # whether the ledger as it is was within the budget
+        decided = known is not None and known[1:] == (self.rule, len(self._ledger))
+        alike = self._is_planned_only and len(self._ledger.distinct) == 1
+        if decided and alike and self._ledger.adds_nothing(event, count):
+            return count
+        if planned > count and self.admits(event, planned):
+            return planned
+        if not self.admits(event, count):
+            assert self._filter is not None
+            if self._is_planned(event, count):
+                raise BudgetExceeded(self._filter.refusal(self._ledger, event, count))
+            raise BudgetExceeded(
+                f"{count} x {event}: the plan that was declared before the first release holds no"
+                " more of it"
+            )
+        return self.most(event) if known is not None and known[0] == event else count
+
+    def admits(self, event: Event, count: int) -> bool:
+        """Returns whether the event fits."""
+        if self._filter is None:
+            return True
+        if self._ended:
+            return False
+        if not self._is_planned(event, count):
+            return self._gaussian(event) and self._of_gaussians.admits(
+                self._ledger, event, count
+            )
+        # PRIVACY: a part of what fits as a whole (test_part_of_a_plan_that_fits_is_not_decided_again)
+        whole = self._has_closed and not self.plan().is_plain
+        return whole or self._filter.admits(self._ledger, event, count)
+
+    def most(self, event: Event) -> int:
+        """Returns how many more of the event fit, at most 2^40."""
+        if self._filter is None:
+            raise ValueError("budget must be set to count the steps left (got None)")
+        if self._ended:
+            return 0
+        plain = not self._has_closed or (self.plan().is_plain and self.plan().names(event))
+        if plain:
+            return self._filter.max_steps(self._ledger, event)
+        return largest(lambda count: -1.0 if self.admits(event, count) else 1.0, MOST)
+
+
+@lru_cache(maxsize=256)
+def _fit_together(budget: Budget, events: Event) -> bool:
+    return make_filter(budget).admits(Ledger([events]))

@@ -439,7 +439,7 @@ class _Probe:
         for name, p in params.items():
             tape = getattr(p, "grad_factors", None)
             if isinstance(tape, Tape) and tape.uses:
-                block = tape.blocks(weight=p is tape.weight, bias=p is tape.bias)[0]
+                block = tape.joined().blocks(weight=p is tape.weight, bias=p is tape.bias)[0]
                 rows[name] = rows_of(block if only is None else block.select(only))
                 factored.add(name)
             elif isinstance(dense := getattr(p, "grad_sample", None), Tensor):

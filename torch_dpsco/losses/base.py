@@ -394,12 +394,8 @@ class ScalarLoss(TableLoss):
         self._refuse()
 
     @abstractmethod
-    def place(self, score: Tensor, target: Tensor) -> Tensor:
-        """The margin or the residual of a score."""
-
-    @abstractmethod
-    def turned(self, slope: Tensor, target: Tensor) -> Tensor:
-        """The derivative of phi in the score, from that in the margin or the residual."""
+    def place(self, score: Tensor, target: Tensor) -> tuple[Tensor, Tensor | float]:
+        """The margin or the residual of a score, and its derivative in the score."""
 
     @abstractmethod
     def up_to(self, place: Tensor, corner: Tensor) -> Tensor:
@@ -407,15 +403,17 @@ class ScalarLoss(TableLoss):
 
     def value(self, score: Tensor, target: Tensor) -> Tensor:
         """Loss at the margin or residual; score and target of one shape."""
-        return self.curve(self.place(score, target))
+        return self.curve(self.place(score, target)[0])
 
     def derivative(self, score: Tensor, target: Tensor) -> Tensor:
         """Derivative in the score; score and target of one shape."""
-        return self.turned(self.slope(self.place(score, target)), target)
+        place, turn = self.place(score, target)
+        return turn * self.slope(place)
 
     def second_derivative(self, score: Tensor, target: Tensor) -> Tensor:
         """Second derivative in the score; score and target of one shape."""
-        return self.turned(self.turned(self.bend(self.place(score, target)), target), target)
+        place, turn = self.place(score, target)
+        return turn * (turn * self.bend(place))
 
     def curve(self, place: Tensor) -> Tensor:
         """The loss phi."""

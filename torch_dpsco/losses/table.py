@@ -55,13 +55,9 @@ class MarginLoss(ScalarLoss):
     monotone = True
     zero = 1.0
 
-    def place(self, score: Tensor, target: Tensor) -> Tensor:
-        """Margin y s."""
-        return target * score
-
-    def turned(self, slope: Tensor, target: Tensor) -> Tensor:
-        """Derivative y phi'."""
-        return target * slope
+    def place(self, score: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Margin y s, and y."""
+        return target * score, target
 
     def up_to(self, place: Tensor, corner: Tensor) -> Tensor:
         """Margin cut off below."""
@@ -282,13 +278,9 @@ class SoftmaxCrossEntropy(TableLoss):
 class ResidualLoss(ScalarLoss):
     """phi(r) of the residual r = y - s, phi convex."""
 
-    def place(self, score: Tensor, target: Tensor) -> Tensor:
-        """Residual y - s."""
-        return target - score
-
-    def turned(self, slope: Tensor, target: Tensor) -> Tensor:
-        """Derivative -phi'."""
-        return -slope
+    def place(self, score: Tensor, target: Tensor) -> tuple[Tensor, float]:
+        """Residual y - s, and -1."""
+        return target - score, -1.0
 
     def up_to(self, place: Tensor, corner: Tensor) -> Tensor:
         """Residual cut off on both sides."""
@@ -650,7 +642,7 @@ class ClippedRows:
 
     def value(self, score: Tensor, target: Tensor) -> Tensor:
         """Loss phi before the corner, its tangent beyond; shapes (B,)."""
-        place = self.loss.place(score, target)
+        place, _ = self.loss.place(score, target)
         kept = self.loss.up_to(place, self.corners)
         # 0 where nothing is clipped: inf * 0 would be NaN
         beyond = torch.where(kept == place, 0.0, self.limits * (kept - place).abs())

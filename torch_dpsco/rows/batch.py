@@ -27,6 +27,7 @@ from torch_dpsco.rows.blocks import (
     joined,
     joint_norms,
 )
+from torch_dpsco.rows.carried import CLOCK
 
 _T = TypeVar("_T")
 _LEFT = "dpsco_left"  # marks a parameter whose rows were left, and not divided by a batch size
@@ -54,10 +55,10 @@ def clear_rows(params: Sequence[nn.Parameter]) -> None:
             tape.uses = []
         if "grad_sample" in held:
             held["grad_sample"] = None
+            held.pop(_LEFT, None)
         if "dpsco_passes" in held:
             held["dpsco_passes"] = []
             held.pop("dpsco_first_backward", None)
-        held.pop(_LEFT, None)
         p.grad = None
 
 
@@ -67,7 +68,9 @@ def attachments(params: Iterable[nn.Parameter]) -> list[Any]:
 
 
 def retire_forwards(params: Sequence[nn.Parameter], filled: int | None = None) -> None:
-    """Makes the attached models of the parameters refuse backwards of all their forwards so far.
+    """Makes the attached models of the parameters refuse backwards of all their forwards so far, and their outputs.
+
+    The batch of these forwards was used, or given up: their outputs must not be inputs any more.
 
     Args:
         params: of the optimizer.
@@ -77,7 +80,9 @@ def retire_forwards(params: Sequence[nn.Parameter], filled: int | None = None) -
     for p in params:
         attachment = p.__dict__.get("dpsco")
         if attachment is not None and attachment is not done:
-            attachment.retire(filled)
+            attachment.filled = filled
+            attachment.passes.used = attachment.passes.number
+            attachment.carried.ended = next(CLOCK)
             done = attachment
 
 
@@ -157,11 +162,6 @@ def _passes(tapes: Sequence[Any], loose: Sequence[nn.Parameter]) -> int:
     return max(map(len, attached | sizes), default=1)
 
 
-def count_of(index: Tensor | slice) -> int:
-    """Returns how many rows an index, or a slice of the first ones, picks."""
-    return int(index.stop) if isinstance(index, slice) else len(index)
-
-
 class GradBatch:
     """Per-sample gradients of all parameters for the same rows, joined from blocks.
 
@@ -224,7 +224,8 @@ class GradBatch:
                     tapes.append(tape)
                     weight = places.get(id(tape.weight))
                     bias = places.get(id(tape.bias))
-                    blocks += tape.blocks(weight=weight is not None, bias=bias is not None)
+                    kept = tape.uses[0][1] if len(tape.uses) == 1 else tape.joined()
+                    blocks += kept.blocks(weight=weight is not None, bias=bias is not None)
                     order += [index for index in (weight, bias) if index is not None]
             if len(blocks) > 1 and len(sizes := {len(block) for block in blocks}) > 1:
                 raise SequenceError(
@@ -249,7 +250,10 @@ class GradBatch:
             clear_rows(params)
 
     def __len__(self) -> int:
-        return len(self.blocks[0]) if self._index is None else count_of(self._index)
+        index = self._index
+        if isinstance(index, slice):
+            return int(index.stop)
+        return len(self.blocks[0] if index is None else index)
 
     def unscaled(self, scale: float) -> GradBatch:
         """Returns these rows divided by a public number > 0, that of gradient scaling; the tensors are shared."""
@@ -266,17 +270,17 @@ class GradBatch:
         Args:
             index: (k,) int64, which of the rows count; or a slice of the first ones.
         """
-        rows = copy.copy(self)
+        rows = object.__new__(GradBatch)  # copy.copy costs three times as much
         # a slice is of the first rows
-        rows._index = self._index[index] if isinstance(self._index, Tensor) else index
+        kept = self._index[index] if isinstance(self._index, Tensor) else index
+        rows.__dict__.update(self.__dict__, _index=kept)
         return rows
 
-    def linear(self) -> FactoredBlock | None:
-        """Returns the rows as those of a linear model with weight and bias and one output, None if they are others."""
+    def clipped_sum(self, limit: float, scale: float) -> Tensor | None:
+        """Returns the sum of clipped rows of a linear model, None if they are others; see `Block.clipped_sum`."""
         if self._scale != 1.0 or len(self.blocks) > 1 or self.order != [0, 1]:
             return None
-        rows = self.blocks[0].linear()
-        return rows if rows is None or self._index is None else rows.select(self._index)
+        return self.blocks[0].clipped_sum(limit, scale, self._index)
 
     @property
     def has_one_output(self) -> bool:

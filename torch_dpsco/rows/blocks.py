@@ -352,8 +352,22 @@ class Block(ABC):
     def dense(self) -> list[Tensor]:
         """Returns the rows per parameter: (B, *shape)."""
 
-    def linear(self) -> FactoredBlock | None:
-        """Returns the rows if they are those of weight and bias of one output, None if they are others."""
+    def clipped_sum(
+        self, limit: float, scale: float, index: Tensor | slice | None = None
+    ) -> Tensor | None:
+        """Returns the sum of rows of a linear model of one output, each cut to a length, times scale, if C forms it.
+
+        Rows without a finite length, or with a factor of 2^64 or more, count for nothing.
+
+        Args:
+            limit: largest length of a row.
+            scale: of all rows.
+            index: of the rows that count, None for all.
+
+        Returns:
+            (d + 1,) float64, for weight and bias; None where rows are others, or the accelerator is missing, or does
+            not suit.
+        """
         return None
 
 
@@ -506,11 +520,6 @@ class FactoredBlock(Block):
     def __len__(self) -> int:
         return self.acts.shape[0]
 
-    def linear(self) -> FactoredBlock | None:
-        """Returns itself, None if there are several outputs, or not both weight and bias."""
-        both = self.weight and self.bias
-        return self if both and self.backprops.shape[1] == 1 == self.scale else None
-
     @property
     def bounds(self) -> Tensor:
         """(B,) the factors, which where they are not known are those of `linear_factors`."""
@@ -518,19 +527,24 @@ class FactoredBlock(Block):
             self.factors = linear_factors(self.acts)
         return self.factors
 
-    def clipped_sum(self, limit: float, scale: float) -> Tensor | None:
-        """Returns the sum of rows of one output, each cut to a length of at most `limit`, times scale, if C forms it.
-
-        Rows without a finite length, or with a factor of 2^64 or more, count for nothing.
-
-        Returns:
-            (d + 1,) float64, or None where the accelerator is missing, or does not suit.
-        """
-        if self.backprops.dtype is not torch.float32 or not native.suits(self.acts):
+    def clipped_sum(
+        self, limit: float, scale: float, index: Tensor | slice | None = None
+    ) -> Tensor | None:
+        """Returns that of `Block.clipped_sum` where weight and bias are trained."""
+        both = self.weight and self.bias
+        if not both or not self.backprops.shape[1] == 1 == self.scale:
             return None
-        factors = None if self.factors is None else self.factors.double().contiguous()
-        slopes = self.backprops[:, 0].contiguous()
-        return native.Linear(self.acts, slopes, factors).sum(limit, scale)
+        acts = self.acts
+        slopes = self.backprops[:, 0]
+        factors = self.factors
+        if index is not None:
+            acts = acts[index]
+            slopes = slopes[index]
+            factors = None if factors is None else factors[index]
+        if slopes.dtype is not torch.float32 or not native.suits(acts):
+            return None
+        factors = None if factors is None else factors.double().contiguous()
+        return native.Linear(acts, slopes.contiguous(), factors).sum(limit, scale)
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds |b| sqrt(weight |a|^2 + bias): (B,) float64."""

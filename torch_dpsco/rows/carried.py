@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_dpsco.compat import without_subclasses
+from torch_dpsco.compat import tree_map, without_subclasses
 from torch_dpsco.errors import PrivacyError
 
 _PLACES = 64  # whose numbers are compared
@@ -73,8 +73,8 @@ class CarriedState:
         self._model = model
         self.ended = 0
         # of the running forward, with memory and versions, and the copies which it runs on
-        self._inputs: list[_Held] | None = None
-        self._copies: list[_Held] = []
+        self._inputs: list[Held] | None = None
+        self._copies: list[Held] = []
         # the last outputs: forward, size and numbers
         self._kept: list[tuple[Forward, int, Tensor]] = []
 
@@ -82,12 +82,18 @@ class CarriedState:
         # PRIVACY: a file would hold numbers of records (test_a_file_of_a_model_holds_no_outputs)
         return self.__dict__ | {"_inputs": None, "_copies": [], "_kept": []}
 
-    def begin(self, inputs: Any, *, leaves_rows: bool) -> None:
+    def begin(
+        self, args: Any, kwargs: dict[str, Any], *, leaves_rows: bool
+    ) -> tuple[list[Held], Any, dict[str, Any]]:
         """Begins a forward in training mode.
 
         Args:
-            inputs: nested tensors.
+            args: inputs, nested tensors.
+            kwargs: and those by name.
             leaves_rows: whether its backward does.
+
+        Returns:
+            The inputs, each with its memory and its version; and what the forward runs on, copies if it leaves rows.
 
         Raises:
             CarriedStateError: one of them is an output of an earlier batch.
@@ -95,25 +101,31 @@ class CarriedState:
         self._inputs = None
         self._copies = []
         with without_subclasses():
-            found = _tensors(inputs)
+            found = _tensors((args, kwargs))
             sizes = {size for _, size, _ in self._kept}
             for t, storage, _ in found if leaves_rows else ():
                 if hasattr(storage, _MARK) or t.numel() in sizes:
                     self._require_fresh(t, storage)
-            self._inputs = found
-
-    def take(self, copies: Any) -> None:
-        """Notes copies of the inputs, nested likewise, which the forward runs on."""
-        with without_subclasses():
-            given = {id(t) for t, _, _ in self._inputs or ()}
-            self._copies = [held for held in _tensors(copies) if id(held[0]) not in given]
+        if leaves_rows:
+            # PRIVACY: rows are made of inputs until the step, when their memory may have the next batch
+            # (test_a_batch_is_used_as_it_was_at_the_forward)
+            if not kwargs and all(type(x) is Tensor for x in args):
+                args = tuple(x.clone() if x.grad_fn is None else x for x in args)
+            else:
+                args, kwargs = tree_map(_copied, (args, kwargs))
+            given = {id(t) for t, _, _ in found}
+            with without_subclasses():
+                copies = _tensors((args, kwargs))
+            self._copies = [held for held in copies if id(held[0]) not in given]
+        self._inputs = found
+        return found, args, kwargs
 
     def end(self, output: Any, inputs: Any) -> Forward | None:
         """Ends the forward that was begun, if one was.
 
         Args:
             output: nested tensors.
-            inputs: those that it ran on; what was written to them, or put into them, is output too.
+            inputs: those that it ran on, and those by name; what was written to them, or put into them, is output too.
         """
         before = self._inputs
         copies = self._copies
@@ -123,24 +135,28 @@ class CarriedState:
             return None
         forward = Forward(self, next(CLOCK))
         with without_subclasses():
-            same = [held for held in (*before, *copies) if _version(held[0]) == held[2]]
+            given = (*before, *copies)
+            moved = {id(t) for t, _, k in given if not t.is_inference() and t._version != k}
+            same = [held for held in given if id(held[0]) not in moved]
             # a copy that was written to is the model's own: memory of an output
             known = {id(storage) for _, storage, _ in (*before, *same)}
+            args, kwargs = inputs
+            if not kwargs and [id(x) for x in args] == [id(t) for t, _, _ in copies]:
+                inputs = None  # tensors alone, into which nothing can be put
             fresh = [held for held in _tensors((output, inputs)) if id(held[1]) not in known]
             for _, storage, _ in fresh:
                 setattr(storage, _MARK, forward)
-            written = [held for held in before if _version(held[0]) != held[2]]
+            written = [held for held in before if id(held[0]) in moved]
             for t, _, _ in fresh + written:
-                self._keep(forward, t, same)
+                if not t.is_floating_point() or t.numel() < _DISTINCT:
+                    continue
+                numbers = _numbers(t)
+                alike = [
+                    x for x, _, _ in same if x.numel() == t.numel() and x.is_floating_point()
+                ]
+                if not any(_agree(_numbers(x), numbers) for x in alike):
+                    self._kept = [*self._kept[1 - _KEPT :], (forward, t.numel(), numbers)]
         return forward
-
-    def _keep(self, forward: Forward, t: Tensor, inputs: list[_Held]) -> None:
-        if not t.is_floating_point() or t.numel() < _DISTINCT:
-            return
-        numbers = _numbers(t)
-        alike = [x for x, _, _ in inputs if x.numel() == t.numel() and x.is_floating_point()]
-        if not any(_agree(_numbers(x), numbers) for x in alike):
-            self._kept = [*self._kept[1 - _KEPT :], (forward, t.numel(), numbers)]
 
     def _is_over(self, forward: Forward) -> bool:
         return forward.time < self.ended or (forward.owner is self and forward.has_left_rows)
@@ -165,12 +181,17 @@ class CarriedState:
         return any(found is storage for _, found, _ in _tensors(released))
 
 
-_Held = tuple[Tensor, Any, int]  # a tensor, its memory and its version
+def _copied(leaf: Any) -> Any:
+    """Returns an input in memory of its own; what another computation has made is nobody's buffer."""
+    return leaf.clone() if isinstance(leaf, Tensor) and leaf.grad_fn is None else leaf
 
 
-def _tensors(tree: Any) -> list[_Held]:
+Held = tuple[Tensor, Any, int]  # a tensor, its memory and its version
+
+
+def _tensors(tree: Any) -> list[Held]:
     """Returns the tensors with memory of their own kind in nested containers and plain objects (caches, outputs)."""
-    found: list[_Held] = []
+    found: list[Held] = []
     level: Sequence[Any] = (tree,)
     for _ in range(_DEPTH + 1):
         below: list[Any] = []
@@ -180,7 +201,7 @@ def _tensors(tree: Any) -> list[_Held]:
                     storage = part.untyped_storage()
                 except (NotImplementedError, RuntimeError):  # sparse, or inside of torch.func
                     continue
-                found.append((part, storage, _version(part)))
+                found.append((part, storage, 0 if part.is_inference() else part._version))
             elif isinstance(part, (tuple, list)):
                 below += part
             elif isinstance(part, Mapping):
@@ -191,10 +212,6 @@ def _tensors(tree: Any) -> list[_Held]:
             break
         level = below
     return found
-
-
-def _version(t: Tensor) -> int:
-    return 0 if t.is_inference() else t._version
 
 
 def _numbers(t: Tensor) -> Tensor:

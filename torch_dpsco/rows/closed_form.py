@@ -80,9 +80,10 @@ class ClosedForm:
             for index in loader.positions():
                 yield GradBatch([self._scored if index is None else self._scored.select(index)])
             return
-        if loader.slots is not None and loader.isolation.allowed:
+        isolation = loader.isolation
+        if loader.slots is not None and (isolation.open or isolation.tested is not None):
             # PRIVACY: of these products, not of those of a forward (test_a_closed_form_is_tested_by_itself)
-            loader.isolation.settle(self._sizes(loader.slots))
+            isolation.settle(self._sizes(loader.slots))
         for columns in loader.read_only(self._columns):
             yield GradBatch([self._rows(*columns)])
 
@@ -138,14 +139,13 @@ class _Scored(FactoredBlock):
         known = self._columns[0] if self._index is None else self._index
         return known.shape[0]
 
-    def clipped_sum(self, limit: float, scale: float) -> Tensor:
-        """Returns the sum of the rows, see `FactoredBlock.clipped_sum`."""
-        weight, bias = self._layer.weight, float(self._layer.bias)
-        return self._records.sum(limit, scale, weight, bias, self._index)
-
-    def linear(self) -> _Scored:
-        """Returns itself."""
-        return self
+    def clipped_sum(
+        self, limit: float, scale: float, index: Tensor | slice | None = None
+    ) -> Tensor:
+        """Returns the sum of the rows, see `Block.clipped_sum`."""
+        assert index is None  # no block of these is filled up
+        bias = float(self._layer.bias)
+        return self._records.sum(limit, scale, self._layer.weight, bias, self._index)
 
     def norms(self) -> Tensor:
         """Returns certified upper bounds of the rows' norms."""

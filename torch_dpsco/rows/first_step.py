@@ -34,7 +34,7 @@ from torch_dpsco.rows.blocks import Block, DenseBlock, FactoredBlock
 from torch_dpsco.rows.layers.kinds import ItemBlock
 from torch_dpsco.rows.means import NO_MEAN, Averaged
 from torch_dpsco.sampling import Slots
-from torch_dpsco.sampling.loader import Sizes, memory_of
+from torch_dpsco.sampling.loader import Sizes
 from torch_dpsco.trial import (
     SEED,
     Answer,
@@ -136,15 +136,16 @@ class FirstStep:
         self.verdicts.update(other.verdicts)
         self._open.update(other._open)
 
-    def begin(self, layers: Sequence[nn.Module], inputs: Any, isolation: Any) -> None:
+    def begin(
+        self, layers: Sequence[nn.Module], memory: frozenset[tuple[int, int]], isolation: Any
+    ) -> None:
         """Notes what a model keeps before a training forward, after which it may be looked at, and inputs' memory."""
         if not self.waits:
             return
         if isolation is not None:
             self.delivered = isolation.delivered
         self.autocast = torch.is_autocast_enabled("cpu")
-        tensors = (t for t in tree_leaves(inputs) if isinstance(t, Tensor))
-        self._memory = memory_of([t for t in tensors if t.is_floating_point()])
+        self._memory = memory
         if self._open["model"]:
             with _without_collector():
                 self._before = Memory(layers)
@@ -508,7 +509,9 @@ def waiting_blocks(params: Sequence[nn.Parameter]) -> Iterator[Block]:
     """Yields the rows that a backward has left on the parameters."""
     tapes = [getattr(p, "grad_factors", None) for p in params]
     for tape in dict.fromkeys(tape for tape in tapes if tape is not None and tape.uses):
-        yield from tape.blocks(weight=tape.weight is not None, bias=tape.bias is not None)
+        yield from tape.joined().blocks(
+            weight=tape.weight is not None, bias=tape.bias is not None
+        )
     for p in params:
         if isinstance(dense := getattr(p, "grad_sample", None), Tensor):
             yield DenseBlock(dense.detach())

@@ -25,7 +25,6 @@ from torch_dpsco.compat import (
     is_replicated,
     is_sharded,
     tree_leaves,
-    tree_map,
 )
 from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError
 from torch_dpsco.native import inexact_mean
@@ -36,12 +35,13 @@ from torch_dpsco.rows.batch import (
     forget_wrappers,
     has_rows,
     require_unwrapped,
+    retire_forwards,
 )
-from torch_dpsco.rows.carried import CLOCK, CarriedState, Forward
+from torch_dpsco.rows.carried import CarriedState, Forward
 from torch_dpsco.rows.first_step import COMPILED, FirstStep
 from torch_dpsco.rows.layers.recorded import require_whole
 from torch_dpsco.rows.means import NO_MEAN, Source, averaged
-from torch_dpsco.sampling.loader import Sizes, is_compiled, memory_of, torch_settings
+from torch_dpsco.sampling.loader import Sizes, is_compiled, torch_settings
 from torch_dpsco.trial.loss import plain
 from torch_dpsco.trial.sizes import AUTOCAST, secret_state
 
@@ -110,13 +110,6 @@ class PassCounter:
         self.averaged = -1
         self.secret_masks = False
         self.random_state: Tensor | None = None
-
-    def open(self, sizes: frozenset[int] | None = None) -> None:
-        """Starts the next pass, of a batch of one of these sizes, if they are known."""
-        self.number += 1
-        self.tag = self.number
-        self.sizes = sizes
-        self.differentiated = self.differentiated and self.number - 1 > self.used
 
     def require_called(self) -> None:
         """Raises SequenceError for rows of a layer that ran outside of a pass, where the batch has had none so far."""
@@ -232,16 +225,6 @@ class Attachment:
         # PRIVACY: places come from a secret stream (test_a_copy_of_a_model_has_no_places)
         return self.__dict__ | {"hooked": False, "isolation": None}
 
-    def retire(self, filled: int | None = None) -> None:
-        """Refuses backwards of all forwards so far, and their outputs as inputs: their batch was used, or given up.
-
-        Args:
-            filled: rows of the batch that comes next, if some of them may be filling.
-        """
-        self.filled = filled
-        self.passes.used = self.passes.number
-        self.carried.ended = next(CLOCK)
-
     def require_fresh(
         self, number: int | None, forward: Forward | None, untested: str, grad: Tensor
     ) -> None:
@@ -313,21 +296,25 @@ class Attachment:
         self.passes.exact_means = isinstance(found, Sizes) and found.exact_means
         self.passes.secret_masks = isinstance(found, Sizes) and found.secret_masks
 
-    def untested(self, inputs: Any) -> str:
-        """Returns in what way a forward is run as batches of several sizes were not tested, "" for none."""
+    def untested(self, memory: frozenset[tuple[int, int]]) -> str:
+        """Returns in what way a forward is run as batches of several sizes were not tested, "" for none.
+
+        Args:
+            memory: of its inputs, see `sampling.loader.memory_of`.
+        """
         isolation: Any = self.isolation
         if isolation is None or isolation.tested is None:
             return ""
         if torch.is_autocast_enabled("cpu"):
             # PRIVACY: other kernels than those of the test (test_a_forward_under_autocast_after_the_test_is_refused)
             return AUTOCAST
-        numbers = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
-        held = memory_of([t for t in numbers if t.is_floating_point()])
-        if not isolation.tested.whole_step and not held <= isolation.delivered:
+        if not isolation.tested.whole_step and not memory <= isolation.delivered:
             # PRIVACY: what a loop computes for all records at once (test_inputs_that_are_computed_later_are_refused)
             return _OTHER_INPUTS
-        compiled = self.first.compiled or any(map(is_compiled, self.layers))
-        if compiled or not isolation.tested.hold:
+        compiled = self.first.compiled or any(
+            getattr(layer, "_compiled_call_impl", None) is not None for layer in self.layers
+        )
+        if compiled or isolation.tested.settings != torch_settings():
             # PRIVACY: other kernels, after the draw (test_a_model_compiled_after_the_test_is_refused,
             # test_threads_that_are_set_after_the_draw_are_refused)
             return _OTHER_KERNELS
@@ -341,7 +328,7 @@ class Attachment:
 
     def reset(self) -> None:
         """Forgets forwards that no backward followed."""
-        self.retire()
+        retire_forwards(self.params)
         self.passes.tag = self.passes.sizes = None
         forget_uses(self.dense, self.layers)
 
@@ -468,45 +455,43 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     if torch.compiler.is_compiling():  # out of the graph of a compiled model
         return torch.compiler.disable(_before_compiled_forward)(model, args, kwargs)
     attachment: Attachment = model._dpsco  # type: ignore[assignment]
+    passes = attachment.passes
     if not attachment.hooked:
         # in eval mode too: a backward there would leave a raw gradient on a copy
         attachment.hook_parameters()
-    attachment.passes.untested = ""
-    if attachment.passes.paused or not model.training:
+    passes.untested = ""
+    if passes.paused or not model.training:
         return None
     layers = attachment.layers
     children = [child for m in layers for child in m._modules.values()]
     if model is not layers[0] or children != attachment.children:
         _refuse_modules(model)
     leaves_rows = torch.is_grad_enabled()
-    attachment.carried.begin((args, kwargs), leaves_rows=leaves_rows)
+    held, args, kwargs = attachment.carried.begin(args, kwargs, leaves_rows=leaves_rows)
     if not leaves_rows:
         return None
     if not attachment.compared:  # in the first forward
         act("rows.stacks")(layers)
         attachment.values = _values(layers)
         attachment.compared = True
-    attachment.passes.untested = attachment.untested((args, kwargs))
+    memory = frozenset((where.data_ptr(), k) for x, where, k in held if x.is_floating_point())
+    passes.untested = attachment.untested(memory)
     if attachment.looks:
-        attachment.first.begin(layers, (args, kwargs), attachment.isolation)
+        attachment.first.begin(layers, memory, attachment.isolation)
+        args, kwargs = plain((args, kwargs))  # they may be outputs of another attached model
     require_unwrapped(attachment.params)
     if dist.is_available() and dist.is_initialized():
         _require_alone(model)
-    _make_ready(attachment.dense)
-    attachment.passes.open(batch_sizes((*args, *kwargs.values()), attachment.batch_dim))
+    if attachment.dense:
+        _make_ready(attachment.dense)
+    passes.differentiated = passes.differentiated and passes.number > passes.used
+    passes.number += 1
+    passes.tag = passes.number
+    passes.sizes = batch_sizes((*args, *kwargs.values()), attachment.batch_dim)
     attachment.buffers = _states(layers)
-    if attachment.looks:  # they may be outputs of another attached model
-        args, kwargs = plain((args, kwargs))
-    # PRIVACY: rows are made of inputs until the step, when their memory may have the next batch
-    # (test_a_batch_is_used_as_it_was_at_the_forward)
-    if not kwargs and all(type(x) is Tensor for x in args):
-        args = tuple(x.clone() if x.grad_fn is None else x for x in args)
-    else:
-        args, kwargs = tree_map(_copied, (args, kwargs))
-    attachment.carried.take((args, kwargs))
-    if attachment.passes.secret_masks:
+    if passes.secret_masks:
         # PRIVACY: masks of others would depend on how many rows there are (test_masks_of_a_model_are_secret)
-        attachment.passes.random_state = torch.get_rng_state()
+        passes.random_state = torch.get_rng_state()
         torch.set_rng_state(secret_state())
     return args, kwargs
 
@@ -540,11 +525,6 @@ def _refuse_modules(model: nn.Module) -> NoReturn:
         " a layer runs the layer that it was copied from): attach the model after such changes,"
         " and copy by copy.deepcopy"
     )
-
-
-def _copied(leaf: Any) -> Any:
-    """Returns an input in memory of its own; what another computation has made is nobody's buffer."""
-    return leaf.clone() if isinstance(leaf, Tensor) and leaf.grad_fn is None else leaf
 
 
 def _require_alone(model: nn.Module) -> None:

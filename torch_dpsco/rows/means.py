@@ -50,7 +50,9 @@ class Averaged(Tensor):
     ) -> Any:
         """Runs an operation; a mean over the batch gives a plain tensor."""
         kwargs = kwargs or {}
-        known = [t.source for t in tree_leaves((args, kwargs)) if isinstance(t, Averaged)]
+        known = [t.source for t in args if isinstance(t, Averaged)]
+        if not known:
+            known = [t.source for t in tree_leaves((args, kwargs)) if isinstance(t, Averaged)]
         if func is Tensor.backward and known:
             # PRIVACY: a part of the loss is no exact mean, whose rows would be multiplied in another way
             # (test_a_term_that_is_no_exact_mean_is_refused)

@@ -21,7 +21,7 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from numbers import Number
 from typing import Any
@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
-from torch_dpsco.accounting.designs import Design, Full
+from torch_dpsco.accounting.designs import Design, Draw, Full
 from torch_dpsco.compat import tree_leaves, tree_map
 from torch_dpsco.errors import UnitError
 from torch_dpsco.sampling.datasets import Gathered, owned
@@ -42,6 +42,8 @@ from torch_dpsco.sampling.samplers import Chunk, DesignSampler, records_of
 from torch_dpsco.sampling.slots import Slots
 
 _Indices = npt.NDArray[np.int64]
+# rows of a draw that are delivered together; where they are in their batch, None if it has no others; and its size
+_Block = tuple[Any, Tensor | slice | None, int]
 _MOST_WORKERS = 1024  # processes
 
 
@@ -179,7 +181,7 @@ class PrivateLoader:
         self.slots = slots
         if check.count(num_workers=num_workers) > _MOST_WORKERS:
             raise ValueError(f"num_workers must be at most {_MOST_WORKERS} (got {num_workers})")
-        self.isolation = Isolation(slots=slots, allowed=rounded)
+        self.isolation = Isolation(slots=slots, open=rounded)
         self.physical_batch_size = physical_batch_size
         if physical_batch_size is not None:
             check.positive_count(physical_batch_size=physical_batch_size)
@@ -222,25 +224,28 @@ class PrivateLoader:
         """Yields everything that is drawn from, in order."""
         return records_of(self.dataset)
 
-    def _of(self, drawn: _Indices) -> tuple[_Indices, _Indices | None]:
-        """Returns the records of a draw, and how many each user has, where users are drawn."""
-        return drawn, None
-
     def _split(self, chunks: deque[Chunk]) -> Iterator[_Indices]:
         """Yields the records of each batch, and notes what it is."""
         log = self.batch_sampler.log
-        most = self.physical_batch_size
         for source in self.batch_sampler.dealt():
-            indices, sizes = self._of(source[1])
-            draw = replace(source[0], size=len(indices))  # another one each time it is delivered
+            indices = source[1]
+            sizes = None  # records of each user, where users are drawn
+            if self._ids is not None:
+                indices, sizes = self._of_users(indices)
+            # another one each time it is delivered; `replace` costs three times as much
+            draw = Draw(**vars(source[0]) | {"size": len(indices)})
             places = None
             if log.held is not None and log.held.source is source:
                 # PRIVACY: none can be chosen, by no other loader either
                 # (test_a_draw_that_is_delivered_again_has_the_places_that_it_had)
                 places = log.held.places
-            if places is None and self.slots is not None and not self.isolation.is_rounded(most):
-                places = self.slots.places(len(indices) if sizes is None else len(sizes))
-            blocks = self._blocks(len(indices), sizes, places)
+            blocks = None
+            if places is None and self.slots is not None:
+                blocks = self.isolation.rounded(len(indices), self.physical_batch_size)
+                if blocks is None:
+                    places = self.slots.places(len(indices) if sizes is None else len(sizes))
+            if blocks is None:
+                blocks = self._blocks(len(indices), sizes, places)
             start = 0
             for k, (part, slots, size) in enumerate(blocks, start=1):
                 rows = indices[part]
@@ -249,15 +254,19 @@ class PrivateLoader:
                     users = filled(users, slots, size, -1)
                 last = k == len(blocks)
                 chunks.append(
-                    Chunk(draw, len(rows), last, start, source, users, slots, size, places)
+                    Chunk(draw, len(rows), size, last, start, source, users, slots, places)
                 )
                 start += len(rows)
                 yield rows
 
+    def _of_users(self, drawn: _Indices) -> tuple[_Indices, _Indices]:
+        """Returns the records of drawn users, in order of the draw, and how many each of them has."""
+        raise NotImplementedError
+
     def _blocks(
         self, size: int, sizes: _Indices | None, places: _Indices | None
-    ) -> list[tuple[Any, Tensor | None, int]]:
-        """Returns which rows of a draw are delivered together, their slots where they have some, and the batch's size.
+    ) -> list[_Block]:
+        """Returns which rows of a draw are delivered together, in blocks of one size or with nothing filled up.
 
         Args:
             size: rows of the draw.
@@ -265,30 +274,27 @@ class PrivateLoader:
             places: of its records or users; None where they have none.
         """
         slots = self.slots
-        if slots is None:
+        if slots is None or places is None:
             step = self.physical_batch_size or max(1, size)
             starts = range(0, max(1, size), step)
             return [(slice(a, a + step), None, min(step, size - a)) for a in starts]
-        if places is None:
-            return list(self.isolation.rounded(size, self.physical_batch_size))
         made = slots.of_records(places) if sizes is None else slots.of_users(sizes, places)
         return [(part, torch.from_numpy(found), slots.block) for part, found in made]
 
     def _batches(self, parts: Iterator[_Indices], chunks: deque[Chunk]) -> Iterator[Any]:
         if self.gathers and isinstance(self.dataset, Gathered):
-            yield from map(self.dataset.gather, parts)
-            return
+            return map(self.dataset.gather, parts)
         if self.gathers:
             assert isinstance(self.dataset, TensorDataset)
-            yield from _gathered(self.dataset.tensors, parts, chunks)
-            return
-        yield from DataLoader(
+            return _gathered(self.dataset.tensors, parts, chunks)
+        loader = DataLoader(
             self.dataset,
             batch_sampler=(part.tolist() for part in parts),
             collate_fn=self.collate_fn,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
         )
+        return iter(loader)
 
     def __iter__(self) -> Iterator[Any]:
         return self._delivered(self._batches)
@@ -328,6 +334,7 @@ class PrivateLoader:
         self, batches: Callable[[Iterator[_Indices], deque[Chunk]], Iterator[Any]]
     ) -> Iterator[Any]:
         log = self.batch_sampler.log
+        isolation = self.isolation
         log.restart()
         # of this iteration only: nothing is left over when it is broken off
         chunks: deque[Chunk] = deque()
@@ -336,10 +343,13 @@ class PrivateLoader:
             log.deliver(chunk)
             if isinstance(batch, _FilledUp):
                 batch = list(batch)
-            elif chunk.slots is not None:
-                batch = filled(batch, chunk.slots, chunk.size)
-            if self.isolation.open or self.isolation.tested is not None:
-                self.isolation.delivered = memory_of(batch)
+                leaves = batch
+            else:
+                if chunk.slots is not None:
+                    batch = filled(batch, chunk.slots, chunk.size)
+                leaves = tree_leaves(batch)
+            if isolation.open or isolation.tested is not None:
+                isolation.delivered = memory_of(leaves)
             if chunk.users is None:
                 yield batch
             else:
@@ -347,17 +357,21 @@ class PrivateLoader:
                 yield [*parts, chunk.users.clone()]
 
 
-def filled(batch: Any, slots: Tensor, size: int, value: float = 0) -> Any:
+def filled(batch: Any, slots: Tensor | slice, size: int, value: float = 0) -> Any:
     """Returns a batch of `size` rows, of which those at the slots are the batch's own, and all others are zeros.
 
     Raises:
         ValueError: something in the batch is no tensor with one row per record.
     """
+    rows = slots.stop if isinstance(slots, slice) else len(slots)
 
     def fill(leaf: Any) -> Tensor:
-        if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) != len(slots):
+        if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) != rows:
             raise ValueError(f"{_NOT_ROWS} (got {type(leaf).__name__})")
         block = leaf.new_full((size, *leaf.shape[1:]), value)
+        if isinstance(slots, slice):
+            block[slots] = leaf
+            return block
         return block.index_copy_(0, slots.to(leaf.device), leaf)
 
     return tree_map(fill, batch)
@@ -391,18 +405,15 @@ def _gathered(
         index = torch.from_numpy(part)
         if share and len(part) == size:
             yield list(tensors)
-        elif chunk.comes_first:
-            yield _FilledUp(_with_filling(t, index, chunk.size) for t in tensors)
+        elif isinstance(chunk.slots, slice):
+            blocks = _FilledUp(t.new_empty(chunk.size, *t.shape[1:]) for t in tensors)
+            for t, block in zip(tensors, blocks, strict=True):
+                own = block[chunk.slots]
+                torch.index_select(t.detach(), 0, index.to(t.device), out=own)
+                block[len(own) :].zero_()
+            yield blocks
         else:
             yield [t.index_select(0, index.to(t.device)) for t in tensors]
-
-
-def _with_filling(t: Tensor, index: Tensor, size: int) -> Tensor:
-    """Returns (size, ...): the rows of a tensor at some positions, and zeros behind them."""
-    block = t.new_empty(size, *t.shape[1:])
-    torch.index_select(t.detach(), 0, index.to(t.device), out=block[: len(index)])
-    block[len(index) :] = 0
-    return block
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -415,15 +426,15 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 LEVELS = ("rounded", "slots", "none")
+_TINY = sys.float_info.min
 
 
-def memory_of(tree: Any) -> frozenset[tuple[int, int]]:
-    """Returns where the memory of nested tensors begins, and how often it was written to."""
-    leaves = [
-        t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.layout is torch.strided
-    ]
+def memory_of(leaves: Iterable[Any]) -> frozenset[tuple[int, int]]:
+    """Returns where the memory of the tensors among some things begins, and how often it was written to."""
     return frozenset(
-        (t.untyped_storage().data_ptr(), 0 if t.is_inference() else t._version) for t in leaves
+        (t.untyped_storage().data_ptr(), 0 if t.is_inference() else t._version)
+        for t in leaves
+        if isinstance(t, Tensor) and t.layout is torch.strided
     )
 
 
@@ -447,11 +458,6 @@ class Sizes:
     secret_masks: bool = False
     whole_step: bool = False
 
-    @property
-    def hold(self) -> bool:
-        """Whether torch is set as it was for the test."""
-        return self.settings == torch_settings()
-
 
 def torch_settings() -> tuple[Any, ...]:
     """Returns what decides which kernels run."""
@@ -461,7 +467,7 @@ def torch_settings() -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.backends.mkldnn.enabled,
-        flushes(),
+        _TINY / 2.0 == 0.0,  # whether this thread takes numbers that are not normal for 0
     )
 
 
@@ -471,14 +477,6 @@ def is_compiled(module: nn.Module) -> bool:
     return own or type(module).__name__ == "OptimizedModule"
 
 
-_TINY = sys.float_info.min
-
-
-def flushes() -> bool:
-    """Returns whether this thread takes numbers that are not normal for 0."""
-    return _TINY / 2.0 == 0.0
-
-
 @dataclass
 class Isolation:
     """How records of a draw are kept apart in floating point, what is assumed for it, and what a test has found.
@@ -486,7 +484,7 @@ class Isolation:
     Args:
         private: whether the number of rows of a draw is.
         slots: where records stand, where all batches are filled up to one size.
-        allowed: whether batches of several sizes may take the place of these, once a test has passed.
+        open: whether batches of several sizes, which may take the place of these, are still to be tested.
         tested: sizes that have passed.
         checked: what a probe of made-up records has found of one size.
         why: why there are no batches of several sizes.
@@ -496,7 +494,7 @@ class Isolation:
 
     private: bool = False
     slots: Slots | None = None
-    allowed: bool = False
+    open: bool = False
     tested: Sizes | None = None
     checked: str = "it was not checked"
     why: str = ""
@@ -512,40 +510,34 @@ class Isolation:
             return "none"
         return "rounded" if self.tested is not None else "slots"
 
-    @property
-    def open(self) -> bool:
-        """Whether batches of several sizes are still to be tested."""
-        return self.allowed and self.tested is None and not self.why
-
     def settle(self, found: Sizes | str) -> None:
         """Takes what the test of batches of several sizes has found."""
+        self.open = False
         self.tested = None if isinstance(found, str) else found
         self.why = found if isinstance(found, str) else ""
 
-    def is_rounded(self, most: int | None = None) -> bool:
-        """Returns whether the next draw is delivered in batches of several sizes; `most`: rows of a batch at most."""
-        if self.tested is None or (most is not None and most < self.tested.sizes[0]):
-            return False
-        if not self.tested.hold:
-            # PRIVACY: other kernels were never tested (test_other_settings_of_torch_end_batches_of_several_sizes)
-            self.tested = None
-            self.why = "torch is set in another way than for the test"
-        return self.tested is not None
-
-    def rounded(self, rows: int, most: int | None) -> Iterator[tuple[slice, Tensor, int]]:
-        """Yields the rows of each batch of a draw, their places in it, and its size: of the number of rows alone.
+    def rounded(self, rows: int, most: int | None = None) -> list[_Block] | None:
+        """Returns the batches of the next draw, of its number of rows alone; None unless they are of several sizes.
 
         Args:
             rows: of the draw.
             most: of a batch, if that is limited.
         """
-        assert self.tested is not None
+        if self.tested is None or (most is not None and most < self.tested.sizes[0]):
+            return None
+        if self.tested.settings != torch_settings():
+            # PRIVACY: other kernels were never tested (test_other_settings_of_torch_end_batches_of_several_sizes)
+            self.tested = None
+            self.why = "torch is set in another way than for the test"
+            return None
         sizes = self.tested.sizes
         largest = sizes[-1 if most is None else bisect_right(sizes, most) - 1]
+        found: list[_Block] = []
         for start in range(0, max(1, rows), largest):
             part = min(largest, rows - start)
             size = sizes[bisect_left(sizes, part)]
-            yield slice(start, start + part), torch.arange(part), size
+            found.append((slice(start, start + part), slice(0, part), size))
+        return found
 
     def __str__(self) -> str:
         if self.alone:
@@ -682,7 +674,7 @@ class UserLoader(PrivateLoader):
         yield self._ids
         yield from super().contents()
 
-    def _of(self, drawn: _Indices) -> tuple[_Indices, _Indices]:
+    def _of_users(self, drawn: _Indices) -> tuple[_Indices, _Indices]:
         """Returns the records of drawn users, in order of the draw, and how many each of them has."""
         ends = self._ends[drawn]
         starts = np.where(drawn > 0, self._ends[drawn - 1], 0)

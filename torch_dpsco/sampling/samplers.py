@@ -39,7 +39,7 @@ from decimal import Context, Decimal, localcontext
 from hashlib import blake2b, sha256
 from itertools import islice
 from types import NoneType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -137,11 +137,12 @@ class DesignSampler(Sampler[list[int]], ABC):
         """Yields the draws of one iteration with their positions."""
 
     def dealt(self) -> Iterator[Drawn]:
-        """Yields the draws of one iteration; one that was given up is repeated in its place."""
+        """Returns the draws of one iteration; one that was given up is repeated in its place."""
         again = self.log.again
-        if again is None:
-            yield from self.draws()
-        elif self.design.one_pass:  # a partition that goes on: draws have their places
+        return self.draws() if again is None else self._repeated(again)
+
+    def _repeated(self, again: Drawn) -> Iterator[Drawn]:
+        if self.design.one_pass:  # a partition that goes on: draws have their places
             for drawn in self.draws():
                 yield again if drawn[0].index == again[0].index else drawn
         else:
@@ -155,7 +156,8 @@ class DesignSampler(Sampler[list[int]], ABC):
     def __iter__(self) -> Iterator[list[int]]:
         self.log.restart()
         for drawn in self.dealt():
-            self.log.deliver(Chunk(replace(drawn[0]), drawn[0].size, last=True, source=drawn))
+            draw = replace(drawn[0])
+            self.log.deliver(Chunk(draw, draw.size, draw.size, last=True, source=drawn))
             yield drawn[1].tolist()
 
 
@@ -188,10 +190,8 @@ def poisson_positions(size: int, rate: float, rng: Stream) -> _Indices:
     found = []
     while last < size:
         bits = rng.read(8 * chunk)
-        positions = None
-        if native.is_available():
-            # PRIVACY: None where a word decides no gap (test_gaps_in_c_are_the_true_ones_or_left_to_more_bits)
-            positions = native.gaps(bits, log_miss, error, size, last)
+        # PRIVACY: None where a word decides no gap (test_gaps_in_c_are_the_true_ones_or_left_to_more_bits)
+        positions = native.gaps(bits, log_miss, error, size, last)
         if positions is None:
             words = np.frombuffer(bits, dtype=np.uint64) >> np.uint64(1)
             positions = last + np.cumsum(_gaps(words, rate, size, error, rng) + 1)
@@ -458,42 +458,32 @@ class Chunk(NamedTuple):
     Args:
         draw: of the sampler.
         rows: the most records that the batch can have.
+        size: rows of the batch, filling included.
         last: whether the draw is complete with it.
         start: rows of the draw before it.
         source: what the sampler drew, to deliver it again.
         users: the user of each row of the batch, where users are drawn; -1 for filling.
-        slots: (rows,) int64, ascending: where the records are in the batch, all other rows of which are filling; None
-            for a batch of records only.
-        block: rows of the batch, filling included; None for `rows`.
+        slots: (rows,) int64, ascending, or a slice of the first ones: where the records are in the batch, all other
+            rows of which are filling; None for a batch of records only.
         places: of the draw's units, see `Slots`: a draw that is delivered again keeps them.
     """
 
     draw: Draw
     rows: int
+    size: int
     last: bool
     start: int = 0
     source: Drawn | None = None
     users: Tensor | None = None
-    slots: Tensor | None = None
-    block: int | None = None
+    slots: Tensor | slice | None = None
     places: _Indices | None = None
-
-    @property
-    def size(self) -> int:
-        """Rows of the batch, filling included."""
-        return self.rows if self.block is None else self.block
-
-    @property
-    def comes_first(self) -> bool:
-        """Whether the filling follows the records, as in batches of several sizes."""
-        return self.slots is not None and self.places is None
 
     def records(self, first: int, rows: int) -> Tensor | slice | None:
         """Returns which of some rows of the batch are records: indices from the first on; None for all of them."""
-        if self.comes_first and rows == self.size and not first:
-            return slice(0, self.rows)
-        if self.slots is None or (rows == self.size and not first):
-            return self.slots
+        if self.slots is None:
+            return None
+        if isinstance(self.slots, slice):
+            return slice(0, min(max(self.rows - first, 0), rows))
         index = self.slots - first
         return index[(index >= 0) & (index < rows)]
 
@@ -547,22 +537,23 @@ class DrawLog:
             SequenceError: the draw that was delivered last was neither used nor given up; another loader has taken the
                 place of this one.
         """
-        self._require_newest()
+        if self._replaced:
+            self._refuse_replaced()
         if self.held is not None and not self._given_up:
             # PRIVACY: another draw instead is one that was chosen (test_a_loop_cannot_leave_a_draw_out)
             raise SequenceError(_UNUSED)
         self.on_restart()
         self.give_up()
 
-    def _require_newest(self) -> None:
-        if self._replaced:
-            # PRIVACY: of several loaders that were looked at one could be chosen
-            # (test_of_several_loaders_only_the_newest_delivers)
-            raise SequenceError(
-                "this loader was replaced by a later one of the same optimizer (iterate over that"
-                " one), or by a checkpoint, which goes on with its own pass (iterate over"
-                " optimizer.loader(dataset, resume=True))"
-            )
+    @staticmethod
+    def _refuse_replaced() -> NoReturn:
+        # PRIVACY: of several loaders that were looked at one could be chosen
+        # (test_of_several_loaders_only_the_newest_delivers)
+        raise SequenceError(
+            "this loader was replaced by a later one of the same optimizer (iterate over that"
+            " one), or by a checkpoint, which goes on with its own pass (iterate over"
+            " optimizer.loader(dataset, resume=True))"
+        )
 
     def deliver(self, chunk: Chunk) -> None:
         """Notes a delivered batch.
@@ -571,7 +562,8 @@ class DrawLog:
             SequenceError: the batch before it was not used up by a step, or its draw was given up; it is a part of
                 another draw than the one in progress; another loader has taken the place of this one.
         """
-        self._require_newest()
+        if self._replaced:
+            self._refuse_replaced()
         if self._given_up and (chunk.start or chunk.source is not self.again):
             # PRIVACY: as for an iteration that begins anew (test_a_draw_that_was_given_up_is_the_next_one_again)
             raise SequenceError(_GIVEN_UP)

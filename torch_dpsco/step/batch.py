@@ -38,7 +38,7 @@ from torch_dpsco.errors import (
     warn,
 )
 from torch_dpsco.rows import retire_forwards
-from torch_dpsco.rows.batch import GradBatch, count_of
+from torch_dpsco.rows.batch import GradBatch
 from torch_dpsco.rows.forwards import ONE_MODULE
 from torch_dpsco.sampling import (
     AssignedSampler,
@@ -212,7 +212,7 @@ class LogicalBatch:
         """Returns the chunk in progress, or takes the next one; raises SequenceError if none is outstanding."""
         if self._log.taken is None:
             if not self.declared:
-                return Chunk(Draw(0), 0, last=True)
+                return Chunk(Draw(0), 0, 0, last=True)
             self.seen = 0
             return self._log.take()
         return self._log.taken
@@ -242,9 +242,13 @@ class LogicalBatch:
         taken = self._log.taken
         assert taken is not None
         first = self.seen
-        kept = taken.records(first, count)
+        whole = count == taken.size and not first
+        kept = taken.slots if whole else taken.records(first, count)
         self.seen += count
-        self._draw_rows += count if kept is None else count_of(kept)
+        if kept is None:
+            self._draw_rows += count
+        else:
+            self._draw_rows += kept.stop if isinstance(kept, slice) else len(kept)
         if self.seen > taken.size or self._draw_rows > taken.draw.size:
             # PRIVACY: rows from elsewhere could hold a record twice (test_more_rows_than_drawn_are_refused)
             raise SequenceError(

@@ -302,7 +302,7 @@ class RunOptimizer(CommonOptimizer):
         self._batch.split(more=do_skip)
         # PRIVACY: parts are cut by Opacus from what the sampler drew, not from blocks of the loader
         # (test_a_report_on_parts_cut_by_opacus_says_that_they_are_not_filled_up)
-        self._isolation = replace(self._isolation, slots=None, tested=None, allowed=False)
+        self._isolation = replace(self._isolation, slots=None, tested=None, open=False)
         for attachment in attachments(self._params):
             attachment.isolation = self._isolation
 

@@ -288,6 +288,9 @@ def require_places(oracle: MeanOracle, design: Design) -> None:
         )
 
 
+# clips that are far from overflow and underflow of float32, which its error bounds leave out
+_LEAST_CLIP = 2.0**-30
+_MOST_CLIP = 2.0**40
 _ROUNDED = 1.0 - 8 * 2.0**-52  # covers the roundings of a weight, and of its product with a row
 
 
@@ -304,11 +307,6 @@ def clip_weights(norms: Tensor, clip: float) -> Tensor:
     scaled = norms.reciprocal().mul_(clip * _ROUNDED)
     # PRIVACY: clip / inf = 0 and NaN becomes 0 (test_non_finite_rows_contribute_nothing)
     return scaled.clamp_(max=1.0).nan_to_num_(nan=0.0)
-
-
-def in_float32(clip: float) -> bool:
-    """Returns whether such rows are far from overflow and underflow of float32, which its error bounds leave out."""
-    return 2.0**-30 < clip < 2.0**40
 
 
 def joint_norm(tensors: Sequence[Tensor]) -> float:
@@ -478,21 +476,21 @@ class ClippedMean(MeanOracle):
         own = type(self)  # rows that fit have weight 1, and nobody else is to see them
         plain = own.weights is ClippedMean.weights and own.observe is ClippedMean.observe
         # PRIVACY: elsewhere weights that underflow are rounded up (test_rows_of_one_huge_feature_are_clipped)
-        linear = rows.linear() if plain and in_float32(clip) else None
-        if linear is not None:
+        total = None
+        if plain and _LEAST_CLIP < clip < _MOST_CLIP:
             # PRIVACY: row i is w_i (x_i, 1) with the slope w_i cut to |w_i| |(x_i, 1)| <= C
             # (test_removed_clip_of_linear_rows_is_caught)
-            total = linear.clipped_sum(clip * _ROUNDED, 1.0 / self.batch_size)
-            if total is not None:
-                if linear.shapes != self._shapes:
-                    self._refuse_shapes(linear.shapes)
-                if self._means is not None:
-                    self._add(self.views(total))
-                elif self._total is not None:
-                    self._total.add_(total)
-                else:
-                    self.__dict__["_total"] = total
-                return
+            total = rows.clipped_sum(clip * _ROUNDED, 1.0 / self.batch_size)
+        if total is not None:
+            if rows.blocks[0].shapes != self._shapes:
+                self._refuse_shapes(rows.blocks[0].shapes)
+            if self._means is not None:
+                self._add(self.views(total))
+            elif self._total is not None:
+                self._total.add_(total)
+            else:
+                self.__dict__["_total"] = total
+            return
         # PRIVACY: every row passes the clip, whatever was promised (test_removed_clip_is_caught)
         norms = rows.norms()
         weights = self.weights(norms, clip)
@@ -518,7 +516,7 @@ class ClippedMean(MeanOracle):
     def _precision(self, clip: float, norms: Tensor) -> Summation:
         """Returns that of the sum of rows of these norms, after the clip: (B,), whatever their signs."""
         plan = self._summation
-        if not plan.uses_float32 or not norms.shape[0] or not in_float32(clip):
+        if not plan.uses_float32 or not norms.shape[0] or not _LEAST_CLIP < clip < _MOST_CLIP:
             return FLOAT64
         mean = 1.0  # tiles that are large already need no reading of norms
         if plan.has_small_tiles:

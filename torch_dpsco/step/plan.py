@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 
 from torch_dpsco import _validate as check
-from torch_dpsco._validate import check_fields, shown, typed
+from torch_dpsco._validate import check_fields, typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import NO_BUDGET_DELTA, Budget, warn_of_delta
 from torch_dpsco.accounting.calibrate import rounded_up

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, wraps
 from itertools import accumulate, compress
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -221,7 +221,8 @@ class Run:
         else:
             charge = self.oracle.charge(self.design, draw)
             part = self._part(steps) if len(self.passes) > 1 else 0
-            require_planned(charge.event, self.passes[part])
+            if pass_of(charge.event) != self.passes[part]:
+                _refuse_pass(charge.event, self.passes[part])
         # PRIVACY: with the mark of this release, which no resumed run makes again (test_a_killed_run_goes_on_or_loses)
         marks = {progress.run: steps + 1}
         if self.design.one_pass:
@@ -452,15 +453,14 @@ def pass_of(event: Event) -> RandomAllocation | None:
     return event if isinstance(event, RandomAllocation) else None
 
 
-def require_planned(event: Event, planned: RandomAllocation | None) -> None:
-    """Raises SequenceError if a charge is not of the pass, or of none, that was known when the run was made."""
-    if pass_of(event) != planned:
-        # PRIVACY: a batch, and a pass over all batches of its part, would count as disjoint; and a run that was made
-        # without passes may be copied (test_a_charge_of_another_pass_than_planned_is_refused)
-        raise SequenceError(
-            "steps must be charged as was known when the optimizer was made, by"
-            f" {planned or 'no pass'} (got {event}): give amplification=False to the design"
-        )
+def _refuse_pass(event: Event, planned: RandomAllocation | None) -> NoReturn:
+    """Raises for a charge that is not of the pass, or of none, that was known when the run was made."""
+    # PRIVACY: a batch, and a pass over all batches of its part, would count as disjoint; and a run that was made
+    # without passes may be copied (test_a_charge_of_another_pass_than_planned_is_refused)
+    raise SequenceError(
+        "steps must be charged as was known when the optimizer was made, by"
+        f" {planned or 'no pass'} (got {event}): give amplification=False to the design"
+    )
 
 
 def planned_event(

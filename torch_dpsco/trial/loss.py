@@ -372,7 +372,7 @@ class RepeatedLoss:
             n for leaf in self._outputs for d, n in enumerate(leaf.shape) if d != leaf.dim
         }
         self.leaves = [self._leaf(t, k in self._picks) for k, t in enumerate(elsewhere)]
-        self.memory = [memory_of(t) for t in elsewhere]  # where it was
+        self.memory = [memory_of([t]) for t in elsewhere]  # where it was
 
     def made_before(
         self, delivered: frozenset[tuple[int, int]]

@@ -16,9 +16,8 @@ import random
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from torch_dpsco.compat import DispatchMode, tree_leaves
 from torch_dpsco.native import HALF
-from torch_dpsco.sampling.loader import Sizes, flushes, torch_settings
+from torch_dpsco.sampling.loader import Sizes, torch_settings
 from torch_dpsco.trial import SEED, Leaf, Refused, SyntheticBatches, attempt
 
 RECORDS = (
@@ -214,7 +213,8 @@ class Trial:
             return "batches of several sizes are not tested under autocast"
         if self.most < _LEAST:
             return f"batches of fewer than {_LEAST} rows come in one size"
-        if flushes() and torch.get_num_threads() > 1:
+        *_, flushes = torch_settings()
+        if flushes and torch.get_num_threads() > 1:
             # PRIVACY: torch flushes in the thread that asked (test_numbers_that_one_thread_flushes_keep_slots)
             return "torch.set_flush_denormal is of one thread, and there are several"
         found = attempt("batches of several sizes", self._found)

@@ -27,7 +27,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -308,18 +308,16 @@ class Tape:
             )
         return self.__dict__
 
-    def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
-        """Returns the rows of weight and bias, or of one of them, in the order of the passes."""
-        if len(self.uses) == 1:
-            return self.uses[0][1].blocks(weight=weight, bias=bias)
+    def joined(self) -> Kept:
+        """Returns the rows of all uses, in the order of the passes."""
         passes: dict[int | None, list[Kept]] = {}
         for tag, kept in sorted(self.uses, key=lambda use: use[0] or 0):
             passes.setdefault(tag, []).append(kept)
         found = [joined(uses, same=True) for uses in passes.values()]
-        return joined(found, same=False).blocks(weight=weight, bias=bias)
+        return joined(found, same=False)
 
 
-class Use(NamedTuple):
+class Use:
     """One use of a layer, as its backward sees it.
 
     Args:
@@ -328,25 +326,24 @@ class Use(NamedTuple):
         weight: its weight.
         saved: what its kind saved in the forward.
         grad: gradient in its output.
+
+    Attributes:
+        trained: whether weight and bias are.
+        scale: what rows must be multiplied by: the batch size for mean losses.
     """
 
-    layer: Any
-    x: Tensor
-    weight: Tensor
-    saved: tuple[Tensor, ...]
-    grad: Tensor
-
-    @property
-    def trained(self) -> dict[str, bool]:
-        """Whether weight and bias are trained."""
-        found = map(self.layer._parameters.get, _NAMES)
-        return {n: p is not None and p.requires_grad for n, p in zip(_NAMES, found, strict=True)}
-
-    @property
-    def scale(self) -> int:
-        """What rows must be multiplied by: the batch size for mean losses."""
-        passes = self.layer.passes
-        return self.x.shape[0] if passes.mean and not passes.exact_means else 1
+    def __init__(
+        self, layer: Any, x: Tensor, weight: Tensor, saved: tuple[Tensor, ...], grad: Tensor
+    ) -> None:
+        self.layer = layer
+        self.x = x
+        self.weight = weight
+        self.saved = saved
+        self.grad = grad
+        held = layer._parameters
+        self.trained = {n: (p := held.get(n)) is not None and p.requires_grad for n in _NAMES}
+        passes = layer.passes
+        self.scale = x.shape[0] if passes.mean and not passes.exact_means else 1
 
 
 class Kind(ABC):
