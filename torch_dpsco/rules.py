@@ -29,8 +29,8 @@ from torch_dpsco.prox import Ball, Identity, Prox, project_on_two_balls_
 
 Groups: TypeAlias = list[dict[str, Any]]
 State: TypeAlias = defaultdict[Tensor, Any]
-# weight of iterate t = 1, 2, ... is proportional to t^power
-AVERAGES: dict[str, float | None] = {"last": None, "uniform": 0.0, "weighted": 1.0}
+# weight of iterate t = 1, 2, ... grows like t^power
+AVERAGES: dict[str, float | None] = {"last": None, "uniform": 0.0, "weighted": 1.0, "ema": 8.0}
 
 
 class UpdateRule(ABC):
@@ -38,7 +38,8 @@ class UpdateRule(ABC):
 
     Args:
         average: which iterate is the answer: "last"; "uniform", the mean of w_1..w_T (each BEFORE its update, as in the
-            papers); "weighted", the same with weights proportional to t.
+            papers); "weighted", the same with weights proportional to t; "ema", an exponential moving average whose
+            memory grows with the run, to its last ninth: a += 9/(t + 8) (w_t - a).
     """
 
     # name in the state of a parameter of the point that `update` moves; None for the parameter itself
@@ -129,7 +130,7 @@ def _begin(params: Sequence[Tensor], state: State, k: int, *names: str) -> None:
 def absorb(params: Sequence[Tensor], state: State, k: int, average: str) -> None:
     """Adds the iterates w_{k+1}, before their update, to the running averages (float64).
 
-    With weights t^power the running average is a += (power + 1)/(t + power) (w - a), exactly for power 0 and 1.
+    The running average is a += (power + 1)/(t + power) (w - a): weights t^power, exactly for power 0 and 1.
     """
     power = AVERAGES[average]
     if power is not None:
