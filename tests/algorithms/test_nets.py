@@ -108,7 +108,7 @@ def test_a_moving_average_forgets_all_but_the_last_ninth(rule: str) -> None:
     plan = dp.NetSGD.plan(n=8, noise_multiplier=0.0, lr=0.1, sampling="full", steps=30)
     optimizer = dp.NetSGD(torch_optimizer.param_groups, plan, rule=rules[rule]())
     seen: list[torch.Tensor] = []
-    for (x,) in optimizer.loader(TensorDataset(torch.randn(8, 3))):
+    for (x,) in optimizer.loader(TensorDataset(torch.randn(8, 3)), steps=30):
         optimizer.zero_grad()
         seen.append(model.weight.detach().double().clone())
         model(x).square().sum().backward()
