@@ -100,7 +100,7 @@ def digits() -> list[Case]:
 
 
 def cancer() -> list[Case]:
-    """Breast cancer: 30 measurements, in units of what is usual (public: the scales are rounded orders of magnitude)."""
+    """Breast cancer: 30 measurements, over public numbers, the orders of magnitude of such measurements."""
     rows, targets = load_breast_cancer(return_X_y=True)
     scales = np.array([15, 20, 100, 700, 0.1, 0.1, 0.1, 0.05, 0.2, 0.06] * 3)
     scales[10:20] = [0.5, 1, 3, 40, 0.01, 0.03, 0.03, 0.01, 0.02, 0.004]
@@ -273,7 +273,12 @@ def main(arguments: list[str] | None = None) -> None:
                 torch.manual_seed(seed)
                 runs.append(WAYS[way](case, epsilon))
             scores.append(f"{statistics.median(runs):.3f}")
-        print(f"| {case.name}, {len(case.train)} | {epsilon:g} |", " | ".join(scores), "|", flush=True)
+        print(
+            f"| {case.name}, {len(case.train)} | {epsilon:g} |",
+            " | ".join(scores),
+            "|",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

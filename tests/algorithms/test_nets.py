@@ -47,14 +47,14 @@ def test_the_step_of_a_net_is_the_distance_over_the_noise(
     plan = dp.NetSGD.plan(n=n, budget=budget, dim=dim, clip=clip, steps=steps)
     noise = plan.noise_multiplier * math.sqrt(dim) / plan.batch_size / math.sqrt(steps)
     horizon = plan.lr / (1.0 - plan.momentum) * steps
-    assert math.isclose(horizon, 24.0 / noise / (clip or 1.0), rel_tol=1e-9)
+    assert math.isclose(horizon, min(24.0 / noise, 4.0 * steps) / (clip or 1.0), rel_tol=1e-9)
     assert plan.epsilon() <= epsilon
 
 
 @pytest.mark.parametrize(("n", "passes"), [(1000, 20), (10**6, 20), (10**7, 2), (10**8, 1)])
 def test_twenty_passes_and_fewer_of_many_records(n: int, passes: int) -> None:
     plan = dp.NetSGD.plan(n=n, budget=dp.Budget(1.0, 1e-9), dim=1000)
-    assert plan.steps == 120
+    assert plan.steps == (120 if n == 1000 else 480)
     assert math.isclose(plan.batch_size * plan.steps / n, passes, rel_tol=0.01)
 
 

@@ -120,7 +120,9 @@ MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
     "NetSGD": (dp.NetSGD, lambda: dp.NetSGD.plan(n=N, budget=BUDGET, dim=DIM, steps=6)),
     "NetSGD, noise": (
         dp.NetSGD,
-        lambda: dp.NetSGD.plan(n=N, noise_multiplier=3.0, clip=0.5, lr=0.1, epochs=2, batch_size=16),
+        lambda: dp.NetSGD.plan(
+            n=N, noise_multiplier=3.0, clip=0.5, lr=0.1, epochs=2, batch_size=16
+        ),
     ),
     "UserClippedSGD": (dp.UserClippedSGD, clipped_users(budget=PEOPLE, epochs=1)),
     "UserClippedSGD, add_remove": (

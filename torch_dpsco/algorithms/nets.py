@@ -33,6 +33,7 @@ from torch_dpsco.step.chooser import (
     choose_noise,
     choose_pace,
     dimension,
+    loudness,
     noise_of_mean,
     public_size,
     usual_passes,
@@ -43,7 +44,9 @@ from torch_dpsco.step.plan import PlannedOptimizer, Ranges
 
 _OFFSET = 0.01  # gamma of AutoClip, over its bound
 _DISTANCE = 24.0
-_STEPS = 120
+_LARGEST = 4.0  # of steps, momentum included
+_LEAST_STEPS = 120
+_MOST_STEPS = 480
 _MOMENTUM = 0.9
 
 
@@ -60,8 +63,9 @@ class NetScale:
     dim: int | None
 
     def steps(self, n: int, budget: Budget) -> int:
-        """Returns the usual number of steps."""
-        return _STEPS
+        """Returns the number of steps in which the way can be gone by steps that are not too large."""
+        way = _DISTANCE / loudness(n, budget, self.dim)
+        return min(_MOST_STEPS, max(_LEAST_STEPS, math.ceil(way / _LARGEST)))
 
     def least_steps(self, design: Design) -> int:
         """Returns 0: batches ask for none."""
@@ -77,7 +81,7 @@ class NetScale:
     def pace(self, design: Design, steps: int, noise: float) -> Pace:
         """Returns step size and momentum for the noise of the mean of all steps."""
         level = noise_of_mean(noise, 1.0, design.batch_size, steps, self.dim, sampled=False)
-        step = _DISTANCE / (steps * level)
+        step = min(_LARGEST, _DISTANCE / (steps * level))
         return Pace(step * (1.0 - _MOMENTUM) / self.clip, _MOMENTUM)
 
 
@@ -164,7 +168,7 @@ class NetSGD(PlannedOptimizer):
             clip: bound at which longer gradients are cut, chosen without looking at the data; by default each gradient
                 is scaled to length 1.
             batch_size: expected records of a batch, the public divisor; default such that the steps are 20 passes.
-            steps: number of steps, in place of epochs; default 120.
+            steps: number of steps, in place of epochs; default 120, up to 480 where there is little noise.
             epochs: passes over the data on average.
             lr: step size, before momentum; default by the step rule.
             sampling: "poisson" (default), "fixed", "shuffled", "allocated", "assigned" or "full", as in
