@@ -46,7 +46,7 @@ def test_the_step_of_a_net_is_the_distance_over_the_noise(
     budget = dp.Budget(epsilon, 1e-7)
     plan = dp.NetSGD.plan(n=n, budget=budget, dim=dim, clip=clip, steps=steps)
     noise = plan.noise_multiplier * math.sqrt(dim) / plan.batch_size / math.sqrt(steps)
-    horizon = plan.lr / (1.0 - plan.momentum) * steps
+    horizon = plan.lr * steps
     assert math.isclose(horizon, min(24.0 / noise, 4.0 * steps) / (clip or 1.0), rel_tol=1e-9)
     assert plan.epsilon() <= epsilon
 

@@ -4,7 +4,7 @@ Every record's gradient is scaled to one length (`oracles.AutoClip`), so that a 
 the net and its loss. How far the parameters go in the run follows from the noise, as for users (docs/proofs/steps.md):
 the mean of all steps has noise of norm s, and the way is D/s. Batch size and number of steps are public numbers of n.
 
-    v <- .9 v + mean;   w <- w - lr v;   the answer is a moving average of the iterates
+    w <- w - lr mean;   the answer is a moving average of the iterates, which does what momentum would
 
 Source: Bu, Wang, Zha, Karypis 2022 (automatic clipping); De, Berrada, Hayes, Smith, Balle 2022 (large batches, moving
 averages); docs/proofs/steps.md#nets. Differs from them in: the step size is computed from the noise, and not tuned.
@@ -44,10 +44,9 @@ from torch_dpsco.step.plan import PlannedOptimizer, Ranges
 
 _OFFSET = 0.01  # gamma of AutoClip, over its bound
 _DISTANCE = 24.0
-_LARGEST = 4.0  # of steps, momentum included
+_LARGEST = 4.0  # of steps
 _LEAST_STEPS = 120
 _MOST_STEPS = 480
-_MOMENTUM = 0.9
 
 
 @dataclass(frozen=True)
@@ -79,10 +78,10 @@ class NetScale:
         return min(given.n, max(1, math.ceil(passes / wanted * given.n)))
 
     def pace(self, design: Design, steps: int, noise: float) -> Pace:
-        """Returns step size and momentum for the noise of the mean of all steps."""
+        """Returns the step size for the noise of the mean of all steps."""
         level = noise_of_mean(noise, 1.0, design.batch_size, steps, self.dim, sampled=False)
         step = min(_LARGEST, _DISTANCE / (steps * level))
-        return Pace(step * (1.0 - _MOMENTUM) / self.clip, _MOMENTUM)
+        return Pace(step / self.clip)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +113,7 @@ class NetPlan(ClippedPlan):
 
 
 class NetSGD(PlannedOptimizer):
-    """SGD for nets whose losses nobody has constants of: gradients of one length, momentum, averaged weights.
+    """SGD for nets whose losses nobody has constants of: gradients of one length, averaged weights.
 
     Args:
         params: parameters or groups; all of them count as one vector.
@@ -170,7 +169,7 @@ class NetSGD(PlannedOptimizer):
             batch_size: expected records of a batch, the public divisor; default such that the steps are 20 passes.
             steps: number of steps, in place of epochs; default 120, up to 480 where there is little noise.
             epochs: passes over the data on average.
-            lr: step size, before momentum; default by the step rule.
+            lr: step size; default by the step rule.
             sampling: "poisson" (default), "fixed", "shuffled", "allocated", "assigned" or "full", as in
                 `ClippedSGD.plan`; or a design.
             average: which iterates are the answer: "ema" (default), "last", "uniform" or "weighted".
@@ -202,7 +201,7 @@ class NetSGD(PlannedOptimizer):
         scale = NetScale(length, dimension(dim))
         draws = choose_design(scale, budget, given)
         noise = choose_noise(budget, *draws, given)
-        pace = choose_pace(scale, draws, noise) if lr is None else Pace(lr, _MOMENTUM)
+        pace = choose_pace(scale, draws, noise) if lr is None else Pace(lr)
         warn_if_buried(budget, draws, noise, n, scale.dim)
         return NetPlan(
             budget=budget,
@@ -210,7 +209,6 @@ class NetSGD(PlannedOptimizer):
             design=draws.design,
             steps=draws.steps,
             lr=pace.lr,
-            momentum=pace.momentum,
             average=average,
             secure=secure,
             clip=length,
