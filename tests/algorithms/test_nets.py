@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.problems import released
+from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.rows import DenseBlock, GradBatch
 
 BUDGET = dp.Budget(3.0, 1e-5)
@@ -88,9 +89,10 @@ def test_short_gradients_have_the_length_of_long_ones() -> None:
         assert 0.99 < float(mean.norm()) <= 1.0
 
 
-def test_noise_of_ones_own_needs_a_step_size() -> None:
-    with pytest.raises(ValueError, match="lr"):
-        dp.NetSGD.plan(n=100, noise_multiplier=1.0, dim=10, steps=3)
+@pytest.mark.parametrize("given", [{"noise_multiplier": 1.0, "dim": 10}, {"budget": BUDGET}])
+def test_a_step_size_follows_from_a_budget_and_a_net_alone(given: dict[str, Any]) -> None:
+    with pytest.raises(MissingConstantError, match="lr must be given, or dim"):
+        dp.NetSGD.plan(n=100, steps=3, **given)
 
 
 # -- moving averages --------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class NetScale:
 
     Args:
         clip: C.
-        dim: number of parameters; None for a usual one.
+        dim: number of parameters.
     """
 
     clip: float
@@ -163,7 +163,7 @@ class NetSGD(PlannedOptimizer):
             n: public number of records (a reference under add_remove); that of a design.
             budget: what the run may spend; the noise is chosen for it unless it is given.
             noise_multiplier: z >= 0, noise std on the sum of rows over the clip; 0 is not private.
-            dim: number of parameters, or the model: the step size is taken from it.
+            dim: the model, or its number of parameters: the step size follows from it.
             clip: bound at which longer gradients are cut, chosen without looking at the data; by default each gradient
                 is scaled to length 1.
             batch_size: expected records of a batch, the public divisor; default such that the steps are 20 passes.
@@ -179,7 +179,7 @@ class NetSGD(PlannedOptimizer):
         Raises:
             InfeasibleError: the target cannot be reached; names the way out.
             AdjacencyError: sampling and adjacency do not go together.
-            MissingConstantError: the noise is given, and no step size.
+            MissingConstantError: no step size is given, and it does not follow from dim and budget.
             ValueError: an argument is out of range.
         """
         budget, adjacency = agreed(budget, adjacency)
@@ -193,16 +193,17 @@ class NetSGD(PlannedOptimizer):
             epochs=epochs,
             noise_multiplier=noise_multiplier,
         )
-        if lr is None and noise_multiplier is not None:
+        if lr is None and (noise_multiplier is not None or dim is None):
             raise MissingConstantError(
-                f"lr must be given beside noise_multiplier={noise_multiplier} (got None)"
+                "lr must be given, or dim (the model) and a budget, from which it follows (got"
+                f" dim={dim}, noise_multiplier={noise_multiplier})"
             )
         length = 1.0 if clip is None else check.positive(clip=clip)
         scale = NetScale(length, dimension(dim))
         draws = choose_design(scale, budget, given)
         noise = choose_noise(budget, *draws, given)
         pace = choose_pace(scale, draws, noise) if lr is None else Pace(lr)
-        warn_if_buried(budget, draws, noise, n, scale.dim)
+        warn_if_buried(None if noise_multiplier else budget, draws, noise, n, scale.dim)
         return NetPlan(
             budget=budget,
             adjacency=adjacency,
