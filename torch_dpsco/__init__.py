@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # isort: off
     )
     from torch_dpsco.algorithms.holder import HolderSGD as HolderSGD
     from torch_dpsco.algorithms.localized import LocalizedSGD as LocalizedSGD
+    from torch_dpsco.algorithms.nets import NetSGD as NetSGD
     from torch_dpsco.algorithms.output_sgd import (
         BoltOnPSGD as BoltOnPSGD,
         HolderOutputSGD as HolderOutputSGD,
@@ -90,6 +91,7 @@ _HOMES = {
     "algorithms.heavy_tailed": "AcceleratedSGD ClippedSGD ProximalSGD",
     "algorithms.holder": "HolderSGD",
     "algorithms.localized": "LocalizedSGD",
+    "algorithms.nets": "NetSGD",
     "algorithms.output_sgd": "BoltOnPSGD HolderOutputSGD",
     "algorithms.users": "LocalizedUserSGD UserClippedSGD UserFilteredSGD",
     "audits.repeated": "audit audit_outputs audit_training",

@@ -32,6 +32,7 @@ from torch_dpsco._validate import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Design
+from torch_dpsco.accounting.events import ADD_REMOVE
 from torch_dpsco.algorithms.holder import HolderSGD
 from torch_dpsco.algorithms.row_free import BoundedLoader, RowFreeOptimizer
 from torch_dpsco.compat import tree_leaves
@@ -149,6 +150,17 @@ def make_private(
     )
     attach_sound(model, loss, loader, loss_reduction=loss_reduction, rows=rows)
     return model, private, loader
+
+
+def size_of(records: int, n: int | None, budget: Budget) -> int:
+    """Returns the public number of records: where none is given that of the data set, if it is public."""
+    if n is None and budget.adjacency == ADD_REMOVE:
+        # PRIVACY: the number of records is what add_remove hides (test_the_size_is_asked_for_where_it_is_private)
+        raise ValueError(
+            "n must be given under add_remove, where the data set's own size is private: a public"
+            " number of about so many records"
+        )
+    return records if n is None else n
 
 
 def attach_sound(

@@ -29,8 +29,8 @@ from torch_dpsco.prox import Prox
 
 Groups: TypeAlias = list[dict[str, Any]]
 State: TypeAlias = defaultdict[Tensor, Any]
-# weight of iterate t = 1, 2, ... is proportional to t^power
-AVERAGES: dict[str, float | None] = {"last": None, "uniform": 0.0, "weighted": 1.0}
+# weight of iterate t = 1, 2, ... grows like t^power
+AVERAGES: dict[str, float | None] = {"last": None, "uniform": 0.0, "weighted": 1.0, "ema": 8.0}
 
 
 class UpdateRule(ABC):
@@ -38,7 +38,8 @@ class UpdateRule(ABC):
 
     Args:
         average: which iterate is the answer: "last"; "uniform", the mean of w_1..w_T (each BEFORE its update, as in the
-            papers); "weighted", the same with weights proportional to t.
+            papers); "weighted", the same with weights proportional to t; "ema", an exponential moving average whose
+            memory grows with the run, to its last ninth: a += 9/(t + 8) (w_t - a).
     """
 
     # name in the state of a parameter of the point that `update` moves; None for the parameter itself
@@ -128,7 +129,7 @@ def _begin(params: Sequence[Tensor], state: State, k: int, *names: str) -> None:
 def absorb(params: Sequence[Tensor], state: State, k: int, average: str | float) -> None:
     """Adds the iterates w_{k+1}, before their update, to the running averages (float64), which they are at k = 0.
 
-    With weights t^power the running average is a += (power + 1)/(t + power) (w - a), exactly for power 0 and 1.
+    The running average is a += (power + 1)/(t + power) (w - a): weights t^power, exactly for power 0 and 1.
 
     Args:
         params: where they are.
@@ -273,6 +274,67 @@ class TorchRule(UpdateRule):
         """Restores the torch optimizer's state, and shares the groups again: loading makes copies of them."""
         self.optimizer.load_state_dict(state)
         self.optimizer.param_groups = groups
+
+
+class AdamBC(UpdateRule):
+    """Adam whose second moments are freed of the noise, which adds its variance, a public number, to each of them.
+
+        w <- w - lr m / sqrt(max(v - noise_std^2, (floor noise_std)^2)) - lr weight_decay w
+
+    with m and v the unbiased moving averages of the private means and of their squares. Adam itself divides by
+    sqrt(v), in which the noise of all coordinates buries what differs between them.
+
+    Args:
+        noise_std: std per coordinate of the noise of a private mean: `plan.noise_std`; > 0.
+        betas: of the two averages, in [0, 1).
+        floor: in units of noise_std, > 0; the default is what noise leaves of v where there is no gradient.
+        weight_decay: >= 0, of the weights themselves, as in AdamW.
+        average: see `UpdateRule`.
+
+    Source: Tang, Shpilevskiy and Lecuyer 2024. Differs from it in: the floor is in units of the noise.
+    """
+
+    def __init__(
+        self,
+        noise_std: float,
+        betas: Sequence[float] = (0.9, 0.999),
+        floor: float = 0.2,
+        weight_decay: float = 0.0,
+        average: str = "last",
+    ) -> None:
+        super().__init__(average)
+        self.noise_std = check.positive(noise_std=noise_std)
+        first, second = betas
+        self.betas = check.below_one(beta1=first), check.below_one(beta2=second)
+        self.floor = check.positive(floor=floor)
+        self.weight_decay = check.nonnegative(weight_decay=weight_decay)
+
+    def update(self, groups: Groups, state: State, k: int, phase: Phase) -> None:
+        """Makes step k = 0, 1, ..."""
+        absorb(trained(*groups), state, k, self.average)
+        for group in groups:
+            lr = self.step_size(float(group["lr"]), k, phase)
+            for p in trained(group):
+                p.mul_(1.0 - lr * self.weight_decay)
+                p.sub_(lr * self._direction(p, state[p]))
+
+    def _direction(self, p: Tensor, kept: dict[str, Any]) -> Tensor:
+        """Returns m / sqrt(v) of a parameter, whose averages begin when it is trained first."""
+        mean = p.grad
+        assert mean is not None  # in a step every trained parameter has one
+        first = kept.setdefault("first", torch.zeros_like(p))
+        second = kept.setdefault("second", torch.zeros_like(p))
+        kept["step"] = kept.get("step", 0) + 1  # of this parameter: it may be unfrozen later
+        first.lerp_(mean, 1.0 - self.betas[0])
+        second.lerp_(mean.square(), 1.0 - self.betas[1])
+        free = second / (1.0 - self.betas[1] ** kept["step"]) - self.noise_std**2
+        size = free.clamp_(min=(self.floor * self.noise_std) ** 2).sqrt_()
+        return first / (1.0 - self.betas[0] ** kept["step"]) / size
+
+    def settings(self) -> dict[str, Any]:
+        """Returns name, average and constants."""
+        own = {name: getattr(self, name) for name in ("noise_std", "floor", "weight_decay")}
+        return super().settings() | own | {"betas": list(self.betas)}
 
 
 class ScheduledSGD(SGD):

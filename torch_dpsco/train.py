@@ -17,15 +17,19 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 import torch_dpsco
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.budgets import Budget, one_budget
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.ledger_file import sync_folder
 from torch_dpsco.acts import act
+from torch_dpsco.algorithms.nets import NetSGD
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.compat import own_step
 from torch_dpsco.diagnosis.probe import settle_sizes
@@ -40,7 +44,13 @@ from torch_dpsco.errors import (
 from torch_dpsco.estimators.solved import SolvedOptimizer
 from torch_dpsco.losses.base import as_module
 from torch_dpsco.losses.per_record import PerRecord
-from torch_dpsco.private_loop import attach_sound, loss_of, note_probed, require_sound
+from torch_dpsco.private_loop import (
+    attach_sound,
+    loss_of,
+    note_probed,
+    require_sound,
+    size_of,
+)
 from torch_dpsco.rows.attach import attach, detach, first_step_of, is_attached
 from torch_dpsco.rows.closed_form import ClosedForm, closed_form
 from torch_dpsco.sampling import PrivateLoader
@@ -58,10 +68,15 @@ _SHARE = 0.02  # of the time, that looks may take
 @typed
 def fit(
     model: _Model,
-    optimizer: PrivateOptimizer | RowFreeOptimizer | SolvedOptimizer,
-    dataset: Dataset[Any],
-    loss_fn: _LossFn,
+    optimizer: PrivateOptimizer | RowFreeOptimizer | SolvedOptimizer | None = None,
+    dataset: Dataset[Any] | None = None,
+    loss_fn: _LossFn | None = None,
     *,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    budget: Budget | None = None,
+    n: int | None = None,
+    accountant: Accountant | None = None,
     users: Any = None,
     ids: Any = None,
     shard: int | None = None,
@@ -91,6 +106,11 @@ def fit(
         dataset: of (input, target) pairs; tensors in them are moved to the model's device.
         loss_fn: loss_fn(model(input), target) -> scalar tensor. Labels of ours and of torch's are read by
             `losses.base`: 0/1, -1/1 and booleans say the same.
+        epsilon: of the budget, without an optimizer, whose plan has one.
+        delta: of the budget, beside epsilon.
+        budget: in place of epsilon and delta.
+        n: PUBLIC number of records; asked for under add_remove alone, else that of the data set.
+        accountant: ledger to charge, without an optimizer; default a new one.
         users: for optimizers that protect users: the id of the user of each record.
         ids: see `PrivateOptimizer.loader`: a unique id of each record.
         shard: see `PrivateOptimizer.loader`: where each of several processes has records of its own.
@@ -129,8 +149,20 @@ def fit(
         >>> fit(model, optimizer, data, dp.losses.Logistic(), progress=False).training, optimizer.steps
         (False, 10)
     """
+    if dataset is None or loss_fn is None:
+        raise ValueError(
+            "dataset and loss_fn must be given: fit(model, dataset=..., loss_fn=..., epsilon=...,"
+            " delta=...), or beside an optimizer"
+        )
     check.made(loss_fn=loss_fn)
     check.positive_count(every=every)
+    asked = {"epsilon": epsilon, "delta": delta, "budget": budget, "n": n}
+    if optimizer is None:
+        optimizer = _untuned(model, len(dataset), accountant, **asked)
+        if progress and is_first():
+            print(optimizer.plan)
+    else:
+        _require_left_out(optimizer, asked | {"accountant": accountant})
     loss_fn = as_module(loss_fn)
     tell: Callable[[Any], None] = log or (lambda optimizer: None)
     drawn = {"users": users, "ids": ids, "shard": shard, "isolation": isolation}
@@ -160,7 +192,23 @@ def fit(
     return model.eval()
 
 
-def _require_left_out(optimizer: RowFreeOptimizer, fixed: dict[str, Any]) -> None:
+def _untuned(
+    model: nn.Module,
+    records: int,
+    accountant: Accountant | None,
+    *,
+    epsilon: float | None,
+    delta: float | None,
+    budget: Budget | None,
+    n: int | None,
+) -> NetSGD:
+    """Returns an optimizer whose numbers all follow from a budget, the number of records and the net."""
+    budget = one_budget(budget, epsilon, delta)
+    plan = NetSGD.plan(n=size_of(records, n, budget), budget=budget, dim=model)
+    return NetSGD(model.parameters(), plan, accountant=accountant)
+
+
+def _require_left_out(optimizer: Optimizer, fixed: dict[str, Any]) -> None:
     """Raises ValueError for an argument that the plan of the optimizer fixes."""
     for name, value in fixed.items():
         if value is not None:

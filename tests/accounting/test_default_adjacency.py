@@ -75,6 +75,7 @@ PLANS: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"n": 1000, "clip": 1.0, "lr": 0.1, "batch_size": 100, "epochs": 1},
         ZERO_OUT,
     ),
+    "NetSGD": (dp.NetSGD, {"n": 1000, "dim": 3}, ZERO_OUT),
     "HolderOutputSGD": (
         dp.HolderOutputSGD,
         {"problem": LOGISTIC, "n": 1000, "dim": 2, "lr": 0.02},

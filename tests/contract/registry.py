@@ -196,6 +196,19 @@ def _correlated(params: Any, s: Settings) -> dp.PrivateOptimizer:
     return dp.CorrelatedSGD(params, plan, accountant=s.accountant, generator=s.generator)
 
 
+def _net(params: Any, s: Settings) -> dp.PrivateOptimizer:
+    plan = dp.NetSGD.plan(
+        n=N,
+        clip=1.5 * s.scale,
+        lr=s.lr,
+        noise_multiplier=s.noise,
+        batch_size=s.batch,
+        steps=s.steps,
+        adjacency=ADD if s.accountant is None else s.accountant.adjacency,
+    )
+    return dp.NetSGD(params, plan, accountant=s.accountant, generator=s.generator)
+
+
 def _localized(params: Any, s: Settings) -> dp.PrivateOptimizer:
     """Two phases of as many steps, on half of the records and on a quarter."""
 
@@ -338,6 +351,7 @@ ROWS = [
     _row("proximal-disjoint", _heavy(dp.ProximalSGD, _disjoint), REPLACE, FIXED, "empty"),
     _row("correlated", _correlated, REPLACE, FIXED, "empty", louder=lambda oracle: oracle.strategy.norm),
     _row("clipped-sgd-poisson", _heavy(dp.ClippedSGD, _poisson, ADD), ADD, FIXED),
+    _row("net-sgd", _net, ADD, FIXED),
     _row("localized", _localized, REPLACE, FIXED, "plain empty anew rates batch endless alike"),
     _user("user-clipped", _user_clipped, REPLACE, FIXED),
     _user("user-filtered", _filtered, REPLACE, None,

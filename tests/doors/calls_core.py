@@ -179,6 +179,15 @@ simple("dp.rules.SGD", dp.rules.SGD)
 simple("dp.rules.Accelerated", dp.rules.Accelerated)
 simple("dp.rules.Anchored", dp.rules.Anchored)
 simple("dp.rules.Momentum", dp.rules.Momentum, average="weighted", momentum=0.5)
+simple(
+    "dp.rules.AdamBC",
+    dp.rules.AdamBC,
+    noise_std=0.5,
+    betas=(0.9, 0.99),
+    floor=0.1,
+    weight_decay=0.1,
+    average="ema",
+)
 simple("dp.rules.ScheduledSGD", dp.rules.ScheduledSGD, factors=(1.0, 0.5), weights=(1.0, 1.0))
 simple(
     "dp.rules.TorchRule",

@@ -152,6 +152,13 @@ simple(
     bands=2,
     **_CORRELATED,
 )
+_NET = {"n": 48, "batch_size": 8, "epochs": 2}
+CALLS["dp.NetSGD"] = lambda: (
+    dp.NetSGD,
+    {"params": params(), "plan": dp.NetSGD.plan(**_NET, noise_multiplier=2.0, lr=0.1)},
+)
+simple("dp.NetSGD.plan", dp.NetSGD.plan, budget=lambda: budget(), dim=DIM, **_NET)
+simple("dp.NetSGD.plan[noise]", dp.NetSGD.plan, noise_multiplier=2.0, clip=1.0, lr=0.1, **_NET)
 CLIPPED_USERS = {"n_users": 24, "clip": 1.0, "lr": 0.1, "batch_size": 6}
 CALLS["dp.UserClippedSGD"] = lambda: (
     dp.UserClippedSGD,

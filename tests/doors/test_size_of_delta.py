@@ -65,6 +65,7 @@ PLANS: dict[str, Callable[[float], Any]] = {
     "CorrelatedSGD": lambda delta: dp.CorrelatedSGD.plan(
         n=N, budget=dp.Budget(1.0, delta), **ROWS
     ),
+    "NetSGD": lambda delta: dp.NetSGD.plan(n=N, budget=dp.Budget(1.0, delta), dim=DIM),
     "HolderOutputSGD": lambda delta: dp.HolderOutputSGD.plan(
         problem=BALL, n=N, dim=DIM, budget=dp.Budget(1.0, delta), batch_size=100, epochs=1
     ),

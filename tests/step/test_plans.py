@@ -117,6 +117,13 @@ MADE: dict[str, tuple[type[dp.PrivateOptimizer], Callable[[], StepPlan]]] = {
         dp.CorrelatedSGD,
         correlated(noise_multiplier=3.0, bands=2, radius=1.0),
     ),
+    "NetSGD": (dp.NetSGD, lambda: dp.NetSGD.plan(n=N, budget=BUDGET, dim=DIM, steps=6)),
+    "NetSGD, noise": (
+        dp.NetSGD,
+        lambda: dp.NetSGD.plan(
+            n=N, noise_multiplier=3.0, clip=0.5, lr=0.1, epochs=2, batch_size=16
+        ),
+    ),
     "UserClippedSGD": (dp.UserClippedSGD, clipped_users(budget=PEOPLE, epochs=1)),
     "UserClippedSGD, add_remove": (
         dp.UserClippedSGD,
@@ -250,6 +257,7 @@ def test_a_plan_that_was_saved_runs_and_spends_what_it_said(name: str) -> None:
         *(
             "HolderSGD, fixed",
             "CorrelatedSGD",
+            "NetSGD",
             "UserClippedSGD, noise",
             "UserFilteredSGD, noise",
         ),

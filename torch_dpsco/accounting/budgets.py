@@ -706,3 +706,15 @@ def _log_sum(exponents: FloatArray, excess: FloatArray, size: FloatArray) -> tup
     total = float(parts.sum())
     rounding = float(np.max((np.abs(exponents) + excess * size)[exponents > top - 60]))
     return top + math.log(total) - _ROUNDING * (1 + rounding), float(parts @ excess) / total
+
+
+def one_budget(budget: Budget | None, epsilon: float | None, delta: float | None) -> Budget:
+    """Returns the budget that is given in one of two forms; raises ValueError for none, or both."""
+    if budget is None and epsilon is not None and delta is not None:
+        return Budget(epsilon, delta)
+    if budget is None or (epsilon, delta) != (None, None):
+        raise ValueError(
+            "epsilon and delta must be given, or a budget, dp.Budget(...), in their place (got"
+            f" epsilon={epsilon}, delta={delta}, budget={budget})"
+        )
+    return budget

@@ -344,7 +344,7 @@ class Scale:
         """Returns those of the usual passes; none of all records at once."""
         if design.batch_size >= design.n:
             return 0
-        return calibrate.epoch_steps(design, _passes(design.n))
+        return calibrate.epoch_steps(design, usual_passes(design.n))
 
     def batch_size(self, given: Given, budget: Budget, wanted: int) -> int | None:
         """Returns the size such that the steps make 20 passes, or 1e6 gradients if these are more, at most 2e7."""
@@ -354,7 +354,7 @@ class Scale:
         if given.sampling == "assigned":
             share = 1.0 / one_pass(self, n, budget, momentum=True, secret=True)
         elif given.epochs is None:
-            share = max(_passes(n), _FEW_ROWS / n) / wanted
+            share = max(usual_passes(n), _FEW_ROWS / n) / wanted
         else:
             share = given.epochs / wanted
         return min(n, max(1, math.ceil(share * n)))
@@ -370,7 +370,8 @@ class Scale:
         return smooth_pace(self.distance / level, steps, self.smoothness)
 
 
-def _passes(n: int) -> float:
+def usual_passes(n: int) -> float:
+    """Returns 20, fewer of more than a million records."""
     return min(PASSES, max(1.0, _MOST_ROWS / n))
 
 

@@ -351,7 +351,7 @@ class BatchPlan(Plan):
 
     Args:
         design: how batches are drawn.
-        average: which iterates are the answer: "last", "uniform" or "weighted".
+        average: which iterates are the answer: "last", "uniform", "weighted" or "ema".
         secure: "exact" for noise in integers on a public grid; None for floating point.
     """
 
@@ -484,6 +484,7 @@ ANSWERS = {
     "last": "the last iterate",
     "uniform": "the average of all iterates",
     "weighted": "an average weighted by step",
+    "ema": "a moving average of the iterates",
 }
 
 
