@@ -220,6 +220,12 @@ class Attachment:
         for p in self.dense:
             p.grad_sample, p._forward_counter, p.dpsco_passes = None, 0, []  # type: ignore[attr-defined]
 
+    def begin(self) -> None:
+        """Makes stacks, and takes values to compare, in the first forward."""
+        act("rows.stacks")(self.layers)
+        self.values = _values(self.layers)
+        self.compared = True
+
     def __getstate__(self) -> dict[str, Any]:
         waiting = any(getattr(layer, "activations", None) for layer in self.layers)
         if waiting or has_rows(self.params):
@@ -482,17 +488,16 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     attachment.carried.begin((args, kwargs), leaves_rows=leaves_rows)
     if not leaves_rows:
         return None
-    if not attachment.compared:  # in the first forward
-        act("rows.stacks")(layers)
-        attachment.values = _values(layers)
-        attachment.compared = True
+    if not attachment.compared:
+        attachment.begin()
     attachment.passes.untested = attachment.untested((args, kwargs))
     if attachment.looks:
         attachment.first.begin(layers, (args, kwargs), attachment.isolation)
     require_unwrapped(attachment.params)
     if dist.is_available() and dist.is_initialized():
         _require_alone(model)
-    _make_ready(attachment.dense)
+    if attachment.dense:
+        _make_ready(attachment.dense)
     attachment.passes.open(batch_sizes((*args, *kwargs.values()), attachment.batch_dim))
     attachment.buffers = _states(layers)
     if attachment.looks:  # they may be outputs of another attached model
