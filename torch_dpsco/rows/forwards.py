@@ -213,6 +213,12 @@ class Attachment:
         for p in self.dense:
             p.grad_sample, p._forward_counter, p.dpsco_passes = None, 0, []  # type: ignore[attr-defined]
 
+    def begin(self) -> None:
+        """Makes stacks, and takes values to compare, in the first forward."""
+        act("rows.stacks")(self.layers)
+        self.values = _values(self.layers)
+        self.compared = True
+
     def __getstate__(self) -> dict[str, Any]:
         waiting = any(getattr(layer, "activations", None) for layer in self.layers)
         if waiting or has_rows(self.params):
@@ -470,10 +476,8 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     held, args, kwargs = attachment.carried.begin(args, kwargs, leaves_rows=leaves_rows)
     if not leaves_rows:
         return None
-    if not attachment.compared:  # in the first forward
-        act("rows.stacks")(layers)
-        attachment.values = _values(layers)
-        attachment.compared = True
+    if not attachment.compared:
+        attachment.begin()
     memory = frozenset((where.data_ptr(), k) for x, where, k in held if x.is_floating_point())
     passes.untested = attachment.untested(memory)
     if attachment.looks:

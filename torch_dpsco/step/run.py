@@ -578,7 +578,7 @@ class CommonOptimizer(Optimizer):
                 f" {check.shown(plan)})"
             )
         if accountant is None:
-            return plan.ledger()
+            return plan.ledger()  # type: ignore[no-any-return]
         if plan.budget is not None:
             checks.require_budget(accountant, plan.budget)
         return accountant
