@@ -383,8 +383,7 @@ class Table:
         part = copy.copy(self)
         part._rows = self._rows[index]
         if self._kept is not None:
-            slack = self._kept[len(self) :]
-            part._kept = torch.cat([self._kept[: len(self)][index], slack])
+            part._kept = torch.cat([self._kept[:-_GROUP][index], self._kept[-_GROUP:]])
         part.norms = self.norms[index].contiguous()
         part._shares = self._shares[:, index].contiguous()
         return part

@@ -31,7 +31,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -48,10 +47,10 @@ from torch_dpsco.accounting.analysis.rounding import (
 )
 from torch_dpsco.accounting.events import GDP, REPLACE_ONE
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators.objectives import LinearObjective, Loss, loss_sums
+from torch_dpsco.estimators.objectives import LinearObjective
 from torch_dpsco.estimators.preparation import signal_to_noise
 from torch_dpsco.estimators.records import Records, gradient_rounding, project
-from torch_dpsco.estimators.task import LinearPlan, LinearTask, weight_guess
+from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective, weight_guess
 from torch_dpsco.losses import Logistic
 from torch_dpsco.noise import Source, gaussian_vector
 from torch_dpsco.problem import smooth_pace, steps_to
@@ -92,15 +91,6 @@ class DescentPlan(LinearPlan):
     def reg(self) -> float:
         """Regularizer of the answer, in sum form; 0 for none."""
         return self.task.reg or 0.0
-
-    @property
-    def loss(self) -> Loss:
-        """That of the task, with clipped gradients where there is a clip."""
-        return self.task.loss if self.task.clipped is None else self.task.clipped
-
-    def regularized(self, noisy: Tensor, w: Tensor) -> Tensor:
-        """Returns the noisy gradient of the objective, of a noisy sum."""
-        return noisy + self.reg * w if self.reg else noisy
 
     @property
     @abstractmethod
@@ -243,8 +233,9 @@ class NoisyGDPlan(DescentPlan):
     def draw(self, solved: Records, generator: Source) -> Tensor:
         """Makes the steps from 0: returns the private answer; see `LinearPlan`."""
         solved.keep()
+        objective = build_objective(self.task, self.reg, solved)
         return descend(
-            lambda w: solved.sum(partial(loss_sums, self.loss, w))[1],
+            objective.gradient,
             solved.zeros(self.task.parameters),
             self.noise_std,
             generator,
@@ -253,7 +244,6 @@ class NoisyGDPlan(DescentPlan):
             radius=self.radius,
             momentum=self.momentum or 0.0,
             averaged=1 if self.momentum is None else None,
-            direction=self.regularized,
         )
 
 
@@ -472,7 +462,8 @@ class UserGDPlan(DescentPlan):
             generator: of the noise.
         """
         records, users = solved
-        objective = LinearObjective(self.loss, records, reg=0.0)
+        loss = self.task.loss if self.task.clipped is None else self.task.clipped
+        objective = LinearObjective(loss, records, reg=0.0)
         w = descend(
             lambda w: self._sum(objective, users, w, self.clip),
             records.zeros(self.task.parameters),
@@ -482,7 +473,7 @@ class UserGDPlan(DescentPlan):
             lr=self.lr,
             radius=far_radius(self.task),
             momentum=self.momentum,
-            direction=self.regularized,
+            direction=lambda noisy, w: noisy + self.reg * w,
         )
         if self.last_std is None:
             return w

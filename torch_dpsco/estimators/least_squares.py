@@ -240,7 +240,7 @@ class PreconditionedGDPlan(DescentPlan):
         inverse = (vectors / (values.clamp(min=0) + self.ridge + self.reg)) @ vectors.T
 
         def direction(noisy: Tensor, w: Tensor) -> Tensor:
-            gradient = self.regularized(noisy, w).view(size)
+            gradient = (noisy + self.reg * w).view(size)
             if task.num_scores > 1:  # the noise of what adds up to 0 over classes
                 gradient = gradient - gradient.mean(0)
             along: Tensor = gradient @ inverse
