@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import (
     DataLoader,
+    Dataset,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
@@ -30,10 +31,11 @@ from torch.utils.data import (
 
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.budgets import Budget, one_budget
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import ADD_REMOVE
 from torch_dpsco.algorithms.holder import HolderSGD
+from torch_dpsco.algorithms.nets import NetSGD
 from torch_dpsco.algorithms.row_free import BoundedLoader, RowFreeOptimizer
 from torch_dpsco.compat import tree_leaves
 from torch_dpsco.diagnosis import Diagnosis, doctor
@@ -44,11 +46,12 @@ from torch_dpsco.prox import Prox
 from torch_dpsco.rows.attach import attach, detach, first_step_of, is_attached
 from torch_dpsco.rules import TorchRule
 from torch_dpsco.sampling import PrivateLoader
-from torch_dpsco.step.checks import number_of_records, require_same_parameters
+from torch_dpsco.step.checks import is_first, number_of_records, require_same_parameters
 from torch_dpsco.step.run import CommonOptimizer
 from torch_dpsco.step.step import PrivateOptimizer
 
 _Model = TypeVar("_Model", bound=nn.Module)
+_EPOCHS = 10
 
 
 @typed
@@ -57,19 +60,24 @@ def make_private(
     optimizer: Optimizer,
     data_loader: DataLoader[Any],
     *,
-    problem: Problem,
-    budget: Budget,
-    n: int,
-    epochs: float = 10,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    budget: Budget | None = None,
+    clip: float | None = None,
+    epochs: float | None = None,
+    recipe: bool = False,
+    problem: Problem | None = None,
+    n: int | None = None,
     loss: Callable[..., Any] | None = None,
     loss_reduction: str = "mean",
     rows: str = "auto",
     sampling: str | Design = "poisson",
     ids: Any = None,
-    average: str = "last",
+    average: str | None = None,
     prox: Prox | None = None,
     reg: float = 0.0,
     accountant: Accountant | None = None,
+    verbose: bool = True,
 ) -> tuple[_Model, PrivateOptimizer, PrivateLoader]:
     """Returns private counterparts of a model, its torch optimizer and its data loader.
 
@@ -84,22 +92,29 @@ def make_private(
         model: see `attach`.
         optimizer: any torch optimizer but LBFGS, on the model's parameters.
         data_loader: with a map-style data set, a fixed batch_size and shuffle=True.
-        problem: promised constants of the loss.
-        budget: what the whole run may spend.
-        n: PUBLIC number of records; under replace_one it must be the data set's, under add_remove it is a reference.
-            It is asked for, and not read from the data set, because rate and number of steps follow from it.
-        epochs: passes over the data on average.
-        sampling: as in `HolderSGD.plan`: "poisson", or "allocated": an iteration of the loader is a pass, in which
-            each record is in one batch, drawn anew and secretly (`dp.Assigned`), at the same price.
-        ids: see `PrivateOptimizer.loader`: with sampling="allocated", a unique id of each record, in their order.
+        epsilon: what the whole run may spend, with `delta`.
+        delta: see `epsilon`.
+        budget: in place of epsilon and delta.
+        clip: bound at which gradients of records are cut; default none: each is scaled to length 1, see `NetSGD`.
+        epochs: passes over the data on average; default 10.
+        recipe: take all numbers from `NetSGD.plan`: batch size, epochs (unless given), step size and averaged weights.
+            Of the torch optimizer only the parameters are taken, and of the loader all but its batch size.
+        problem: promised constants of the loss, if it has any: then `HolderSGD` cuts gradients at their bound.
+        n: PUBLIC number of records; default that of the data set. Under add_remove, where that is private, it is
+            asked for, and a reference.
         loss: the training loss, only to be probed by `doctor`, whose argument it is, before the loop begins. Without it
             model and loss are looked at in the first step; see `attach`.
         loss_reduction: see `attach`.
         rows: see `attach`.
-        average: see `rules.UpdateRule`.
-        prox: see `HolderSGD`.
+        sampling: as in `HolderSGD.plan`: "poisson", or "allocated": an iteration of the loader is a pass, in which
+            each record is in one batch, drawn anew and secretly (`dp.Assigned`), at the same price.
+        ids: see `PrivateOptimizer.loader`: with sampling="allocated", a unique id of each record, in the order of the
+            data set.
+        average: see `rules.UpdateRule`; default "last", with recipe "ema".
+        prox: constraint or penalty.
         reg: see `PrivateOptimizer`.
         accountant: ledger to charge; default a new one with this budget.
+        verbose: whether to print the plan, which is `optimizer.plan` too.
 
     Returns:
         (model, private optimizer, private loader).
@@ -108,7 +123,7 @@ def make_private(
         PrivacyError: with `loss`, it or the model couples records, or leaks them in another way; see `doctor`.
         SequenceError: the optimizer is private already, or it is not on exactly the model's trainable parameters.
         UnknownSamplerError: the loader has a sampler of its own, or no fixed batch size; names the way out.
-        ValueError: its data set is a stream.
+        ValueError: its data set is a stream; the budget is missing, or given twice; an argument is out of range.
 
     Example:
         >>> import torch, torch_dpsco as dp
@@ -116,9 +131,9 @@ def make_private(
         >>> model = torch.nn.Linear(3, 1)
         >>> model, optimizer, loader = dp.make_private(
         ...     model, torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.DataLoader(data, 16, shuffle=True),
-        ...     problem=dp.losses.Logistic().problem(bound_x=2.0), budget=dp.Budget(1.0, 1e-3), n=64, epochs=1)
-        >>> type(optimizer).__name__, len(loader)
-        ('HolderSGD', 4)
+        ...     epsilon=1.0, delta=1e-3, epochs=1, verbose=False)
+        >>> type(optimizer).__name__, len(loader), optimizer.plan.batch_size
+        ('NetSGD', 4, 16)
     """
     if isinstance(optimizer, CommonOptimizer):
         raise SequenceError(
@@ -128,19 +143,25 @@ def make_private(
     require_same_parameters(model, optimizer)
     number_of_records(data_loader.dataset)
     require_replaceable(data_loader)
-    plan = HolderSGD.plan(
-        problem=problem,
-        n=n,
-        budget=budget,
-        batch_size=data_loader.batch_size,
-        epochs=epochs,
-        lr=optimizer.param_groups[0]["lr"],
-        sampling=sampling,
-    )
-    rule = TorchRule(optimizer, average)
-    private = HolderSGD(
-        optimizer.param_groups, plan, rule=rule, prox=prox, reg=reg, accountant=accountant
-    )
+    if problem is not None and (recipe or clip is not None):
+        raise ValueError(
+            f"recipe and clip must be left out beside problem, which has a bound (got {recipe} and"
+            f" {clip})"
+        )
+    budget = one_budget(budget, epsilon, delta)
+    n = size_of(data_loader.dataset, n, budget)
+    public: dict[str, Any] = {"n": n, "budget": budget, "sampling": sampling}
+    rest: dict[str, Any] = {"prox": prox, "reg": reg, "accountant": accountant}
+    private: HolderSGD | NetSGD
+    if recipe:
+        plan = NetSGD.plan(
+            dim=model, clip=clip, epochs=epochs, average=average or "ema", **public
+        )
+        groups = [{"params": group["params"]} for group in optimizer.param_groups]
+        private = NetSGD(groups, plan, **rest)
+    else:
+        public |= {"batch_size": data_loader.batch_size, "epochs": epochs or _EPOCHS}
+        private = _stepped_by(optimizer, problem, clip, average or "last", public, rest)
     loader = private.loader(
         data_loader.dataset,
         ids=ids,
@@ -149,10 +170,29 @@ def make_private(
         pin_memory=data_loader.pin_memory,
     )
     attach_sound(model, loss, loader, loss_reduction=loss_reduction, rows=rows)
+    if verbose and is_first():
+        print(private.plan)
     return model, private, loader
 
 
-def size_of(records: int, n: int | None, budget: Budget) -> int:
+def _stepped_by(
+    optimizer: Optimizer,
+    problem: Problem | None,
+    clip: float | None,
+    average: str,
+    public: dict[str, Any],
+    rest: dict[str, Any],
+) -> HolderSGD | NetSGD:
+    """Returns a private optimizer that leaves the updates to a torch optimizer; arguments as in `make_private`."""
+    groups = optimizer.param_groups
+    public |= {"lr": float(groups[0]["lr"])}
+    rest |= {"rule": TorchRule(optimizer, average)}
+    if problem is not None:
+        return HolderSGD(groups, HolderSGD.plan(problem=problem, **public), **rest)
+    return NetSGD(groups, NetSGD.plan(dim=groups, clip=clip, **public), **rest)
+
+
+def size_of(dataset: Dataset[Any], n: int | None, budget: Budget) -> int:
     """Returns the public number of records: where none is given that of the data set, if it is public."""
     if n is None and budget.adjacency == ADD_REMOVE:
         # PRIVACY: the number of records is what add_remove hides (test_the_size_is_asked_for_where_it_is_private)
@@ -160,7 +200,7 @@ def size_of(records: int, n: int | None, budget: Budget) -> int:
             "n must be given under add_remove, where the data set's own size is private: a public"
             " number of about so many records"
         )
-    return records if n is None else n
+    return number_of_records(dataset) if n is None else n
 
 
 def attach_sound(

@@ -329,7 +329,8 @@ class AdamBC(UpdateRule):
         second.lerp_(mean.square(), 1.0 - self.betas[1])
         free = second / (1.0 - self.betas[1] ** kept["step"]) - self.noise_std**2
         size = free.clamp_(min=(self.floor * self.noise_std) ** 2).sqrt_()
-        return first / (1.0 - self.betas[0] ** kept["step"]) / size
+        direction: Tensor = first / (1.0 - self.betas[0] ** kept["step"]) / size
+        return direction
 
     def settings(self) -> dict[str, Any]:
         """Returns name, average and constants."""

@@ -156,13 +156,14 @@ def fit(
         )
     check.made(loss_fn=loss_fn)
     check.positive_count(every=every)
-    asked = {"epsilon": epsilon, "delta": delta, "budget": budget, "n": n}
+    asked = epsilon, delta, budget, n, accountant
     if optimizer is None:
-        optimizer = _untuned(model, len(dataset), accountant, **asked)
+        optimizer = _untuned(model, dataset, *asked)
         if progress and is_first():
             print(optimizer.plan)
     else:
-        _require_left_out(optimizer, asked | {"accountant": accountant})
+        names = ("epsilon", "delta", "budget", "n", "accountant")
+        _require_left_out(optimizer, dict(zip(names, asked, strict=True)))
     loss_fn = as_module(loss_fn)
     tell: Callable[[Any], None] = log or (lambda optimizer: None)
     drawn = {"users": users, "ids": ids, "shard": shard, "isolation": isolation}
@@ -194,17 +195,16 @@ def fit(
 
 def _untuned(
     model: nn.Module,
-    records: int,
-    accountant: Accountant | None,
-    *,
+    dataset: Dataset[Any],
     epsilon: float | None,
     delta: float | None,
     budget: Budget | None,
     n: int | None,
+    accountant: Accountant | None,
 ) -> NetSGD:
     """Returns an optimizer whose numbers all follow from a budget, the number of records and the net."""
     budget = one_budget(budget, epsilon, delta)
-    plan = NetSGD.plan(n=size_of(records, n, budget), budget=budget, dim=model)
+    plan = NetSGD.plan(n=size_of(dataset, n, budget), budget=budget, dim=model)
     return NetSGD(model.parameters(), plan, accountant=accountant)
 
 

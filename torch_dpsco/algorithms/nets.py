@@ -28,6 +28,7 @@ from torch_dpsco.problem import Pace
 from torch_dpsco.prox import Prox
 from torch_dpsco.step.chooser import (
     Given,
+    UserScale,
     agreed,
     choose_design,
     choose_noise,
@@ -49,26 +50,13 @@ _LEAST_STEPS = 120
 _MOST_STEPS = 480
 
 
-@dataclass(frozen=True)
-class NetScale:
-    """What a run of a net is measured by, whose gradients all have the length of the clip.
-
-    Args:
-        clip: C.
-        dim: number of parameters.
-    """
-
-    clip: float
-    dim: int | None
+class NetScale(UserScale):
+    """What a run of a net is measured by, whose gradients all have the length of the clip."""
 
     def steps(self, n: int, budget: Budget) -> int:
         """Returns the number of steps in which the way can be gone by steps that are not too large."""
-        way = _DISTANCE / loudness(n, budget, self.dim)
+        way = (self.distance or _DISTANCE) / loudness(n, budget, self.dim)
         return min(_MOST_STEPS, max(_LEAST_STEPS, math.ceil(way / _LARGEST)))
-
-    def least_steps(self, design: Design) -> int:
-        """Returns 0: batches ask for none."""
-        return 0
 
     def batch_size(self, given: Given, budget: Budget, wanted: int) -> int | None:
         """Returns the size such that the steps make 20 passes, fewer of more than a million records."""
@@ -80,7 +68,7 @@ class NetScale:
     def pace(self, design: Design, steps: int, noise: float) -> Pace:
         """Returns the step size for the noise of the mean of all steps."""
         level = noise_of_mean(noise, 1.0, design.batch_size, steps, self.dim, sampled=False)
-        step = min(_LARGEST, _DISTANCE / (steps * level))
+        step = min(_LARGEST, (self.distance or _DISTANCE) / (steps * level))
         return Pace(step / self.clip)
 
 
@@ -152,6 +140,7 @@ class NetSGD(PlannedOptimizer):
         steps: int | None = None,
         epochs: float | None = None,
         lr: float | None = None,
+        distance: float | None = None,
         sampling: str | Design | None = None,
         average: str = "ema",
         adjacency: Adjacency | None = None,
@@ -170,6 +159,7 @@ class NetSGD(PlannedOptimizer):
             steps: number of steps, in place of epochs; default 120, up to 480 where there is little noise.
             epochs: passes over the data on average.
             lr: step size; default by the step rule.
+            distance: guess of how far the parameters have to go, for the step rule; default 24.
             sampling: "poisson" (default), "fixed", "shuffled", "allocated", "assigned" or "full", as in
                 `ClippedSGD.plan`; or a design.
             average: which iterates are the answer: "ema" (default), "last", "uniform" or "weighted".
@@ -198,8 +188,10 @@ class NetSGD(PlannedOptimizer):
                 "lr must be given, or dim (the model) and a budget, from which it follows (got"
                 f" dim={dim}, noise_multiplier={noise_multiplier})"
             )
+        if distance is not None:
+            check.positive(distance=distance)
         length = 1.0 if clip is None else check.positive(clip=clip)
-        scale = NetScale(length, dimension(dim))
+        scale = NetScale(length, distance, dimension(dim))
         draws = choose_design(scale, budget, given)
         noise = choose_noise(budget, *draws, given)
         pace = choose_pace(scale, draws, noise) if lr is None else Pace(lr)
