@@ -347,7 +347,7 @@ class Stream(IterableDataset):
         (
             {"average": "best"},
             ValueError,
-            r"average must be one of last, uniform, weighted \(got 'best'\)",
+            r"average must be one of last, uniform, weighted, ema \(got 'best'\)",
         ),
         (
             {"rows": "sparse"},

@@ -156,14 +156,12 @@ def fit(
         )
     check.made(loss_fn=loss_fn)
     check.positive_count(every=every)
-    asked = epsilon, delta, budget, n, accountant
+    asked: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "budget": budget, "n": n}
+    asked["accountant"] = accountant
     if optimizer is None:
-        optimizer = _untuned(model, dataset, *asked)
-        if progress and is_first():
-            print(optimizer.plan)
+        optimizer = _untuned(model, dataset, asked, verbose=progress and is_first())
     else:
-        names = ("epsilon", "delta", "budget", "n", "accountant")
-        _require_left_out(optimizer, dict(zip(names, asked, strict=True)))
+        _require_left_out(optimizer, asked)
     loss_fn = as_module(loss_fn)
     tell: Callable[[Any], None] = log or (lambda optimizer: None)
     drawn = {"users": users, "ids": ids, "shard": shard, "isolation": isolation}
@@ -194,18 +192,14 @@ def fit(
 
 
 def _untuned(
-    model: nn.Module,
-    dataset: Dataset[Any],
-    epsilon: float | None,
-    delta: float | None,
-    budget: Budget | None,
-    n: int | None,
-    accountant: Accountant | None,
+    model: nn.Module, dataset: Dataset[Any], asked: dict[str, Any], *, verbose: bool
 ) -> NetSGD:
     """Returns an optimizer whose numbers all follow from a budget, the number of records and the net."""
-    budget = one_budget(budget, epsilon, delta)
-    plan = NetSGD.plan(n=size_of(dataset, n, budget), budget=budget, dim=model)
-    return NetSGD(model.parameters(), plan, accountant=accountant)
+    budget = one_budget(asked["budget"], asked["epsilon"], asked["delta"])
+    plan = NetSGD.plan(n=size_of(dataset, asked["n"], budget), budget=budget, dim=model)
+    if verbose:
+        print(plan)
+    return NetSGD(model.parameters(), plan, accountant=asked["accountant"])
 
 
 def _require_left_out(optimizer: Optimizer, fixed: dict[str, Any]) -> None:
