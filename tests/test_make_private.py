@@ -427,3 +427,71 @@ def test_an_optimizer_of_other_parameters_or_one_that_evaluates_the_loss_is_refu
     frozen = values(model[0])
     train(model, optimizer, loader)
     assert all(map(torch.equal, frozen, values(model[0])))
+
+
+# -- nothing but a budget ---------------------------------------------------------------------------------------------
+
+
+def loop_of_a_net() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    data = TensorDataset(torch.randn(60, 4), torch.arange(60) % 2)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    return net, optimizer, DataLoader(data, batch_size=12, shuffle=True)
+
+
+@pytest.mark.parametrize(
+    "target", [{"epsilon": 2.0, "delta": 1e-4}, {"budget": dp.Budget(2.0, 1e-4)}]
+)
+def test_a_budget_in_either_form_is_enough(
+    target: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    net, optimizer, loader = loop_of_a_net()
+    net, private, loader = dp.make_private(net, optimizer, loader, **target)
+    plan = private.plan
+    assert (plan.n, plan.batch_size, plan.steps, plan.lr) == (60, 12, 50, 0.05)
+    assert isinstance(private, dp.NetSGD)
+    assert private.rule.optimizer is optimizer
+    assert capsys.readouterr().out == f"{plan}\n"
+    loss = nn.CrossEntropyLoss()
+    for _ in range(10):
+        for x, y in loader:
+            private.zero_grad()
+            loss(net(x), y).backward()
+            private.step()
+    assert private.finalized
+    assert 1.99 < private.report().epsilon <= 2.0
+
+
+def test_the_recipe_replaces_batch_size_step_size_and_rule() -> None:
+    loop = loop_of_a_net()
+    net, private, loader = dp.make_private(
+        *loop, epsilon=2.0, delta=1e-4, recipe=True, verbose=False
+    )
+    assert private.plan == dp.NetSGD.plan(n=60, budget=dp.Budget(2.0, 1e-4), dim=net)
+    assert private.plan.average == "ema"
+    assert private.param_groups[0]["lr"] == private.plan.lr != 0.05
+    assert loader.batch_sampler.design.batch_size == 10
+
+
+def test_clip_and_epochs_are_kept_where_they_are_given() -> None:
+    _, private, _ = dp.make_private(
+        *loop_of_a_net(), epsilon=2.0, delta=1e-4, clip=0.5, epochs=3, verbose=False
+    )
+    assert (private.plan.clip, private.plan.offset, private.plan.steps) == (0.5, None, 15)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({}, "epsilon and delta must be given"),
+        ({"budget": dp.Budget(1.0, 1e-4), "epsilon": 1.0}, "in their place"),
+        ({"budget": dp.Budget(1.0, 1e-4, "add_remove")}, "n must be given under add_remove"),
+        ({"epsilon": 1.0, "delta": 1e-4, "recipe": True, "problem": dp.Problem(lipschitz=1.0)},
+         "recipe and clip must be left out beside problem"),
+        ({"epsilon": 1.0, "delta": 1e-4, "clip": 1.0, "problem": dp.Problem(lipschitz=1.0)},
+         "recipe and clip must be left out beside problem"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_or_given_twice_is_named(given: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        dp.make_private(*loop_of_a_net(), **given, verbose=False)
