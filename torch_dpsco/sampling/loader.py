@@ -341,15 +341,13 @@ class PrivateLoader:
         for batch in batches(self._split(chunks), chunks):
             chunk = chunks.popleft()
             log.deliver(chunk)
-            if isinstance(batch, _FilledUp):
+            flat = isinstance(batch, _FilledUp)
+            if flat:
                 batch = list(batch)
-                leaves = batch
-            else:
-                if chunk.slots is not None:
-                    batch = filled(batch, chunk.slots, chunk.size)
-                leaves = tree_leaves(batch)
+            elif chunk.slots is not None:
+                batch = filled(batch, chunk.slots, chunk.size)
             if isolation.open or isolation.tested is not None:
-                isolation.delivered = memory_of(leaves)
+                isolation.delivered = memory_of(batch if flat else tree_leaves(batch))
             if chunk.users is None:
                 yield batch
             else:
