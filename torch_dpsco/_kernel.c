@@ -34,7 +34,6 @@
 #define BROAD 16
 #define PANELS 4 /* of BROAD inputs, that stay in cache */
 #define BATCH 32       /* images of rows, that stay there */
-#define SHORT 32       /* numbers of images that are kept in float64; longer ones are in float32 */
 #define COLUMNS 5      /* of records */
 #define FEW ((uint64_t)1 << 40) /* words whose V is not known well enough */
 #define TINY 1e-100    /* norms whose squares neither underflow */
@@ -266,13 +265,14 @@ API void dpsco_outer(const float *g, int64_t g_stride, int64_t out, const float 
     CALL(outer, g, g_stride, out, &x, weights, tile, space, total, bias);
 }
 
-/* Sums of weighted gradients in the point, `padded` numbers, and of losses, 1: of each block of rows, which are added up
-   in pairs, so that the first row of `sums` has all of them. The loss of a score is logistic (CURVED), or one whose slope is a line between two bounds (BENT); see `curved` and `bent` for the
-   columns; or slopes are the only column (FIXED). The point is padded with zeros to a multiple of 4; scratch has room for BATCH such rows, and is 0. Images are
-   computed, or read where they are kept: n + GROUP rows of `padded` numbers. bends[i] = second derivative, weighted,
-   unless they are not wanted; found[i] = score, likewise. */
+/* Sums of weighted gradients in the point, `padded` numbers, and of losses, 1: of each block of rows, which are added
+   up in pairs, so that the first row of `sums` has all of them. The loss of a score is logistic (CURVED), or one
+   whose slope is a line between two bounds (BENT); see `curved` and `bent` for the columns; or slopes are the only
+   column (FIXED). The point is padded with zeros to a multiple of 4; scratch has room for BATCH such rows, and is 0.
+   Images are computed, or read where they are kept: n + GROUP rows of `padded` numbers. bends[i] = second derivative,
+   weighted, unless they are not wanted; found[i] = score, likewise. */
 API void dpsco_scored(const void *rows, int64_t wide, int64_t stride, int64_t d, const double *numbers, int64_t width,
-                      const double *norms, int64_t n, const double *shares, const void *kept, const double *columns,
+                      const double *norms, int64_t n, const double *shares, const double *kept, const double *columns,
                       int64_t kind, double gain, const double *point, int64_t padded, int64_t block, double *scratch,
                       double *sums, double *bends, double *found) {
     table_t x = {rows, numbers, wide, stride, d, width, norms};
@@ -283,10 +283,11 @@ API void dpsco_scored(const void *rows, int64_t wide, int64_t stride, int64_t d,
     fold(sums, (n + block - 1) / block, size);
 }
 
-/* Sums of weighted gradients in `classes` points, and of losses, 1, of the softmax cross-entropy; columns are weight, class, and the largest norm of the slopes, to which they are cut. Scratch has room
-   for GROUP rows and as many numbers for each class; the rest as in `dpsco_scored`. */
+/* Sums of weighted gradients in `classes` points, and of losses, 1, of the softmax cross-entropy; columns are weight,
+   class, and the largest norm of the slopes, to which they are cut. Scratch has room for GROUP rows and as many
+   numbers for each class; the rest as in `dpsco_scored`. */
 API void dpsco_classes(const void *rows, int64_t wide, int64_t stride, int64_t d, const double *numbers, int64_t width,
-                       const double *norms, int64_t n, const double *shares, const void *kept, const double *columns,
+                       const double *norms, int64_t n, const double *shares, const double *kept, const double *columns,
                        const double *points, int64_t classes, int64_t padded, int64_t block, double *scratch,
                        double *sums) {
     table_t x = {rows, numbers, wide, stride, d, width, norms};
@@ -1068,21 +1069,11 @@ TARGET static inline void NAME(bent)(d4 score, const double *columns, double gai
     *bend = (d4)((i4)(weight * target * target * gain) & (place <= high) & (place >= low));
 }
 
-/* Places of GROUP images from i on, of which `count` are wanted: those that are kept, or computed into p, or kept in
-   float32. */
-TARGET static inline const double *NAME(read)(const table_t *x, const void *kept, int64_t i, int64_t count,
+/* Places of GROUP images from i on, of which `count` are wanted: those that are kept, or computed into p. */
+TARGET static inline const double *NAME(read)(const table_t *x, const double *kept, int64_t i, int64_t count,
                                               int64_t n, const double *shares, const double *weights, int64_t padded,
                                               double *p) {
-    if (kept && x->width <= SHORT) return (const double *)kept + i * padded;
-    if (kept) {
-        const float *q = (const float *)kept + i * padded;
-        for (int64_t j = 0; j < GROUP * padded; j += 4) {
-            d4 v = NAME(wide4)(q + j);
-            if (j % 16 == 0) __builtin_prefetch(q + j + BATCH * padded, 0, 2);
-            memcpy(p + j, &v, sizeof v);
-        }
-        return p;
-    }
+    if (kept) return kept + i * padded;
     NAME(counted)(x, i, count, shares + i, shares + n + i, weights, p, padded);
     return p;
 }
@@ -1112,7 +1103,7 @@ TARGET static inline void NAME(plus)(const double *p, const double *slopes, int6
 
 /* Sums of the rows from `from` up to `end`, of n. */
 TARGET static void NAME(scored)(const table_t *x, int64_t from, int64_t end, int64_t n, const double *shares,
-                                const void *kept, const double *columns, int64_t kind, double gain,
+                                const double *kept, const double *columns, int64_t kind, double gain,
                                 const double *point, int64_t padded, double *scratch, double *sums, double *bends,
                                 double *found) {
     d4 total = {0};
@@ -1174,7 +1165,7 @@ TARGET static inline d4 NAME(softmax)(double *scores, int64_t classes, d4 weight
 }
 
 TARGET static void NAME(classes)(const table_t *x, int64_t from, int64_t end, int64_t n, const double *shares,
-                                 const void *kept, const double *columns, const double *points, int64_t classes,
+                                 const double *kept, const double *columns, const double *points, int64_t classes,
                                  int64_t padded, double *scratch, double *sums) {
     d4 total = {0};
     double *slopes = scratch + GROUP * padded;

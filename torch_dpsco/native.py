@@ -50,11 +50,9 @@ from torch_dpsco.errors import SequenceError
 
 WIDEST = 2**26  # columns for which the errors of norms are proved
 # of _kernel.c
-SHORT = 32  # numbers up to which images are kept in float64
 _BATCH = 32
 _GROUP = 4
 _KEPT_ROWS = 1024  # that are computed together
-_TINY = 2.0**-120  # numbers up to which float32 may not hold all bits
 SLOPES = {"given": 0, "sign": 1, "logistic": 2, "square": 3}
 LOSSES = {"curved": 0, "bent": 1, "fixed": 2}
 
@@ -381,9 +379,8 @@ class Table:
     def __getitem__(self, index: Tensor | slice) -> Table:
         """Returns that of some rows."""
         part = copy.copy(self)
+        part._kept = None
         part._rows = self._rows[index]
-        if self._kept is not None:
-            part._kept = torch.cat([self._kept[:-_GROUP][index], self._kept[-_GROUP:]])
         part.norms = self.norms[index].contiguous()
         part._shares = self._shares[:, index].contiguous()
         return part
@@ -391,8 +388,6 @@ class Table:
     def images(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Returns images of rows from start up to stop: (m, width) float64; 0 for a row that is not finite."""
         start, stop, _ = slice(start, stop).indices(len(self))
-        if self._kept is not None:
-            return self._kept[start:stop, : self.width].double()
         found = self._shares.new_empty(max(0, stop - start), self.width)
         _call("images", *self._place, start, len(found), len(self), self._shares, found)
         return found
@@ -415,23 +410,12 @@ class Table:
         return found[: self.width, : self.width]
 
     def keep(self, used: Tensor) -> None:
-        """Computes the images of all rows once, of which later readings are; 0 for those that are not used, (n,).
-
-        Those of more than `SHORT` numbers are rounded to float32, and shrunk by more than that, where the norm that
-        they are cut to is one that float32 holds; else they are not kept.
-        """
+        """Computes the images of all rows once, of which later readings are; 0 for those that are not used, (n,)."""
         padded = -(-self.width // 4) * 4
-        short = self.width <= SHORT
-        # PRIVACY: infinite images would spoil all sums (test_no_image_is_longer_where_it_is_kept)
-        if not short and not 1e-30 < float(self._numbers[1:3].max()) < 1e30:
-            return
-        dtype = torch.float64 if short else torch.float32
-        kept = self._shares.new_zeros(len(self) + _GROUP, padded, dtype=dtype)
+        kept = self._shares.new_zeros(len(self) + _GROUP, padded)
         for start in range(0, len(self), _KEPT_ROWS):
             part = kept[start : min(start + _KEPT_ROWS, len(self)), : self.width]
-            images = self.images(start, start + len(part))
-            # PRIVACY: no image is longer than it was measured (test_no_image_is_longer_where_it_is_kept)
-            part.copy_(images if short else torch.hardshrink(images, _TINY) * (1 - 2.0**-22))
+            part.copy_(self.images(start, start + len(part)))
         kept[: len(self)][~used] = 0.0
         self._kept = kept
 

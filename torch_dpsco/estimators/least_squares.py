@@ -226,7 +226,6 @@ class PreconditionedGDPlan(DescentPlan):
         """Makes the steps from 0: returns the mean of the last iterates; see `LinearPlan`."""
         task = self.task
         size = (self.task.num_scores, self.task.width)
-        solved.keep()
         (noisy_gram,) = solved.sum(lambda part: (part.gram(part.weights),))
         total = self.sums(solved, noisy_gram)
         row, column = torch.tril_indices(task.width, task.width, device=solved.device)
@@ -246,6 +245,7 @@ class PreconditionedGDPlan(DescentPlan):
             along: Tensor = gradient @ inverse
             return along.flatten()
 
+        solved.keep()
         return descend(
             total,
             solved.zeros(task.parameters),

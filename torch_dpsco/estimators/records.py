@@ -79,6 +79,7 @@ class Objective(ABC):
 RawPart = tuple[Tensor, Tensor, Tensor]  # features, targets, weights
 BLOCK_ROWS = 1024
 _TILED_ROWS = 16 * 1024  # each passes 32 additions in a tile, and those of 512 tiles
+_SHORT = 32  # columns up to which reading what was computed is faster than computing it
 _WIDE = 128  # from which a product in BLAS is faster
 _BLOCK_ENTRIES = 2**22  # 32 MiB of float64: wide rows come in shorter blocks
 _KEPT_ENTRIES = (
@@ -293,10 +294,9 @@ class Records:
         return self._table.classes(columns, points.contiguous(), self._rows)
 
     def keep(self) -> None:
-        """Computes short and wide rows once where they take little memory, since they will be read many times."""
+        """Computes short prepared rows once where they take little memory, since they will be read many times."""
         few = self.count * (self.dim + 3) <= _KEPT_ENTRIES
-        pays = self.dim <= native.SHORT or self.dim >= _WIDE
-        if self._table is not None and pays and few:
+        if self._table is not None and self.dim <= _SHORT and few:
             self._table.keep(self._used)
 
     def _read(self, block: Tensor) -> Tensor:
