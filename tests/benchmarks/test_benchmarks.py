@@ -34,6 +34,7 @@ ACCURACY = {
     "least_squares",
     "ledger_file",
     "mapped_sgd",
+    "nets",
     "steps",
     "user_level_risk",
 }
