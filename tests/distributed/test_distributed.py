@@ -40,7 +40,7 @@ from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.errors import SequenceError, UnitError, UnknownSamplerError, UtilityWarning
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import RankSampler, RecordIds
-from torch_dpsco.step import checks
+from torch_dpsco.step import checks, distributed
 from torch_dpsco.step.oracle import Clipped
 
 FALSE_ALARM = 1e-6  # of each statistical check, whose seeds are fixed besides
@@ -490,7 +490,7 @@ def test_several_processes_replace_all_that_one_process_does() -> None:
     """A method that `Ranks` inherits would run as if the process were alone: noise drawn twice, draws not agreed on."""
     public = {
         name
-        for name, member in vars(distributed.World).items()
+        for name, member in vars(checks.World).items()
         if callable(member) and name[0] != "_"
     }
     assert len(public) >= 8
