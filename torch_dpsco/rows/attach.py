@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -28,9 +28,9 @@ from torch_dpsco._validate import typed
 from torch_dpsco.compat import BatchNorm, DropoutNd, of_opacus
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.native import HALF
-from torch_dpsco.rows.batch import WATCH, clear_rows
+from torch_dpsco.rows.batch import WATCH, clear_rows, has_rows
 from torch_dpsco.rows.first_step import FirstStep
-from torch_dpsco.rows.forwards import Attachment, PassCounter
+from torch_dpsco.rows.forwards import ONE_MODULE, Attachment, PassCounter
 from torch_dpsco.rows.layers.recorded import (
     can_record,
     is_recorded,
@@ -38,6 +38,7 @@ from torch_dpsco.rows.layers.recorded import (
     start_recording,
     stop_recording,
 )
+from torch_dpsco.trial.loss import Watched
 
 _OWN = ("grad_factors", "dpsco_first_backward", "dpsco_compared", "dpsco_passes", "dpsco")
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -55,6 +56,37 @@ def paused(model: nn.Module) -> AbstractContextManager[None]:
     """Returns a context in which an attached model has plain gradients."""
     attachment: Attachment = model._dpsco  # type: ignore[assignment]
     return attachment.paused()
+
+
+@contextmanager
+def together(model: nn.Module) -> Iterator[None]:
+    """Lets the forwards of an attached model in the block be of the same records."""
+    if not is_attached(model):
+        raise SequenceError("model must be attached: call dp.attach(model) first")
+    attachment: Attachment = model._dpsco  # type: ignore[assignment]
+    passes = attachment.passes
+    if passes.shared is not None:
+        raise SequenceError("a block of dp.same_records must not be in another one")
+    if attachment.hooks is not None:
+        others = sorted({type(m).__name__ for m in attachment.hooks.iterate_submodules(model)})
+        # PRIVACY: Opacus' hooks know forwards by their order (test_layers_that_record_no_rows_are_refused_by_name)
+        raise SequenceError(
+            f"dp.same_records needs layers that record their own rows (got others: {others}): {ONE_MODULE}"
+        )
+    # PRIVACY: rows that wait may be of other records (test_a_block_is_of_one_batch)
+    passes.shared = -1 if has_rows(attachment.params) else 0
+    block = attachment.first.open_block()
+    attachment.looks = attachment.looks or block is not None
+    try:
+        with nullcontext() if block is None else Watched(block, model):
+            yield
+    except BaseException:
+        # PRIVACY: what was refused is in rows that wait (test_a_block_that_raises_leaves_no_rows)
+        clear_rows(attachment.params)
+        attachment.reset()
+        raise
+    finally:
+        passes.shared = attachment.first.block = None
 
 
 def is_attached(model: nn.Module) -> bool:
