@@ -48,7 +48,7 @@ from torch_dpsco.sampling.loader import (
     is_delivered,
     torch_settings,
 )
-from torch_dpsco.trial.loss import plain
+from torch_dpsco.trial.loss import Watched, plain
 from torch_dpsco.trial.sizes import AUTOCAST, secret_state
 
 _OTHER_INPUTS = (
@@ -516,6 +516,7 @@ def _require_unchanged(attachment: Attachment) -> None:
 def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     if torch.compiler.is_compiling():  # out of the graph of a compiled model
         return torch.compiler.disable(_before_compiled_forward)(model, args, kwargs)
+    Watched.hidden += 1
     attachment: Attachment = model._dpsco  # type: ignore[assignment]
     passes = attachment.passes
     if not attachment.hooked:
@@ -604,6 +605,13 @@ def _require_alone(model: nn.Module) -> None:
 def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     if torch.compiler.is_compiling():
         return torch.compiler.disable(_after_forward)(model, args, kwargs, output)
+    try:
+        return _looked(model, args, kwargs, output)
+    finally:
+        Watched.hidden -= 1
+
+
+def _looked(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     attachment: Attachment = model._dpsco  # type: ignore[assignment]
     passes = attachment.passes
     if passes.random_state is not None:

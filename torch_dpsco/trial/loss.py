@@ -15,7 +15,6 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -148,27 +147,22 @@ class Watched(TorchFunctionMode):
 
     Args:
         trace: which notes it.
-        model: attached, in whose forwards nothing is noted.
+
+    Attributes:
+        hidden: forwards of attached models that run, in which nothing is noted.
     """
 
-    def __init__(self, trace: Trace, model: nn.Module) -> None:
+    hidden = 0
+
+    def __init__(self, trace: Trace) -> None:
         super().__init__()
         self._trace = trace
-        self._hidden = 0  # forwards that run
-        self._handles = [
-            model.register_forward_pre_hook(partial(self._hide, 1), prepend=True),
-            model.register_forward_hook(partial(self._hide, -1), always_call=True),
-        ]
+        Watched.hidden = 0
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for handle in self._handles:
-            handle.remove()
         if error[0] is None:
             self._trace.leave()
-
-    def _hide(self, more: int, *_: Any) -> None:
-        self._hidden += more
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -176,7 +170,7 @@ class Watched(TorchFunctionMode):
         """Runs an operation; its results are traced."""
         kwargs = kwargs or {}
         trace = self._trace
-        if self._hidden or trace.done or _open_trace((args, kwargs)) is not None:
+        if self.hidden or trace.done or _open_trace((args, kwargs)) is not None:
             return func(*args, **kwargs)
         spec = trace.spec(args, kwargs)
         given = {id(t) for t in tree_leaves((args, kwargs))}
@@ -309,6 +303,8 @@ class Trace:
         for t in tensors:
             if not hasattr(t, "_trace"):
                 self._placed(t)
+            if t._trace is not self:
+                self._lost.add("another block")
             places.append(t._place)
         if len(self._loss.calls) < _MOST_CALLS:
             args, kwargs = spec
