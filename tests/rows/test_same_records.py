@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -406,7 +408,11 @@ def test_steps_are_made_after_the_block() -> None:
 
 def test_blocks_are_not_nested_and_end_with_an_exception() -> None:
     model = dp.attach(net(), check_first_step=False)
-    with dp.same_records(model), pytest.raises(SequenceError, match="in another"), dp.same_records(model):
+    with (
+        dp.same_records(model),
+        pytest.raises(SequenceError, match="in another"),
+        dp.same_records(model),
+    ):
         pass
     with contextlib.suppress(ZeroDivisionError), dp.same_records(model):
         raise ZeroDivisionError
@@ -440,7 +446,7 @@ def test_a_model_is_not_copied_in_a_block() -> None:
 def test_layers_that_record_no_rows_are_refused_by_name() -> None:
     model = dp.attach(DPLSTM(3, 2, batch_first=True))
     with (
-        pytest.raises(SequenceError, match=r"RNNLinear.*wrap them in one module"),
+        pytest.raises(SequenceError, match=r"RNNLinear.*wrap the forwards in one module"),
         dp.same_records(model),
     ):
         pass
@@ -528,3 +534,15 @@ def test_several_forwards_after_a_test_of_one_are_refused() -> None:
             loss.backward()
         optimizer.step()
         assert optimizer._isolation.level == "rounded"
+
+
+def test_the_scripts_of_the_page_run() -> None:
+    page = (Path(__file__).parents[2] / "docs/several_calls.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    for block in blocks[1:]:  # the first one is a pattern
+        exec(block, names)
+        known = (
+            r"inputs of dp.same_records: (checked at the first step|they are the loader's own)"
+        )
+        assert re.search(known, str(names["optimizer"].report()))

@@ -30,7 +30,7 @@ from torch_dpsco.errors import SequenceError
 from torch_dpsco.native import HALF
 from torch_dpsco.rows.batch import WATCH, clear_rows, has_rows
 from torch_dpsco.rows.first_step import FirstStep
-from torch_dpsco.rows.forwards import ONE_MODULE, Attachment, PassCounter
+from torch_dpsco.rows.forwards import Attachment, PassCounter
 from torch_dpsco.rows.layers.recorded import (
     can_record,
     is_recorded,
@@ -71,7 +71,9 @@ def together(model: nn.Module) -> Iterator[None]:
         others = sorted({type(m).__name__ for m in attachment.hooks.iterate_submodules(model)})
         # PRIVACY: Opacus' hooks know forwards by their order (test_layers_that_record_no_rows_are_refused_by_name)
         raise SequenceError(
-            f"dp.same_records needs layers that record their own rows (got others: {others}): {ONE_MODULE}"
+            f"dp.same_records needs layers that record their own rows (got others: {others}): wrap the"
+            " forwards in one module that makes all of them inside of its own, model(real, fake),"
+            " and attach that"
         )
     # PRIVACY: rows that wait may be of other records (test_a_block_is_of_one_batch)
     passes.shared = -1 if has_rows(attachment.params) else 0

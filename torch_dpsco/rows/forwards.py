@@ -54,7 +54,8 @@ from torch_dpsco.trial.sizes import AUTOCAST, secret_state
 _OTHER_INPUTS = (
     "inputs of the model must be the tensors of the loader, unchanged, as in the first step: do what"
     " the loop does to them in the model, or in the data set, or give isolation='slots' to"
-    " optimizer.loader(...)"
+    " optimizer.loader(...); steps on public or generated data alone, as a generator's, belong into"
+    " `with dp.public(model):`"
 )
 _OTHER_KERNELS = (
     "model and torch must stay as they were in the first step, in a loop over batches of several sizes (threads,"
@@ -63,8 +64,8 @@ _OTHER_KERNELS = (
 )
 ONE_MODULE = (
     "where a loss needs several forwards of one model (real and generated images, views of a"
-    " record, pairs), wrap them in one module that makes all of them inside of its forward,"
-    " model(real, fake), and attach that"
+    " record, pairs), make them in `with dp.same_records(model):`, or wrap them in one module that"
+    " makes all of them inside of its forward, model(real, fake), and attach that"
 )
 NO_FORWARD = "a backward must follow a forward in training mode: call model.train() before it"
 
