@@ -392,6 +392,16 @@ def test_a_block_is_of_one_batch() -> None:
             model(x)
 
 
+@pytest.mark.parametrize("block", [True, False])
+def test_forwards_before_the_block_are_refused(block: bool) -> None:
+    model = dp.attach(net(), check_first_step=False)
+    x = torch.ones(N, 4)
+    with dp.same_records(model) if block else contextlib.nullcontext():
+        model(x[:4]).sum().backward()
+    with dp.same_records(model), pytest.raises(SequenceError, match="one batch"):
+        model(x[4:])
+
+
 def test_steps_are_made_after_the_block() -> None:
     model = dp.attach(net(), check_first_step=False)
     optimizer = optimizer_of(model)

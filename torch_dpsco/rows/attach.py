@@ -28,7 +28,7 @@ from torch_dpsco._validate import typed
 from torch_dpsco.compat import BatchNorm, DropoutNd, of_opacus
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.native import HALF
-from torch_dpsco.rows.batch import WATCH, clear_rows, has_rows
+from torch_dpsco.rows.batch import WATCH, clear_rows
 from torch_dpsco.rows.first_step import FirstStep
 from torch_dpsco.rows.forwards import Attachment, PassCounter
 from torch_dpsco.rows.layers.recorded import (
@@ -75,8 +75,8 @@ def together(model: nn.Module) -> Iterator[None]:
             " forwards in one module that makes all of them inside of its own, model(real, fake),"
             " and attach that"
         )
-    # PRIVACY: rows that wait may be of other records (test_a_block_is_of_one_batch)
-    passes.shared = -1 if has_rows(attachment.params) else 0
+    # PRIVACY: forwards that wait may be of other records (test_forwards_before_the_block_are_refused)
+    passes.shared = 0 if passes.number == passes.used else -1
     block = attachment.first.open_block()
     attachment.looks = attachment.looks or block is not None
     try:
