@@ -78,7 +78,11 @@ if TYPE_CHECKING:  # isort: off
     from torch_dpsco.show import loggers as loggers
     from torch_dpsco.statistics.scores import score as score
     from torch_dpsco.statistics.study import study as study
-    from torch_dpsco.step.step import PrivateOptimizer as PrivateOptimizer, public as public
+    from torch_dpsco.step.step import (
+        PrivateOptimizer as PrivateOptimizer,
+        public as public,
+        same_records as same_records,
+    )
     from torch_dpsco.train import fit as fit
 
 # files, and the public names that are imported from them when they are first used
@@ -105,7 +109,7 @@ _HOMES = {
     "rows.attach": "attach detach",
     "statistics.scores": "score",
     "statistics.study": "study",
-    "step.step": "PrivateOptimizer public",
+    "step.step": "PrivateOptimizer public same_records",
     "train": "fit",
 }
 _PLACES = {name: home for home, names in _HOMES.items() for name in names.split()}

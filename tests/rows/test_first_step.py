@@ -580,7 +580,7 @@ def test_neither_the_model_nor_a_file_of_it_holds_records() -> None:
         assert not [
             v
             for v in vars(first_step_of(one)).values()
-            if isinstance(v, (Tensor, loss_trace._Trace))
+            if isinstance(v, (Tensor, loss_trace.Trace))
         ]
     loss.backward()
 

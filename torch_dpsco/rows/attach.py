@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -38,6 +38,7 @@ from torch_dpsco.rows.layers.recorded import (
     start_recording,
     stop_recording,
 )
+from torch_dpsco.trial.loss import Watched
 
 _OWN = ("grad_factors", "dpsco_first_backward", "dpsco_compared", "dpsco_passes", "dpsco")
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -55,6 +56,42 @@ def paused(model: nn.Module) -> AbstractContextManager[None]:
     """Returns a context in which an attached model has plain gradients."""
     attachment: Attachment = model._dpsco  # type: ignore[assignment]
     return attachment.paused()
+
+
+@contextmanager
+def together(model: nn.Module) -> Iterator[None]:
+    """Lets the forwards of an attached model in the block be of the same records."""
+    if not is_attached(model):
+        raise SequenceError("model must be attached: call dp.attach(model) first")
+    attachment: Attachment = model._dpsco  # type: ignore[assignment]
+    passes = attachment.passes
+    if passes.shared is not None:
+        raise SequenceError("a block of dp.same_records must not be in another one")
+    if attachment.hooks is not None:
+        others = sorted({type(m).__name__ for m in attachment.hooks.iterate_submodules(model)})
+        # PRIVACY: Opacus' hooks know forwards by their order (test_layers_that_record_no_rows_are_refused_by_name)
+        raise SequenceError(
+            f"dp.same_records needs layers that record their own rows (got others: {others}): wrap the"
+            " forwards in one module that makes all of them inside of its own, model(real, fake),"
+            " and attach that"
+        )
+    # PRIVACY: forwards that wait may be of other records (test_forwards_before_the_block_are_refused)
+    passes.shared = 0 if passes.number == passes.used else -1
+    block = attachment.first.open_block()
+    attachment.looks = attachment.looks or block is not None
+    try:
+        with ExitStack() as stack:
+            if block is not None:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(Watched(block))
+            yield
+    except BaseException:
+        # PRIVACY: what was refused is in rows that wait (test_a_block_that_raises_leaves_no_rows)
+        clear_rows(attachment.params)
+        attachment.reset()
+        raise
+    finally:
+        passes.shared = attachment.first.block = None
 
 
 def is_attached(model: nn.Module) -> bool:

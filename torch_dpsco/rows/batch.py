@@ -82,6 +82,8 @@ def retire_forwards(params: Sequence[nn.Parameter], filled: int | None = None) -
         if attachment is not None and attachment is not done:
             attachment.filled = filled
             attachment.passes.used = attachment.passes.number
+            if attachment.passes.shared is not None:
+                attachment.passes.shared = -1
             attachment.carried.ended = next(CLOCK)
             done = attachment
 

@@ -52,7 +52,7 @@ from torch_dpsco.trial import (
     rows_first,
     seed_torch,
 )
-from torch_dpsco.trial.loss import RepeatedLoss, plain, trace_outputs
+from torch_dpsco.trial.loss import BLOCK, RepeatedLoss, Trace, plain, trace_outputs
 from torch_dpsco.trial.sizes import Trial
 
 # of synthetic batches: the first that is no other size of the model's tensors
@@ -111,19 +111,28 @@ class FirstStep:
         self.compiled = False  # whether the model is called through torch.compile
         self.replay: Replay | None = None  # how it was called, without data
         self.sizes: tuple[Any, Sizes | str] | None = None  # what was found for which draws
+        self.block: Any = None  # what runs in a block of several forwards, if that is looked at
 
     @property
     def waits(self) -> bool:
         """Whether a part is to be looked at in the next step."""
-        return self.asked and any(self._open.values())
+        return self.asked and (any(self._open.values()) or self.block is not None)
 
     def settle(self, part: str, verdict: str) -> None:
         """Notes what is known about "model" or "loss", which is not looked at any more."""
         self.verdicts[part], self._open[part] = verdict, False
 
+    def open_block(self) -> Any:
+        """Returns what notes all that a block of several forwards computes; None if it is not looked at."""
+        self.verdicts.setdefault(BLOCK, _UNSEEN["loss"] if self.asked else _OFF)
+        if self.asked and self._open.get(BLOCK, True):
+            self.forwards += 1
+            self.block = Trace(self)
+        return self.block
+
     def keep(self, loss: RepeatedLoss) -> None:
         """Keeps what the loop computes from the outputs of the model, without data."""
-        if self.replay is not None:
+        if self.replay is not None and self.block is None:
             self.replay.loss = loss
 
     def settle_probed(self, part: str) -> None:
@@ -158,14 +167,14 @@ class FirstStep:
         Raises:
             PrivacyError: a synthetic record moves the outputs of others.
         """
-        self.forwards += 1
+        self.forwards += self.block is None
         self.hooked = not all(map(_only_looks, model._backward_hooks.values()))
         call = _Call(model, args, kwargs, output)
         before = self._before
         self._before = None
         if self._open["model"] and before is not None:
             self._look_at(call, before)
-        if not self._open["loss"]:
+        if not self._open["loss"] and self.block is None:
             return None
         dims = self._dims
         leaves = tree_leaves(output)

@@ -37,18 +37,25 @@ from torch_dpsco.rows.batch import (
     require_unwrapped,
     retire_forwards,
 )
-from torch_dpsco.rows.carried import CarriedState, Forward
+from torch_dpsco.rows.carried import CarriedState, Forward, Held
 from torch_dpsco.rows.first_step import COMPILED, FirstStep
 from torch_dpsco.rows.layers.recorded import require_whole
 from torch_dpsco.rows.means import NO_MEAN, Source, averaged
-from torch_dpsco.sampling.loader import Sizes, is_compiled, torch_settings
-from torch_dpsco.trial.loss import plain
+from torch_dpsco.sampling.loader import (
+    ROWS,
+    Sizes,
+    is_compiled,
+    is_delivered,
+    torch_settings,
+)
+from torch_dpsco.trial.loss import Watched, plain
 from torch_dpsco.trial.sizes import AUTOCAST, secret_state
 
 _OTHER_INPUTS = (
     "inputs of the model must be the tensors of the loader, unchanged, as in the first step: do what"
     " the loop does to them in the model, or in the data set, or give isolation='slots' to"
-    " optimizer.loader(...)"
+    " optimizer.loader(...); steps on public or generated data alone, as a generator's, belong into"
+    " `with dp.public(model):`"
 )
 _OTHER_KERNELS = (
     "model and torch must stay as they were in the first step, in a loop over batches of several sizes (threads,"
@@ -57,8 +64,8 @@ _OTHER_KERNELS = (
 )
 ONE_MODULE = (
     "where a loss needs several forwards of one model (real and generated images, views of a"
-    " record, pairs), wrap them in one module that makes all of them inside of its forward,"
-    " model(real, fake), and attach that"
+    " record, pairs), make them in `with dp.same_records(model):`, or wrap them in one module that"
+    " makes all of them inside of its forward, model(real, fake), and attach that"
 )
 NO_FORWARD = "a backward must follow a forward in training mode: call model.train() before it"
 
@@ -94,6 +101,8 @@ class PassCounter:
         averaged: number of the last backward that such a mean was in.
         secret_masks: whether forwards draw from a secret state of torch's generator, see `trial.sizes`.
         random_state: of that generator before the running forward.
+        shared: number of the pass of all forwards in a block of `same_records`; 0 before the first, -1 after the batch,
+            None outside.
     """
 
     def __init__(self, mean: bool = False) -> None:
@@ -110,6 +119,34 @@ class PassCounter:
         self.averaged = -1
         self.secret_masks = False
         self.random_state: Tensor | None = None
+        self.shared: int | None = None
+        self._shared_sizes: frozenset[int] | None = None
+
+    def begin(self, sizes: frozenset[int] | None) -> None:
+        """Numbers a forward; those of a block have one number, so that their rows are summed by record.
+
+        Args:
+            sizes: that its batch may have.
+        """
+        if not self.shared:
+            self.number += 1
+            if self.shared == 0:
+                self.shared = self.number
+                self._shared_sizes = sizes
+        elif self.shared < 0:
+            # PRIVACY: rows of two batches would be added (test_a_block_is_of_one_batch)
+            raise SequenceError(
+                "a block of dp.same_records must be of one batch, and end before its step: enter"
+                " it anew for each batch that the loader delivers"
+            )
+        elif not sizes or sizes != self._shared_sizes:
+            # PRIVACY: row i would be of another record (test_forwards_of_other_sizes_are_refused)
+            raise SequenceError(
+                "all forwards in dp.same_records must have one row for each record of the batch"
+                " (got another number): make as many generated records as there are real ones"
+            )
+        self.tag = self.number
+        self.sizes = sizes
 
     def require_called(self) -> None:
         """Raises SequenceError for rows of a layer that ran outside of a pass, where the batch has had none so far."""
@@ -221,8 +258,9 @@ class Attachment:
 
     def __getstate__(self) -> dict[str, Any]:
         waiting = any(getattr(layer, "activations", None) for layer in self.layers)
-        if waiting or has_rows(self.params):
-            # PRIVACY: a file or copy would hold records (test_a_model_is_neither_saved_nor_copied_with_rows_in_it)
+        if waiting or has_rows(self.params) or self.passes.shared is not None:
+            # PRIVACY: a file or copy would hold records (test_a_model_is_neither_saved_nor_copied_with_rows_in_it),
+            # and a copy would never leave its block (test_a_model_is_not_copied_in_a_block)
             raise SequenceError(
                 "a model must be saved or copied between steps: it holds rows of records now; call"
                 " optimizer.step() or optimizer.discard() first"
@@ -311,6 +349,9 @@ class Attachment:
         isolation: Any = self.isolation
         if isolation is None or isolation.tested is None:
             return ""
+        if self.passes.shared is not None:
+            # PRIVACY: one forward was tested (test_several_forwards_after_a_test_of_one_are_refused)
+            return _OTHER_INPUTS
         if torch.is_autocast_enabled("cpu"):
             # PRIVACY: other kernels than those of the test (test_a_forward_under_autocast_after_the_test_is_refused)
             return AUTOCAST
@@ -325,6 +366,22 @@ class Attachment:
             # test_threads_that_are_set_after_the_draw_are_refused)
             return _OTHER_KERNELS
         return ""
+
+    def require_places(self, inputs: Sequence[Held]) -> None:
+        """Raises SequenceError for an input of a block that may have a record in another row than the batch."""
+        block = self.first.block
+        newest = getattr(self.isolation, "newest", ())  # no loader, no batch
+        for t, memory, _ in inputs:
+            # in the block, at whose end it is repeated; or as in the first step
+            made = block.takes(t) if block is not None else not hasattr(memory, ROWS)
+            # PRIVACY: a record would be in two rows (test_views_of_other_records_are_refused_in_every_step,
+            # test_inputs_from_before_the_block_are_refused)
+            if not made and not is_delivered(t, newest):
+                raise SequenceError(
+                    "inputs in dp.same_records must be tensors of optimizer.loader, whole batches"
+                    " as delivered (views of other dimensions are fine, x[:, 0]), or be computed"
+                    " from them and from fresh noise inside of the block, record by record"
+                )
 
     def refuse(self, message: str) -> NoReturn:
         """Drops all rows that wait, since a part of the refused backward may be among them, and raises."""
@@ -460,6 +517,7 @@ def _require_unchanged(attachment: Attachment) -> None:
 def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     if torch.compiler.is_compiling():  # out of the graph of a compiled model
         return torch.compiler.disable(_before_compiled_forward)(model, args, kwargs)
+    Watched.hidden += 1
     attachment: Attachment = model._dpsco  # type: ignore[assignment]
     passes = attachment.passes
     if not attachment.hooked:
@@ -480,6 +538,8 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         attachment.begin()
     memory = frozenset((where.data_ptr(), k) for x, where, k in held if x.is_floating_point())
     passes.untested = attachment.untested(memory)
+    if passes.shared is not None:
+        attachment.require_places(held)
     if attachment.looks:
         attachment.first.begin(layers, memory, attachment.isolation)
         args, kwargs = plain((args, kwargs))  # they may be outputs of another attached model
@@ -489,9 +549,7 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     if attachment.dense:
         _make_ready(attachment.dense)
     passes.differentiated = passes.differentiated and passes.number > passes.used
-    passes.number += 1
-    passes.tag = passes.number
-    passes.sizes = batch_sizes((*args, *kwargs.values()), attachment.batch_dim)
+    passes.begin(batch_sizes((*args, *kwargs.values()), attachment.batch_dim))
     attachment.buffers = _states(layers)
     if passes.secret_masks:
         # PRIVACY: masks of others would depend on how many rows there are (test_masks_of_a_model_are_secret)
@@ -548,6 +606,13 @@ def _require_alone(model: nn.Module) -> None:
 def _after_forward(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     if torch.compiler.is_compiling():
         return torch.compiler.disable(_after_forward)(model, args, kwargs, output)
+    try:
+        return _looked(model, args, kwargs, output)
+    finally:
+        Watched.hidden -= 1
+
+
+def _looked(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     attachment: Attachment = model._dpsco  # type: ignore[assignment]
     passes = attachment.passes
     if passes.random_state is not None:

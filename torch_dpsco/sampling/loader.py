@@ -346,8 +346,10 @@ class PrivateLoader:
                 batch = list(batch)
             elif chunk.slots is not None:
                 batch = filled(batch, chunk.slots, chunk.size)
+            leaves = batch if flat else tree_leaves(batch)
+            isolation.newest = mark_rows(leaves)
             if isolation.open or isolation.tested is not None:
-                isolation.delivered = memory_of(batch if flat else tree_leaves(batch))
+                isolation.delivered = memory_of(leaves)
             if chunk.users is None:
                 yield batch
             else:
@@ -430,10 +432,49 @@ _TINY = sys.float_info.min
 def memory_of(leaves: Iterable[Any]) -> frozenset[tuple[int, int]]:
     """Returns where the memory of the tensors among some things begins, and how often it was written to."""
     return frozenset(
-        (t.untyped_storage().data_ptr(), 0 if t.is_inference() else t._version)
+        (t.untyped_storage().data_ptr(), _version(t))
         for t in leaves
         if isinstance(t, Tensor) and t.layout is torch.strided
     )
+
+
+ROWS = "dpsco_rows"  # attribute of the memory of a delivered tensor: batch, records, start, stride, version
+
+
+def _version(t: Tensor) -> int:
+    return 0 if t.is_inference() else t._version
+
+
+def mark_rows(leaves: Iterable[Any]) -> object:
+    """Notes on the memory of delivered tensors where the records are; returns the mark of their batch."""
+    batch = object()
+    for t in leaves:
+        if isinstance(t, Tensor) and t.layout is torch.strided and t.dim():
+            rows = batch, len(t), t.storage_offset(), t.stride(0), _version(t)
+            setattr(t.untyped_storage(), ROWS, rows)
+    return batch
+
+
+def is_delivered(t: Tensor, batch: object = None) -> bool:
+    """Returns whether row i of a tensor is in the memory of record i of a batch, and all of them are there.
+
+    Args:
+        t: it.
+        batch: mark of that batch; None for any.
+    """
+    rows = getattr(t.untyped_storage(), ROWS, None) if t.layout is torch.strided else None
+    if rows is None or not t.dim():
+        return False
+    mark, records, start, stride, version = rows
+    first = t.storage_offset() - start
+    others = zip(t.shape[1:], t.stride()[1:], strict=True)
+    last = first + sum((n - 1) * s for n, s in others)
+    same = batch in (None, mark) and (len(t), t.stride(0), _version(t)) == (
+        records,
+        stride,
+        version,
+    )
+    return same and 0 <= first <= last < stride
 
 
 @dataclass(frozen=True)
@@ -488,6 +529,7 @@ class Isolation:
         why: why there are no batches of several sizes.
         alone: whether each row is computed by itself, so that nothing need be filled up.
         delivered: where the memory of the newest batch is, until that is known.
+        newest: mark of that batch, see `mark_rows`.
     """
 
     private: bool = False
@@ -498,6 +540,7 @@ class Isolation:
     why: str = ""
     alone: bool = False
     delivered: frozenset[tuple[int, int]] = frozenset()
+    newest: object = None
 
     @property
     def level(self) -> str:

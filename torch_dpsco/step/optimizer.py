@@ -129,7 +129,7 @@ class RunOptimizer(CommonOptimizer):
         self._batch = LogicalBatch(design, self._params, in_order=self._run.in_order)
         self._isolation = Isolation()
         self._shown = False  # whether `released` runs
-        self._in_public = False  # whether `dp.public` runs
+        self._barred = ""  # why no private step may be made now
         self._given: GradBatch | None = None  # rows of the next step, without a backward
         self._grad_scale: float | None = None
         self._told_of_scale = False
@@ -413,11 +413,8 @@ class RunOptimizer(CommonOptimizer):
             )
 
     def _require_private(self) -> None:
-        if self._in_public:
-            raise SequenceError(
-                "dp.public is running, where nothing is recorded: make private steps after the"
-                " block"
-            )
+        if self._barred:
+            raise SequenceError(self._barred)
 
     def ahead(self, steps: int | None = None) -> Event:
         """Returns the event of the next steps, or of all that are planned.

@@ -46,7 +46,7 @@ from torch_dpsco.rows import (
     require_unwrapped,
     retire_forwards,
 )
-from torch_dpsco.rows.attach import is_attached, paused
+from torch_dpsco.rows.attach import is_attached, paused, together
 from torch_dpsco.rows.batch import clear_rows, owners
 from torch_dpsco.rules import trained
 from torch_dpsco.step import checks
@@ -55,6 +55,10 @@ from torch_dpsco.step.optimizer import RunOptimizer
 from torch_dpsco.step.oracle import Release
 from torch_dpsco.step.run import check_call, in_turn, is_watched, seldom_watched
 
+_IN_PUBLIC = (
+    "dp.public is running, where nothing is recorded: make private steps after the block"
+)
+_IN_BLOCK = "dp.same_records is running: make the step after the block"
 _PRIVATE_MEAN = (
     "loss must be a sum where the number of rows is private and batches are not filled up, since a"
     " mean divides all rows by it: take batches from optimizer.loader(dataset,"
@@ -218,7 +222,7 @@ class PrivateOptimizer(RunOptimizer):
 
     def _require_open(self) -> None:
         require_unwrapped(self._params)
-        if self._in_public:
+        if self._barred:
             self._require_private()
         if self._shown:
             raise SequenceError(
@@ -418,11 +422,11 @@ class PrivateOptimizer(RunOptimizer):
             )
         params = self._trained()
         before = [p.detach().clone() for p in params]
-        self._in_public = True
+        self._barred = _IN_PUBLIC
         try:
             yield
         finally:
-            self._in_public = False
+            self._barred = ""
             with torch.no_grad():
                 self._carry(params, before)
         self._world.end(self)  # the same moves on all ranks
@@ -486,3 +490,43 @@ def public(model: nn.Module) -> Iterator[None]:
             if isinstance(run, PrivateOptimizer):
                 stack.enter_context(run.moved_in_public())
         yield
+
+
+@typed
+@contextmanager
+def same_records(model: nn.Module) -> Iterator[None]:
+    """Lets all forwards in the block be of the same batch: row i of each is record i, whose gradients are added.
+
+    For losses of several calls, D(real) + D(fake), siamese and triplet inputs, views of a record: all that a record
+    gives is one row, clipped once. Make what the forwards take in the block, of the batch and of fresh noise, one
+    backward or several in it, and the step after it. In the first step the block is repeated on made-up records.
+
+    Args:
+        model: attached, of layers that record their own rows.
+
+    Raises:
+        SequenceError: in the block a forward has another number of rows, inputs that are neither the loader's nor made
+            there, or another batch; or the step is made.
+        PrivacyError: in the first step, a record of the batch reaches another row.
+
+    Guarantee:
+        That of the optimizer, see docs/proofs/heavy_tailed.md#rows-of-several-forwards. What is enforced, and what is
+        declared by the block, is in docs/several_calls.md.
+
+    Example:
+        >>> import torch, torch_dpsco as dp
+        >>> model = dp.attach(nn.Linear(2, 1), check_first_step=False)
+        >>> with same_records(model):
+        ...     (model(torch.ones(4, 2)) + model(torch.zeros(4, 2))).mean().backward()
+    """
+    runs = [run for run in owners(model.parameters()) if isinstance(run, PrivateOptimizer)]
+    for run in runs:
+        run._require_private()
+    with together(model):
+        for run in runs:
+            run._barred = _IN_BLOCK
+        try:
+            yield
+        finally:
+            for run in runs:
+                run._barred = ""

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from torch_dpsco.compat import (
     tree_flatten,
@@ -28,7 +29,7 @@ from torch_dpsco.compat import (
     without_subclasses,
 )
 from torch_dpsco.errors import PrivacyError
-from torch_dpsco.sampling.loader import memory_of
+from torch_dpsco.sampling.loader import is_delivered, memory_of
 from torch_dpsco.trial import (
     CHECKED,
     SEED,
@@ -42,6 +43,13 @@ from torch_dpsco.trial import (
     seed_torch,
 )
 
+_MOVED = (
+    "records must keep their places in dp.same_records (with {what} among made-up records, an"
+    " input of the model changed in the rows of others): record i must be row i of each forward;"
+    " x.flip(0), x[perm] and statistics of the batch put a record into several rows"
+)
+BLOCK = "inputs of dp.same_records"
+_BEFORE = "; what was made before the block was taken for each record's own, or a constant"
 # numbers that leave torch, and what is done to gradients: neither is repeated
 _OUT_OF_SIGHT = {
     *("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__"),
@@ -68,7 +76,7 @@ _FOUND = (
 class Traced(Tensor):
     """An output of the model, or what was computed from it, until `backward()`."""
 
-    _trace: _Trace
+    _trace: Trace
     _place: int
 
     @classmethod
@@ -134,38 +142,125 @@ def apply_as_one(
     return result
 
 
-def _open_trace(tree: Any) -> _Trace | None:
+class Watched(TorchFunctionMode):
+    """Notes what is computed in a block of several forwards before outputs of the model are in it.
+
+    Args:
+        trace: which notes it.
+
+    Attributes:
+        hidden: forwards of attached models that run, in which nothing is noted.
+    """
+
+    hidden = 0
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self._trace = trace
+        Watched.hidden = 0
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if error[0] is None:
+            self._trace.leave()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Runs an operation; its results are traced."""
+        kwargs = kwargs or {}
+        trace = self._trace
+        if self.hidden or trace.done or _open_trace((args, kwargs)) is not None:
+            return func(*args, **kwargs)
+        spec = trace.spec(args, kwargs)
+        given = {id(t) for t in tree_leaves((args, kwargs))}
+
+        def fresh(t: Any) -> Any:
+            known = type(t) is not Tensor or id(t) in given or (t.requires_grad and t.is_leaf)
+            return t if known else t.as_subclass(Traced)
+
+        result = tree_map(fresh, func(*args, **kwargs))
+        trace.note(func, spec, result)
+        return result
+
+
+def _open_trace(tree: Any) -> Trace | None:
     traces = [
         t._trace for t in tree_leaves(tree) if isinstance(t, Traced) and hasattr(t, "_trace")
     ]
     return next((trace for trace in traces if not trace.done), None)
 
 
-class _Trace:
+class Trace:
     """The operations of a loss on the outputs of a forward.
 
     Args:
         step: the `rows.first_step.FirstStep`, which takes what was checked.
-        outputs: of the forward, with a row for each record.
-        dims: where their records are.
     """
 
-    def __init__(self, step: Any, outputs: Sequence[Tensor], dims: Sequence[int]) -> None:
+    def __init__(self, step: Any) -> None:
         self._step = step
         self._number = step.forwards
-        self._loss = RepeatedLoss(
-            [Leaf(tuple(t.shape), t.dtype, _CPU, d) for t, d in zip(outputs, dims, strict=True)]
-        )
-        self._device = outputs[0].device.type
+        self._loss = RepeatedLoss()
+        self._device = "cpu"
         self.reductions: dict[int, str] = {}  # of what `apply_as_one` made, by place
         # their nodes in the graph of gradients, and those of what they took
         self.through: dict[Any, list[Any]] = {}
         self.ends: set[Any] = set()  # nodes of the outputs in the graph of gradients
         # by id, which stays theirs as long as they are here
         self._elsewhere: dict[int, tuple[int, Tensor]] = {}
-        self._places = len(outputs)
+        self._places = 0
         self._lost: set[str] = set()
-        self._ended = False
+        self._ended = self._checked = False
+
+    def add(self, output: Tensor, dim: int) -> Tensor:
+        """Returns an output of the model, whose records are in a dimension, traced."""
+        self._device = output.device.type
+        loss = self._loss
+        loss.outputs[self._places] = Leaf(tuple(output.shape), output.dtype, _CPU, dim)
+        loss.dim = dim
+        loss.rows = output.shape[dim]
+        traced = self._placed(output)
+        with without_subclasses():
+            self.ends |= {output.grad_fn, traced.grad_fn}
+        return traced
+
+    def _placed(self, t: Tensor) -> Traced:
+        traced = t if isinstance(t, Traced) else t.as_subclass(Traced)
+        traced._trace = self
+        traced._place = self._places
+        self._places += 1
+        return traced
+
+    def takes(self, t: Tensor) -> bool:
+        """Returns whether an input of a forward was computed in the block, and notes it to look at its records."""
+        if _open_trace(t) is not self:
+            return False
+        # a copy, which is noted: what is written to it later does not count
+        self._loss.inputs.append(t.clone()._place)  # type: ignore[attr-defined]
+        return True
+
+    def leave(self) -> None:
+        """Ends a block of forwards; raises PrivacyError if records change places in it."""
+        loss = self._loss
+        if loss.rows >= 2:
+            loss.close(-1, [t for _, t in self._elsewhere.values()])
+            self._settle(BLOCK, self._repeated(loss.places))
+        if self._checked:
+            self.end()
+
+    def _settle(self, part: str, verdict: str) -> None:
+        left = sorted(self._lost)
+        self._step.settle(
+            part, f"{verdict}, but not what was done out of sight ({left})" if left else verdict
+        )
+
+    def end(self) -> None:
+        """Notes nothing any more."""
+        self._ended = True
+        self._elsewhere = {}
+        self.ends = set()
+        self.through = {}
 
     @property
     def done(self) -> bool:
@@ -207,9 +302,9 @@ class _Trace:
         places = []
         for t in tensors:
             if not hasattr(t, "_trace"):
-                t._trace = self
-                t._place = self._places
-                self._places += 1
+                self._placed(t)
+            if t._trace is not self:
+                self._lost.add("another block")
             places.append(t._place)
         if len(self._loss.calls) < _MOST_CALLS:
             args, kwargs = spec
@@ -228,6 +323,7 @@ class _Trace:
         """
         self._require_reduction(loss)
         repeated = self._loss
+        self._checked = True
         if repeated.rows >= 2:  # else a later batch may have more
             with without_subclasses():
                 if self._has_own_backward(loss.grad_fn):
@@ -235,25 +331,19 @@ class _Trace:
             if weighted:
                 self._lost.add("a gradient given to backward()")
             repeated.close(loss._place, [t for _, t in self._elsewhere.values()])
-            verdict = self._repeated(repeated)
+            verdict = self._repeated(repeated.verdict)
             if verdict.startswith(CHECKED) and not self._lost:
                 self._step.keep(repeated)
-            left = sorted(self._lost)
-            self._step.settle(
-                "loss",
-                f"{verdict}, but not what was done out of sight ({left})" if left else verdict,
-            )
-        self._ended = True
-        self._elsewhere = {}
-        self.ends = set()
-        self.through = {}
+            self._settle("loss", verdict)
+        if self._step.block is None:
+            self.end()
 
-    def _repeated(self, repeated: RepeatedLoss) -> str:
+    def _repeated(self, verdict: Callable[[], str]) -> str:
         streams = RandomStreams()
         try:
             with torch.enable_grad(), without_subclasses(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the loop itself has warned
-                return repeated.verdict()
+                return verdict()
         except PrivacyError:
             self._step.verdicts["loss"] = "records REACH each other"
             raise
@@ -311,14 +401,9 @@ def trace_outputs(step: Any, output: Any, dims: Sequence[int | None]) -> Any:
             "not checked, no output of the model is known to have a row for each record"
         )
         return output
-    trace = _Trace(step, [leaves[k] for k in picked], list(picked.values()))
-    for place, k in enumerate(picked):
-        traced = leaves[k].as_subclass(Traced)
-        traced._trace = trace
-        traced._place = place
-        with without_subclasses():
-            trace.ends |= {leaves[k].grad_fn, traced.grad_fn}
-        leaves[k] = traced
+    trace = step.block or Trace(step)
+    for k, d in picked.items():
+        leaves[k] = trace.add(leaves[k], d)
     return tree_unflatten(leaves, structure)
 
 
@@ -349,23 +434,24 @@ class Call(NamedTuple):
 class RepeatedLoss:
     """A loss that can be computed again. It holds no data.
 
-    Args:
-        outputs: of the model, with the places 0, 1, ...
-
     Attributes:
+        outputs: of the model, by place.
         calls: the operations.
+        inputs: places of what was computed for forwards of a block.
+        dim: of the records in them.
         rows: of the batch.
     """
 
-    def __init__(self, outputs: Sequence[Leaf]) -> None:
-        self._outputs = outputs
+    def __init__(self) -> None:
+        self.outputs: dict[int, Leaf] = {}
         self.calls: list[Call] = []
-        self._dim = outputs[0].dim or 0
-        self.rows = outputs[0].shape[self._dim]
+        self.inputs: list[int] = []
+        self.dim = self.rows = 0
 
     def close(self, root: int, elsewhere: Sequence[Tensor]) -> None:
         """Takes the place of the loss, and what tensors that are not computed from outputs look like."""
         self._root = root
+        self._outputs = list(self.outputs.values())
         self._picks = self._indices_of_records([t.dtype for t in elsewhere])
         # of the outputs, beside their number of records
         self._sizes = {
@@ -397,7 +483,8 @@ class RepeatedLoss:
 
     def of(self, outputs: Sequence[Tensor], elsewhere: Sequence[Tensor]) -> Tensor:
         """Returns the loss of outputs of the model, with made-up tensors in place of those that came from elsewhere."""
-        total: Tensor = self._repeat(dict(enumerate(outputs)), elsewhere)[self._root].sum()
+        values = dict(zip(self.outputs, outputs, strict=True))
+        total: Tensor = self._repeat(values, elsewhere)[self._root].sum()
         return total
 
     def verdict(self) -> str:
@@ -418,10 +505,37 @@ class RepeatedLoss:
             found += _CONSTANTS
         return found + _INDEX if self._picks and found.startswith(CHECKED) else found
 
+    def places(self) -> str:
+        """Returns what was checked of inputs that a block computed; raises PrivacyError if records change places."""
+
+        def inputs(made: Sequence[Tensor]) -> list[Answer]:
+            outputs = dict(zip(self.outputs, made, strict=False))
+            values = self._repeat(outputs, made[len(outputs) :])
+            found = [values[k] for k in self.inputs]
+            return [
+                # others are in every row
+                rows_first(
+                    t if t.shape[:1] == (self.rows,) else t.expand(self.rows, *t.shape), 0
+                )
+                for t in found
+            ]
+
+        if self._picks:
+            # PRIVACY: it is not repeated (test_an_index_from_before_the_block_is_refused)
+            raise PrivacyError(_MOVED.format(what="an index from before the block"))
+        if not self.inputs:
+            return "they are the loader's own tensors"
+        found = compare(inputs, both_fills([*self._outputs, *self.leaves], self.rows))
+        if isinstance(found, Mixed):
+            # PRIVACY: one record would be in two rows (test_records_that_change_places_are_refused)
+            raise PrivacyError(_MOVED.format(what=found.what))
+        return found + _BEFORE
+
     def _leaf(self, t: Tensor, counts: bool) -> Leaf:
-        dims = [d for d in (self._dim, 0) if d < t.dim() and t.shape[d] == self.rows]
+        dims = [d for d in (self.dim, 0) if d < t.dim() and t.shape[d] == self.rows]
         # as many classes as records, say: then nothing tells weights of classes from targets of records
-        constant = not dims or self.rows in self._sizes or isinstance(t, nn.Parameter)
+        constant = self.rows in self._sizes or isinstance(t, nn.Parameter)
+        constant = not dims or (constant and not is_delivered(t))
         return Leaf(
             tuple(t.shape),
             t.dtype,
@@ -457,9 +571,9 @@ class RepeatedLoss:
             used = [*call.args[1:], *call.kwargs.values()]
             if name in ("getitem", "setitem"):
                 parts = used[0] if isinstance(used[0], tuple) else (used[0],)
-                used = list(parts[self._dim : self._dim + 1])
+                used = list(parts[self.dim : self.dim + 1])
             elif name not in _PICKS or not any(
-                type(leaf) is int and leaf == self._dim for leaf in used
+                type(leaf) is int and leaf == self.dim for leaf in used
             ):
                 continue
             found |= {leaf.place for leaf in used if isinstance(leaf, Ref) and leaf.elsewhere}
