@@ -34,6 +34,8 @@ ACCURACY = {
     "least_squares",
     "ledger_file",
     "mapped_sgd",
+    "nets",
+    "public_data",
     "steps",
     "user_level_risk",
 }
