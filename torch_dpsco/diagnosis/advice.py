@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.compat import ConvNd
 from torch_dpsco.diagnosis.probe import Check, Evidence
 from torch_dpsco.diagnosis.script import Finding, Script, advice
@@ -35,17 +36,22 @@ def loud_noise(script: Script, evidence: Evidence) -> Iterator[Finding]:
         return
     budget = optimizer.accountant.budget
     steps = optimizer.schedule.steps
-    n = optimizer.design.n
-    if budget is None or not steps or n is None or budget.unit != "example":
+    design = optimizer.design
+    if budget is None or budget.adaptive or not budget.delta or budget.unit != "example":
         return
+    if not steps or isinstance(design, Undeclared):
+        return
+    n = design.n
     dim = sum(p.numel() for p in script.trainable.values())
-    size = optimizer.design.batch_size
+    size = design.batch_size
     noise = noise_of_mean(
         optimizer.oracle.noise_multiplier, 1.0, size, steps, min(dim, n), sampled=False
     )
+    if noise <= _LOUD:
+        return
     least = loudness(n, budget, min(dim, n))
     ways = []
-    if noise > max(_LOUD, _LESS * least):
+    if noise > _LESS * least:
         ways.append(
             f"a larger batch_size for as many epochs: down to {least:.2g} times the clip"
         )

@@ -598,7 +598,7 @@ def _names(optimizers: list[Any]) -> str:
 
 def _length(trainer: Any, recipe: bool) -> dict[str, Any]:
     """Returns how long a run is by the Trainer; nothing where a recipe says it."""
-    epochs = trainer.fit_loop.max_epochs
+    epochs: int = trainer.fit_loop.max_epochs
     if trainer.max_steps != -1:
         return {"steps": trainer.max_steps}
     if epochs in _UNSET and not recipe:
@@ -612,8 +612,8 @@ def _last_step(trainer: Any, optimizer: PrivateOptimizer) -> int:
     """Returns after how many steps training ends; raises ValueError if the Trainer's limits are not the plan's."""
     planned = optimizer.schedule.steps
     epoch = optimizer.design.batches
-    steps = trainer.max_steps
-    epochs = trainer.fit_loop.max_epochs
+    steps: int = trainer.max_steps
+    epochs: int = trainer.fit_loop.max_epochs
     if planned is None:
         limits = [steps] * (steps != -1) + [epochs * epoch] * (epochs not in (None, -1))
         if not limits:

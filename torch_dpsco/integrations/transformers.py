@@ -189,7 +189,8 @@ class PrivateTrainer(Trainer):
         budget = one_budget(asked["budget"], asked["epsilon"], asked["delta"])
         if self.train_dataset is None:
             raise ValueError("train_dataset must be given (got None)")
-        public = {"n": size_of(self.train_dataset, asked["n"], budget), "budget": budget}
+        n = size_of(self.train_dataset, asked["n"], budget)
+        public: dict[str, Any] = {"n": n, "budget": budget}
         public |= {"clip": asked["clip"], "dim": self.model.parameters()}
         if size is None:
             return NetSGD.plan(**public)
