@@ -428,7 +428,7 @@ LIMITS = [
     ({"max_steps": -1, "max_epochs": 2}, None),
     ({"max_steps": -1, "max_epochs": -1}, None),
     ({"max_epochs": 2}, None),
-    ({"min_steps": 11}, "min_steps must be <= 10"),
+    ({"min_steps": 11}, "min_steps <= 10"),
 ]
 
 
