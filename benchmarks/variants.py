@@ -103,7 +103,7 @@ def _outstanding(
     design = dp.Fixed(size, 100 * size)  # of a public size, so that nothing is filled up
     optimizer = _optimizer(model, setting, size, design)
     sampler: DesignSampler = optimizer.bind(dp.sampling.FixedSampler(design))
-    chunk = Chunk(Draw(size), size, last=True)
+    chunk = Chunk(Draw(size), size, size, last=True)
     return optimizer, lambda: sampler.log.deliver(chunk)
 
 

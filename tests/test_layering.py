@@ -323,6 +323,10 @@ def test_only_packages_and_modules_that_pass_names_on_list_what_they_export():
     assert offenders(wrong, [name for name in FILES if name not in apart]) == {}
 
 
+# the doors of loops, which show their plan once unless they are told not to
+_MAY_PRINT = (f"{PACKAGE}.private_loop", f"{PACKAGE}.train")
+
+
 def forbidden(tree: ast.Module, name: str) -> Iterator[str]:
     """Yields what no module of the package may contain."""
     for node in ast.walk(tree):
@@ -330,6 +334,7 @@ def forbidden(tree: ast.Module, name: str) -> Iterator[str]:
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
             and node.func.id == "print"
+            and name not in _MAY_PRINT
         ):
             yield f"line {node.lineno}: print"
         if isinstance(node, ast.ExceptHandler):
@@ -360,7 +365,7 @@ def forbidden(tree: ast.Module, name: str) -> Iterator[str]:
         yield "tqdm outside train.py and bar.py"
 
 
-def test_no_prints_no_blanket_except_nothing_global_no_progress_bar_outside_of_train_and_bar():
+def test_no_prints_but_plans_no_blanket_except_nothing_global_no_progress_bar_outside_of_train_and_bar():
     assert offenders(lambda name: forbidden(parsed(name), name)) == {}
 
 

@@ -44,7 +44,7 @@ ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: dp.make_private(
             nn.Linear(1, 1), None, None, noise_multiplier=1.0, max_grad_norm=1.0
         ),
-        "no noise_multiplier: take budget .*no max_grad_norm: take problem",
+        "no noise_multiplier: take budget .*no max_grad_norm: take clip",
     ),
     "fit": (
         lambda: dp.fit(nn.Linear(1, 1), None, None, None, epochs=3),

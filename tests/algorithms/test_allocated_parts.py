@@ -293,7 +293,7 @@ def test_a_charge_of_another_pass_than_planned_is_refused() -> None:
         refused(lambda: train(model, optimizer), "as was known when the optimizer was made")
         assert (optimizer.steps, parts(optimizer)) == (2 + T, [("0", FULL, 2), ("1", PASS, 1)])
 
-    assert_caught(check, lambda patch: patch.setattr(charges, "require_planned", nothing))
+    assert_caught(check, lambda patch: patch.setattr(charges, "_refuse_pass", nothing))
 
 
 class Longer(Clipped):
@@ -392,7 +392,7 @@ def test_a_copy_of_one_batch_of_a_pass_is_refused() -> None:
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
         patch.setattr("torch_dpsco.step.run.pass_of", nothing)
-        patch.setattr(charges, "require_planned", nothing)
+        patch.setattr(charges, "_refuse_pass", nothing)
 
     assert_caught(check, mutate)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -177,3 +179,14 @@ def test_the_size_is_asked_for_where_it_is_private() -> None:
     with pytest.raises(ValueError, match="n must be given under add_remove"):
         dp.fit(net(), dataset=made_up(), loss_fn=LOSS, budget=budget, progress=False)
     dp.fit(net(), dataset=made_up(), loss_fn=LOSS, budget=budget, n=60, steps=1, progress=False)
+
+
+@pytest.mark.slow
+def test_the_page_of_nets_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "nets.md").read_text(encoding="utf-8")
+    scope: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL):
+        exec(compile(block, "nets.md", "exec"), scope)
+    printed = capsys.readouterr().out
+    assert float(re.search(r"accuracy (0\.\d\d)", printed)[1]) > 0.85  # .93 to .95, 360 images
+    assert "(3, 1e-05)-differential privacy" in printed

@@ -198,11 +198,10 @@ def _correlated(params: Any, s: Settings) -> dp.PrivateOptimizer:
 
 def _net(params: Any, s: Settings) -> dp.PrivateOptimizer:
     plan = dp.NetSGD.plan(
-        n=N,
         clip=1.5 * s.scale,
         lr=s.lr,
         noise_multiplier=s.noise,
-        batch_size=s.batch,
+        sampling=dp.Poisson(s.batch, N),
         steps=s.steps,
         adjacency=ADD if s.accountant is None else s.accountant.adjacency,
     )

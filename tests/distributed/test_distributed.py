@@ -40,7 +40,7 @@ from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.errors import SequenceError, UnitError, UnknownSamplerError, UtilityWarning
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import RankSampler, RecordIds
-from torch_dpsco.step import distributed
+from torch_dpsco.step import checks, distributed
 from torch_dpsco.step.oracle import Clipped
 
 FALSE_ALARM = 1e-6  # of each statistical check, whose seeds are fixed besides
@@ -432,9 +432,10 @@ def test_the_part_of_a_rank_is_no_batch_of_one_process() -> None:
 
 
 def test_without_other_processes_nothing_is_shared() -> None:
-    assert type(distributed.join(torch.device("cpu"))) is distributed.World
-    assert distributed.is_first()
-    assert full(layer()).oracle.processes == 1
+    assert checks.is_first()
+    optimizer = full(layer())
+    assert type(optimizer._world) is checks.World
+    assert optimizer.oracle.processes == 1
 
 
 def rows_of(n: int, dim: int, seed: int) -> GradBatch:
@@ -489,7 +490,7 @@ def test_several_processes_replace_all_that_one_process_does() -> None:
     """A method that `Ranks` inherits would run as if the process were alone: noise drawn twice, draws not agreed on."""
     public = {
         name
-        for name, member in vars(distributed.World).items()
+        for name, member in vars(checks.World).items()
         if callable(member) and name[0] != "_"
     }
     assert len(public) >= 8

@@ -377,17 +377,20 @@ def test_every_python_block_of_the_readme_prints_what_stands_below_it(
 ) -> None:
     """In the order of the page, in one namespace that is empty before: a name that the page does not define fails."""
     scope: dict[str, Any] = {}
-    estimator, loop = (printed_by(block, scope, capsys) for block in blocks("python"))
-    _, shown, plan = blocks("")
-    assert loop == plan
+    estimator, plan, loop = (printed_by(block, scope, capsys) for block in blocks("python"))
+    _, shown, headline = blocks("")
+    assert loop == headline
+    assert plan.startswith("NetPlan: privacy for one example")
     score = re.compile(r"accuracy (0\.\d\d): ")
     assert score.sub("", estimator) == score.sub("", shown)
     # 20 fits: 0.7769 with a standard deviation of 0.0003; the records are always the same
     assert float(score.match(estimator)[1]) == pytest.approx(
         float(score.match(shown)[1]), abs=0.011
     )
-    right = (scope["net"](scope["data"].tensors[0]) > 0) == (scope["data"].tensors[1] > 0)
+    inputs, labels = scope["data"].tensors
+    right = (scope["model"](inputs) > 0) == (labels > 0)
     assert float(right.double().mean()) > 0.75
+    assert float((scope["net"](inputs).argmax(1) == labels[:, 0]).double().mean()) > 0.75
     assert scope["optimizer"].report().epsilon <= 1.0
     norms = [scope["data"].tensors[0].norm(dim=1).square().add(1).sqrt().max(), scope["X"].max()]
     assert all(float(norm) <= bound for norm, bound in zip(norms, (2.24, 1.0), strict=True))

@@ -487,7 +487,7 @@ def test_the_document_names_only_what_exists() -> None:
         ".make_private",
         ".HolderSGD.plan",
         ".doctor",
-        ".Problem",
+        ".NetSGD.plan",
     } <= found
     for name in found:
         thing: Any = dp

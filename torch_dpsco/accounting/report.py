@@ -253,6 +253,8 @@ class PrivacyReport:
 
     def risk(self) -> Risk:
         """Returns what a test can find out about one unit; in adaptive modes from epsilon and delta alone."""
+        if not self.charges:
+            return Risk.of_point(0.0, 0.0)
         if not self.spent:
             return Risk.of_point(self.epsilon, self.delta)
         return Ledger(Repeat(event, count) for event, count in self.spent).risk(self.adjacency)

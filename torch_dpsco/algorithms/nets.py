@@ -122,7 +122,7 @@ class NetSGD(PlannedOptimizer):
         >>> model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
         >>> plan = dp.NetSGD.plan(n=3000, budget=dp.Budget(3.0, 1e-5), dim=model)
         >>> plan.batch_size, plan.steps, plan.clip
-        (500, 120, 1.0)
+        (125, 480, 1.0)
     """
 
     plans = NetPlan
