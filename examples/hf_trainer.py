@@ -47,10 +47,11 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((prediction.predictions.argmax(1) == prediction.label_ids).mean())}
 
 
-def arguments(folder: str, epochs: float, lr: float, rows: int) -> TrainingArguments:
-    """Returns what all three runs have in common; rows are those of a step, or the most in memory if it is private."""
+def arguments(folder: str, epochs: float, lr: float, rows: int, parts: int = 1) -> TrainingArguments:
+    """Returns what all three runs have in common; rows are those of a step, in so many parts."""
     return TrainingArguments(
-        output_dir=folder, num_train_epochs=epochs, learning_rate=lr, per_device_train_batch_size=rows, max_grad_norm=0,
+        output_dir=folder, num_train_epochs=epochs, learning_rate=lr, per_device_train_batch_size=rows // parts,
+        gradient_accumulation_steps=parts, max_grad_norm=0,
         per_device_eval_batch_size=500, use_cpu=True, disable_tqdm=True, report_to=[], save_strategy="no",
         logging_steps=20,
     )  # fmt: skip
@@ -76,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         plain = Trainer(models[0], arguments(folder, epochs, 3e-3, 256), **given)
         plain.train()
         budget = dp.Budget(EPSILON, DELTA, adjacency="add_remove")
-        sizes: dict[str, Any] = {"n": n, "clip": 1.0, "batch_size": 256}
-        private = PrivateTrainer(models[1], arguments(folder, epochs, 3e-3, 128), budget=budget, **sizes, **given)
+        sizes: dict[str, Any] = {"n": n, "clip": 1.0}
+        private = PrivateTrainer(models[1], arguments(folder, epochs, 3e-3, 256, 2), budget=budget, **sizes, **given)
         private.train()
         unchanged = Trainer(start, arguments(folder, 1, 1e-3, 64), eval_dataset=test, compute_metrics=accuracy)
         runs = {"public": unchanged, "baseline": plain, "private": private}

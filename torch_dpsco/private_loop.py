@@ -151,17 +151,11 @@ def make_private(
     budget = one_budget(budget, epsilon, delta)
     n = size_of(data_loader.dataset, n, budget)
     public: dict[str, Any] = {"n": n, "budget": budget, "sampling": sampling}
+    public |= {"epochs": epochs if recipe else epochs or _EPOCHS}
+    if not recipe:
+        public |= {"batch_size": data_loader.batch_size}
     rest: dict[str, Any] = {"prox": prox, "reg": reg, "accountant": accountant}
-    private: HolderSGD | NetSGD
-    if recipe:
-        plan = NetSGD.plan(
-            dim=model, clip=clip, epochs=epochs, average=average or "ema", **public
-        )
-        groups = [{"params": group["params"]} for group in optimizer.param_groups]
-        private = NetSGD(groups, plan, **rest)
-    else:
-        public |= {"batch_size": data_loader.batch_size, "epochs": epochs or _EPOCHS}
-        private = _stepped_by(optimizer, problem, clip, average or "last", public, rest)
+    private = stepped_by(optimizer, public, rest, problem, clip, average, recipe=recipe)
     loader = private.loader(
         data_loader.dataset,
         ids=ids,
@@ -175,21 +169,30 @@ def make_private(
     return model, private, loader
 
 
-def _stepped_by(
+def stepped_by(
     optimizer: Optimizer,
-    problem: Problem | None,
-    clip: float | None,
-    average: str,
     public: dict[str, Any],
     rest: dict[str, Any],
+    problem: Problem | None = None,
+    clip: float | None = None,
+    average: str | None = None,
+    *,
+    recipe: bool = False,
 ) -> HolderSGD | NetSGD:
-    """Returns a private optimizer that leaves the updates to a torch optimizer; arguments as in `make_private`."""
+    """Returns a private optimizer that leaves the updates to a torch optimizer, or with `recipe` takes its parameters.
+
+    `public` are keywords of the plan, `rest` those of the optimizer, all else as in `make_private`.
+    """
     groups = optimizer.param_groups
+    if recipe:
+        plan = NetSGD.plan(dim=groups, clip=clip, average=average or "ema", **public)
+        return NetSGD([{"params": group["params"]} for group in groups], plan, **rest)
     public |= {"lr": float(groups[0]["lr"])}
-    rest |= {"rule": TorchRule(optimizer, average)}
+    rest |= {"rule": TorchRule(optimizer, average or "last")}
     if problem is not None:
         return HolderSGD(groups, HolderSGD.plan(problem=problem, **public), **rest)
-    return NetSGD(groups, NetSGD.plan(dim=groups, clip=clip, **public), **rest)
+    public |= {"dim": groups, "clip": clip, "average": average or "last"}
+    return NetSGD(groups, NetSGD.plan(**public), **rest)
 
 
 def size_of(dataset: Dataset[Any], n: int | None, budget: Budget) -> int:

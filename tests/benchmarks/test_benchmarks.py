@@ -35,6 +35,7 @@ ACCURACY = {
     "ledger_file",
     "mapped_sgd",
     "nets",
+    "public_data",
     "steps",
     "user_level_risk",
 }

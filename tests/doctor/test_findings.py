@@ -19,9 +19,12 @@ CRITICAL = Finding("critical", "no-accountant", "step_hook is None", "leave the 
 
 def names_in_the_code() -> set[str]:
     """Returns the names of all findings that the checks build."""
-    place, found = {"Finding": 1, "critical": 0, "error": 0, "warning": 0}, set()
-    path = ROOT / "torch_dpsco" / "diagnosis" / "checks.py"
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    place, found = {"Finding": 1, "critical": 0, "error": 0, "warning": 0, "advice": 0}, set()
+    folder = ROOT / "torch_dpsco" / "diagnosis"
+    texts = [(folder / name).read_text(encoding="utf-8") for name in ("checks.py", "advice.py")]
+    for node in ast.walk(
+        ast.parse("\n".join(texts).replace("from __future__ import annotations", ""))
+    ):
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
@@ -76,6 +79,14 @@ def test_raise_if_names_the_worst_finding_and_its_fix():
 
 def test_raise_if_overlooks_warnings():
     Diagnosis.of([WARNING]).raise_if()
+
+
+def test_advice_comes_last_and_leaves_a_script_healthy():
+    advice = Finding("advice", "no-norm", "2 convolutions", "GroupNorm")
+    assert Diagnosis.of([advice, WARNING]).findings == (WARNING, advice)
+    assert Diagnosis.of([advice]).healthy
+    assert "ADVICE: no norm" in str(Diagnosis.of([advice]))
+    Diagnosis.of([advice]).raise_if()
 
 
 def test_raise_if_raises_value_errors_for_what_leaves_the_guarantee_intact():

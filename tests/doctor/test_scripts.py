@@ -156,7 +156,7 @@ def test_a_plain_model_can_be_trained_after_the_doctor_as_before():
     parts = Parts(model, F.cross_entropy, None, torch.optim.SGD(model.parameters(), lr=0.1))
     record = (torch.zeros(1, 8, 8), 1)
     names = {f.name for f in dp.doctor(*parts[:4], record=record).findings}
-    assert names == {"not-private"}
+    assert names == {"not-private", "no-norm"}
     assert type(model[3]) is nn.Linear
     F.cross_entropy(model(torch.randn(2, 1, 8, 8)), torch.tensor([0, 1])).backward()
     assert all(p.grad is not None and not hasattr(p, "grad_sample") for p in model.parameters())

@@ -401,13 +401,9 @@ def test_the_document_names_only_what_exists_and_the_command_that_measured_it() 
 
 def test_the_noise_figures_of_the_document_are_those_of_the_benchmark(noise_tables: str) -> None:
     text = DOC.read_text(encoding="utf-8")
-    rows = re.findall(
-        r"^\| (\S+) \| ([\d,]+) \| (\S+) \| (\S+) \|$", text, re.MULTILINE
-    )
+    rows = re.findall(r"^\| (\S+) \| ([\d,]+) \| (\S+) \| (\S+) \|$", text, re.MULTILINE)
     shown = {(q, n.replace(",", "")): tuple(map(float, sigmas)) for q, n, *sigmas in rows}
-    printed = re.findall(
-        r"^ +(\S+) +(\d+) +\S+ +(\S+) +(\S+)$", noise_tables, re.MULTILINE
-    )
+    printed = re.findall(r"^ +(\S+) +(\d+) +\S+ +(\S+) +(\S+)$", noise_tables, re.MULTILINE)
     assert len(shown) == len(printed) == 4
     for q, n, *sigmas in printed:
         assert shown[q, n] == pytest.approx(tuple(map(float, sigmas)), rel=0.01)

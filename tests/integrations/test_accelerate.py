@@ -123,7 +123,7 @@ def test_objects_that_the_accelerator_has_prepared_are_refused() -> None:
         match=r"loader must be optimizer.loader\(dataset\) \(got DataLoader\)",
     ):
         prepare(accelerator, model, optimizer, DataLoader(records(), shuffle=True))
-    with pytest.raises(ValueError, match="must be a private one"):
+    with pytest.raises(ValueError, match="must be a private one, or epsilon"):
         prepare(accelerator, model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     with pytest.raises(SequenceError, match="exactly the model's trainable parameters"):
         prepare(accelerator, linear(), optimizer, loader)
@@ -218,6 +218,42 @@ def test_two_processes_have_one_noise_and_one_ledger(tmp_path: Path) -> None:
     first, second = launch(_two, 2, tmp_path, 1.0)
     assert torch.equal(first["answer"], second["answer"])
     assert (first["ledger"], first["charges"]) == (second["ledger"], 9)
+
+
+def test_a_budget_is_enough_around_a_torch_optimizer() -> None:
+    model = linear()
+    adam = torch.optim.AdamW(model.parameters(), lr=0.1)
+    data = DataLoader(records(), 4, shuffle=True)
+    accelerator = Accelerator(cpu=True)
+    given = {"epsilon": 3.0, "delta": 1e-3, "epochs": 2}
+    model, optimizer, loader = prepare(accelerator, model, adam, data, **given)
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            accelerator.backward(nn.functional.binary_cross_entropy_with_logits(model(x), y))
+            optimizer.step()
+    assert (optimizer.steps, optimizer.finalized, optimizer.plan.batch_size) == (6, True, 4)
+    assert optimizer.accountant.get_epsilon(1e-3) == optimizer.plan.epsilon() <= 3.0
+    assert optimizer.rule.settings()["optimizer"] == "AdamW"
+
+
+def test_bfloat16_of_the_accelerator_runs_the_forward() -> None:
+    model = nn.Sequential(linear().float())
+    seen = []
+    model[0].register_forward_hook(lambda layer, args, output: seen.append(output.dtype))
+    dp.attach(model, loss_reduction="sum")
+    optimizer = dp.ClippedSGD(model.parameters(), plan(sampling="poisson", batch_size=4))
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    loader = optimizer.loader(records(), steps=3)
+    model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
+    for x, y in loader:
+        scores = model(x.float())
+        assert scores.dtype is torch.float32
+        loss = nn.functional.binary_cross_entropy_with_logits
+        accelerator.backward(loss(scores, y.float(), reduction="sum"))
+        optimizer.step()
+    assert set(seen) == {torch.bfloat16}
+    assert optimizer._isolation.level == "slots"
 
 
 def test_bfloat16_around_the_forward_works_with_a_summed_loss() -> None:

@@ -180,6 +180,118 @@ def test_users_are_drawn_and_steps_never_see_their_ids() -> None:
     assert module.optimizer.accountant.unit == "user"
 
 
+# -- a budget and nothing else ----------------------------------------------------------------------------------------
+
+
+class Usual(LightningModule):
+    """What a user has."""
+
+    def __init__(self, scheduled: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(DIM, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.scheduled, self.rates, self.sizes = scheduled, [], []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.sizes.append(len(batch[0]))
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+        return nn.functional.soft_margin_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        if not self.scheduled:
+            return optimizer
+        steps = (
+            self.trainer.estimated_stepping_batches
+        )  # makes the loader before the private one
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def shuffled(size: int = BATCH) -> DataLoader:
+    return DataLoader(records(), size, shuffle=True)
+
+
+def budgeted(module: Any, size: int = BATCH, limits: Any = None, **given: Any) -> Any:
+    callback = PrivateTraining(epsilon=3.0, delta=DELTA, **given)
+    trainer(-1, callback, **(limits or {"max_epochs": 3})).fit(module, shuffled(size))
+    return callback.optimizer
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_budget_is_enough_around_any_torch_optimizer(precision: str) -> None:
+    module = Usual()
+    optimizer = budgeted(module, limits={"max_epochs": 3, "precision": precision})
+    assert type(optimizer) is dp.NetSGD
+    assert (optimizer.steps, optimizer.finalized) == (15, True)
+    assert (optimizer.plan.batch_size, optimizer.plan.n) == (BATCH, N)
+    assert optimizer.accountant.get_epsilon(DELTA) == optimizer.plan.epsilon() <= 3.0
+    assert optimizer.rule.settings()["optimizer"] == "AdamW"
+    pairs = zip(module.parameters(), Usual().parameters(), strict=True)
+    moved = max(float((p - q).detach().abs().max()) for p, q in pairs)
+    assert 0.01 < moved < 0.2  # by 15 steps of Adam
+
+
+def _epochs(loader: Any, epochs: int) -> Any:
+    for _ in range(epochs):
+        yield from loader
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_it_makes_the_steps_of_make_private(parts: int) -> None:
+    with repeatable():
+        limits = {"max_epochs": 2, "accumulate_grad_batches": parts}
+        ours = Usual()
+        charges = charged(budgeted(ours, BATCH // parts, limits, clip=0.5))
+    with repeatable():
+        theirs = Usual()
+        adam = torch.optim.AdamW(theirs.parameters(), lr=0.01)
+        given = {"epsilon": 3.0, "delta": DELTA, "clip": 0.5, "epochs": 2, "verbose": False}
+        net, optimizer, loader = dp.make_private(theirs.net, adam, shuffled(), **given)
+        loader = loader if parts == 1 else loader.in_parts(BATCH // parts)
+        for x, y in _epochs(loader, 2):
+            optimizer.zero_grad()
+            nn.functional.soft_margin_loss(net(x), y).backward()
+            optimizer.step()
+    assert same(ours, theirs)
+    assert charges == charged(optimizer)
+
+
+def test_schedules_that_count_steps_move_the_torch_optimizer() -> None:
+    module = Usual(scheduled=True)
+    optimizer = budgeted(module)
+    assert module.rates[0] == 0.01
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
+
+
+def test_a_recipe_has_all_numbers() -> None:
+    optimizer = budgeted(Usual(), 7, {"max_epochs": -1}, recipe=True)
+    plan = dp.NetSGD.plan(n=N, budget=dp.Budget(3.0, DELTA), dim=Usual())
+    assert (optimizer.steps, optimizer.plan) == (plan.steps, plan)
+    assert_refused("no scheduler", lambda: budgeted(Usual(scheduled=True), recipe=True))
+
+
+def test_what_a_budget_does_not_say_is_asked_for() -> None:
+    def fit(module: Any, **given: Any) -> None:
+        budget = dp.Budget(3.0, DELTA, adjacency="add_remove")
+        trainer(3, PrivateTraining(budget=budget, **given)).fit(module, shuffled())
+
+    unset = {"max_epochs": -1}
+    assert_refused("max_steps", lambda: budgeted(Usual(), limits=unset), ValueError)
+    assert_refused("must be given", lambda: PrivateTraining(clip=1.0), ValueError)
+    assert_refused("n must be given", lambda: fit(Usual()), ValueError)
+    assert_refused("one torch optimizer.*HolderSGD", lambda: fit(private(planned()), n=N))
+
+
+def test_a_mean_in_bfloat16_is_over_a_public_number_of_rows() -> None:
+    module = Usual()
+    optimizer = budgeted(module, limits={"max_epochs": 3, "precision": "bf16-mixed"})
+    assert optimizer.sizes_are_private
+    assert optimizer._isolation.level == "slots"
+    assert len(module.sizes) > 15  # probes first
+    assert len(set(module.sizes[-15:])) == 1
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 REFUSED = {
@@ -228,13 +340,6 @@ class NoLoss(Silent):
         """Returns nothing."""
 
 
-class OtherForward(Silent):
-    """Calls a part of itself."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return LOSS(self.net(batch[0]), batch[1])
-
-
 class Parts(Silent):
     """Calls its parts in place of itself."""
 
@@ -255,7 +360,6 @@ class Parts(Silent):
         (Manual, "automatic_optimization must be True"),
         (Clipping, "configure_gradient_clipping"),
         (NoLoss, "training_step must return"),
-        (OtherForward, r"attached model itself must be called"),
         (Parts, "must have a forward"),
     ],
 )
@@ -278,11 +382,19 @@ class Child(Silent):
         return {"loss": LOSS(self.net(batch[0]), batch[1])}
 
 
+class OtherForward(Silent):
+    """Calls a part of itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return LOSS(self.net(batch[0]), batch[1])
+
+
 @pytest.mark.slow
-def test_a_module_without_a_forward_is_its_only_model() -> None:
+@pytest.mark.parametrize("kind", [Child, OtherForward])
+def test_a_module_that_calls_its_only_model_is_trained(kind: type[Net]) -> None:
     plan = planned()
     with repeatable():
-        ours = trained(plan, private(plan, Child))
+        ours = trained(plan, private(plan, kind))
     with repeatable():
         theirs = trained(plan)
     assert same(ours, theirs)
@@ -316,7 +428,7 @@ LIMITS = [
     ({"max_steps": -1, "max_epochs": 2}, None),
     ({"max_steps": -1, "max_epochs": -1}, None),
     ({"max_epochs": 2}, None),
-    ({"min_steps": 11}, "min_steps must be <= 10"),
+    ({"min_steps": 11}, "min_steps <= 10"),
 ]
 
 

@@ -128,7 +128,7 @@ def trained() -> tuple[nn.Module, Any]:
 
 
 def lightning(loader: DataLoader[Any]) -> None:
-    _require_train_loader(loader, trained()[1])
+    _require_train_loader(loader)
 
 
 def accelerated(loader: DataLoader[Any]) -> None:

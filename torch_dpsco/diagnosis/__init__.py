@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
+from torch_dpsco.diagnosis.advice import ADVICE
 from torch_dpsco.diagnosis.checks import CHECKS
 from torch_dpsco.diagnosis.probe import examine
 from torch_dpsco.diagnosis.script import NO_RECORD, Diagnosis, Finding, Script
@@ -85,4 +86,6 @@ def doctor(
         script.source.isolation.checked = str(evidence.isolation)
     if script.attached:
         first_step_of(script.module).probed = evidence.compared
-    return Diagnosis.of(chain.from_iterable(check(script, evidence) for check in CHECKS))
+    return Diagnosis.of(
+        chain.from_iterable(check(script, evidence) for check in (*CHECKS, *ADVICE))
+    )

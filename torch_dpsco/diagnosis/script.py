@@ -163,8 +163,9 @@ class Script:
         return batch if self.row_free is None else bounded(batch, *self.row_free.bounds)
 
 
-SEVERITIES = ("critical", "error", "warning")
-"""critical: the guarantee is broken or void; error: silently wrong, or will crash; warning: works, but risky."""
+SEVERITIES = ("critical", "error", "warning", "advice")
+"""critical: the guarantee is broken or void; error: silently wrong, or will crash; warning: works, but risky; advice:
+nothing is wrong, and more accuracy is to be had."""
 
 _WIDTH = 100
 
@@ -208,7 +209,7 @@ class Finding:
         return "\n".join([f"{self.severity.upper()}: {self.name.replace('-', ' ')}", *lines])
 
 
-critical, error, warning = (partial(Finding, severity) for severity in SEVERITIES)
+critical, error, warning, advice = (partial(Finding, severity) for severity in SEVERITIES)
 
 
 @dataclass(frozen=True)
@@ -237,8 +238,8 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing was found. No proof of privacy: the doctor knows the mistakes it looks for."""
-        return not self.findings
+        """Whether nothing but advice was found. No proof of privacy: the doctor knows the mistakes it looks for."""
+        return all(finding.severity == "advice" for finding in self.findings)
 
     @property
     def critical(self) -> tuple[Finding, ...]:
@@ -246,7 +247,7 @@ class Diagnosis:
         return tuple(finding for finding in self.findings if finding.severity == "critical")
 
     def __str__(self) -> str:
-        if self.healthy:
+        if not self.findings:
             return "healthy: nothing found"
         severities = [finding.severity for finding in self.findings]
         counts = [f"{severities.count(one)} {one}" for one in SEVERITIES if one in severities]
@@ -254,13 +255,15 @@ class Diagnosis:
 
     @typed
     def raise_if(self) -> None:
-        """Raises for the worst finding but warnings, naming evidence, fix and how many more there are.
+        """Raises for the worst finding but warnings and advice, naming evidence, fix and how many more there are.
 
         Raises:
             PrivacyError: the worst one is critical.
             ValueError: the worst one is an error.
         """
-        found = [finding for finding in self.findings if finding.severity != "warning"]
+        found = [
+            finding for finding in self.findings if finding.severity in ("critical", "error")
+        ]
         if found:
             more = (
                 f"\n(and {len(found) - 1} more: print the diagnosis)" if len(found) > 1 else ""

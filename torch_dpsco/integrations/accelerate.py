@@ -2,32 +2,33 @@
 
 accelerator = Accelerator()                     # joins the processes that torchrun or accelerate has launched
 model.to(accelerator.device)                    # before the optimizer is made
-optimizer = dp.ClippedSGD(dp.attach(model).parameters(), plan)
-model, optimizer, loader = prepare(accelerator, model, optimizer, optimizer.loader(dataset))
+model, optimizer, loader = prepare(accelerator, model, optimizer, data_loader, epsilon=3.0, delta=1e-5)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import wraps
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, convert_to_fp32
 from torch import nn
 from torch.utils.data import DataLoader
 
 from torch_dpsco import _validate as check
+from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.errors import PrivacyError, SequenceError, UnknownSamplerError
-from torch_dpsco.private_loop import require_replaceable
+from torch_dpsco.private_loop import make_private, require_replaceable
+from torch_dpsco.rows.attach import is_attached
 from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.sampling.loader import to_device
 from torch_dpsco.step.checks import require_same_parameters
 from torch_dpsco.step.run import CommonOptimizer
 
 _Model = TypeVar("_Model", bound=nn.Module)
-_Optimizer = TypeVar("_Optimizer", bound=CommonOptimizer)
 _PLAIN = (
     "NO",
     "MULTI_CPU",
@@ -36,8 +37,18 @@ _PLAIN = (
 
 
 def prepare(
-    accelerator: Accelerator, model: _Model, optimizer: _Optimizer, loader: PrivateLoader
-) -> tuple[_Model, _Optimizer, Any]:
+    accelerator: Accelerator,
+    model: _Model,
+    optimizer: Any,
+    loader: Any,
+    *,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    budget: Budget | None = None,
+    epochs: float | None = None,
+    recipe: bool = False,
+    loss_reduction: str = "mean",
+) -> tuple[_Model, Any, Any]:
     """Returns model, optimizer and loader for a loop with `accelerator.backward(loss)` and `optimizer.step()`.
 
     `Accelerator.prepare` would cut batches up, average gradients over processes and skip steps; here the optimizer,
@@ -45,11 +56,21 @@ def prepare(
     accelerator's device. Prepare nothing but loaders for evaluation by the accelerator; step schedulers plainly, on all
     processes.
 
+    With a budget, optimizer and loader are torch's, and `dp.make_private` makes them private with its defaults. What
+    these lack is said to it, or to a plan: `prepare(accelerator, *dp.make_private(...))`.
+
     Args:
-        accelerator: made before the optimizer; its `clip_grad_norm_` and `clip_grad_value_` raise from now on.
+        accelerator: made before the optimizer; its `clip_grad_norm_` and `clip_grad_value_` raise from now on. With
+            mixed_precision="bf16" the model's forward runs in bfloat16, and the loss must sum over the batch.
         model: plain or attached, on the accelerator's device since before the optimizer was made.
-        optimizer: a private one on the model's parameters.
-        loader: `optimizer.loader(dataset)`.
+        optimizer: a private one on the model's parameters; with a budget, any torch optimizer.
+        loader: `optimizer.loader(dataset)`; with a budget, the DataLoader.
+        epsilon: see `dp.make_private`, like all that follows.
+        delta: see `epsilon`.
+        budget: see `epsilon`.
+        epochs: how long the loop is; default 10.
+        recipe: see `epsilon`.
+        loss_reduction: see `epsilon`.
 
     Raises:
         ValueError: mixed precision or gradient accumulation by the accelerator, another device, a wrapped model.
@@ -61,12 +82,12 @@ def prepare(
 
     Example:
         >>> import torch_dpsco as dp
-        >>> accelerator, model = Accelerator(cpu=True), dp.attach(nn.Linear(3, 1))
-        >>> plan = dp.HolderSGD.plan(problem=dp.losses.Logistic().problem(bound_x=2.0), n=100,
-        ...                          budget=dp.Budget(1.0, 1e-3), batch_size=20, epochs=1)
-        >>> optimizer = dp.HolderSGD(model.parameters(), plan)
+        >>> accelerator, model = Accelerator(cpu=True), nn.Linear(3, 1)
         >>> data = torch.utils.data.TensorDataset(torch.randn(100, 3), torch.ones(100, 1))
-        >>> model, optimizer, loader = prepare(accelerator, model, optimizer, optimizer.loader(data))
+        >>> model, optimizer, loader = prepare(
+        ...     accelerator, model, torch.optim.AdamW(model.parameters()), DataLoader(data, 20, shuffle=True),
+        ...     epsilon=1.0, delta=1e-3, epochs=1)  # doctest: +ELLIPSIS
+        NetPlan: ...
         >>> for x, y in loader:
         ...     optimizer.zero_grad()
         ...     accelerator.backward(dp.losses.Logistic()(model(x), y))
@@ -74,10 +95,22 @@ def prepare(
         >>> optimizer.steps, optimizer.finalized
         (5, True)
     """
-    _require_plain(accelerator, model, optimizer)
-    given: Any = loader
-    if isinstance(given, DataLoader):
-        require_replaceable(given, "loader")
+    _require_plain(accelerator, model)
+    if (epsilon, delta, budget) != (None, None, None):
+        model, optimizer, loader = make_private(
+            model,
+            optimizer,
+            loader,
+            epsilon=epsilon,
+            delta=delta,
+            budget=budget,
+            epochs=epochs,
+            recipe=recipe,
+            loss_reduction=loss_reduction,
+        )
+    _require_private(optimizer)
+    if isinstance(loader, DataLoader):
+        require_replaceable(loader, "loader")
     if not isinstance(loader, PrivateLoader):
         # PRIVACY: a loader of accelerate delivers other batches than were drawn
         # (test_objects_that_the_accelerator_has_prepared_are_refused)
@@ -92,6 +125,8 @@ def prepare(
             f" {', '.join(sorted(elsewhere))}): call model.to(accelerator.device) before the"
             " optimizer is made"
         )
+    if accelerator.mixed_precision == "bf16":
+        _cast(accelerator, model)
     accelerator.clip_grad_norm_ = accelerator.clip_grad_value_ = _refuse_to_clip
     return (
         model,
@@ -100,9 +135,7 @@ def prepare(
     )
 
 
-def _require_plain(
-    accelerator: Accelerator, model: nn.Module, optimizer: CommonOptimizer
-) -> None:
+def _require_plain(accelerator: Accelerator, model: nn.Module) -> None:
     if not isinstance(accelerator, Accelerator):
         raise ValueError(
             f"accelerator must be an Accelerator of accelerate (got {check.shown(accelerator)})"
@@ -117,11 +150,10 @@ def _require_plain(
         raise ValueError(
             f"distributed_type must be one of {', '.join(_PLAIN)} (got {kind}): {_WHOLE}"
         )
-    if accelerator.mixed_precision != "no" or accelerator.scaler is not None:
+    if accelerator.mixed_precision not in ("no", "bf16") or accelerator.scaler is not None:
         raise ValueError(
-            f"mixed_precision must be 'no' (got {accelerator.mixed_precision!r}): a scale that"
-            " falls where a gradient overflows tells about records; put the forward under"
-            " torch.autocast with bfloat16 yourself, and attach with loss_reduction='sum'"
+            f"mixed_precision must be 'no' or 'bf16' (got {accelerator.mixed_precision!r}): a scale"
+            " that falls where a gradient overflows tells about records"
         )
     if steps != 1:
         raise ValueError(
@@ -134,13 +166,38 @@ def _require_plain(
         replicated = isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel))
         if replicated or name.startswith(("FullySharded", "FSDP", "DeepSpeedEngine")):
             raise ValueError(f"model must not be wrapped (got {name}): {_WHOLE}")
+
+
+def _require_private(optimizer: Any) -> None:
     if isinstance(optimizer, AcceleratedOptimizer):
         # PRIVACY: it steps only when it likes (test_objects_that_the_accelerator_has_prepared_are_refused)
         raise SequenceError(
             "optimizer must not go through accelerator.prepare, which makes it leave steps out"
         )
     if not isinstance(optimizer, CommonOptimizer):
-        raise ValueError(f"optimizer must be a private one (got {check.shown(optimizer)})")
+        raise ValueError(
+            f"optimizer must be a private one, or epsilon and delta be given (got"
+            f" {check.shown(optimizer)})"
+        )
+
+
+def _cast(accelerator: Accelerator, model: nn.Module) -> None:
+    """Makes the forward run in bfloat16, with outputs in float32, as `Accelerator.prepare` does."""
+    if is_attached(model) and model._dpsco.mean:
+        raise ValueError(
+            "loss_reduction must be 'sum' with mixed_precision='bf16' (got 'mean'): bfloat16 would"
+            " round one over the number of rows, which may be private, in each of them;"
+            " criterion(..., reduction='sum'), and the optimizer divides"
+        )
+    forward = model.forward
+
+    @wraps(forward)
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        with accelerator.autocast():
+            output = forward(*args, **kwargs)
+        return convert_to_fp32(output)
+
+    model.forward = cast
 
 
 _WHOLE = (

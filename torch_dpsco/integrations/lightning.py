@@ -1,12 +1,10 @@
-"""Lightning's Trainer with private steps: one callback, and an optimizer that is made from a plan.
+"""Lightning's Trainer with private steps: one callback, and nothing else.
 
-    class Classifier(LightningModule):                               # forward, training_step, ... as they were
-        def configure_optimizers(self):
-            return dp.HolderSGD(self.parameters(), plan)             # 1
+    private = PrivateTraining(epsilon=3.0, delta=1e-5)
+    Trainer(max_epochs=10, callbacks=[private]).fit(module, DataLoader(dataset, 64, shuffle=True), public_validation)
 
-    private = PrivateTraining()                                      # 2
-    trainer = Trainer(max_steps=plan.steps, callbacks=[private])     # 3
-    trainer.fit(Classifier(), DataLoader(dataset, plan.batch_size, shuffle=True), public_validation)
+The torch optimizer that `configure_optimizers` returns goes on making the updates, from private means; or it returns a
+private optimizer, made from a plan, and the callback gets no budget.
 
 The Trainer iterates over draws of `optimizer.loader`, one batch of Lightning's for each draw, so that its counters
 tell nothing of their sizes; all parts of a draw but the last are used up before Lightning sees that one. What training
@@ -18,20 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import wraps
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    DeviceStatsMonitor,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    ModelPruning,
-    StochasticWeightAveraging,
-    ThroughputMonitor,
-    WeightAveraging,
-)
+from lightning.pytorch import callbacks as kinds
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -40,31 +30,30 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from torch_dpsco import _validate as check
+from torch_dpsco import private_loop
 from torch_dpsco._validate import typed
+from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.budgets import Budget, one_budget
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
+from torch_dpsco.compat import tree_leaves
 from torch_dpsco.diagnosis.probe import settle_sizes
 from torch_dpsco.diagnosis.script import OfBatch
 from torch_dpsco.errors import PrivacyError, SequenceError, warn
 from torch_dpsco.noise import SecretState
-from torch_dpsco.private_loop import (
-    attach_sound,
-    note_probed,
-    require_replaceable,
-    require_sound,
-)
 from torch_dpsco.rows.attach import detach, is_attached
 from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.show.loggers import Logger, in_single, public_numbers
 from torch_dpsco.step.checks import require_same_parameters
+from torch_dpsco.step.run import CommonOptimizer
 from torch_dpsco.step.step import PrivateOptimizer
 from torch_dpsco.train import steps_to_make
 
-_PRECISIONS = ("32-true", "64-true", "bf16-mixed")
+_HALF = "bf16-mixed"
+_PRECISIONS = ("32-true", "64-true", _HALF)
+_UNSET = (-1, 1000)  # max_epochs of a Trainer that was given none
 _CLIP = "the plan has the clip, of each record's gradient, and this one would do nothing: leave it away"
-_RUNS = (
-    "it spends the budget, or leaves draws out: leave it away, and try the script by dp.doctor"
-)
+_RUNS = "it spends budget, or leaves draws out: leave it away, and try the script by dp.doctor"
 _USUAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "gradient_clip_val": ((None, 0), _CLIP),
     "gradient_clip_algorithm": ((None,), _CLIP),
@@ -75,38 +64,43 @@ _USUAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "precision": (_PRECISIONS, f"take one of {', '.join(_PRECISIONS)}"),
     "automatic_optimization": ((True,), "return the loss from training_step"),
 }
+_AVERAGE = "give average= to the plan"
+_TRIALS = "its trials are steps, and the plan has what it looks for"
 _CALLBACKS = {
-    GradientAccumulationScheduler: "give one accumulate_grad_batches to the Trainer",
-    StochasticWeightAveraging: "give average= to the plan",
-    WeightAveraging: "give average= to the plan",
-    BatchSizeFinder: (
-        "its trials are steps; the plan has the batch size, and accumulate_grad_batches the memory"
-    ),
-    LearningRateFinder: (
-        "its trials are steps, decided by training losses; the plan has the step size"
-    ),
-    ModelPruning: "it changes parameters between steps; prune the released model",
+    kinds.GradientAccumulationScheduler: "give one accumulate_grad_batches to the Trainer",
+    kinds.StochasticWeightAveraging: _AVERAGE,
+    kinds.WeightAveraging: _AVERAGE,
+    kinds.BatchSizeFinder: f"{_TRIALS}; accumulate_grad_batches has the memory",
+    kinds.LearningRateFinder: _TRIALS,
+    kinds.ModelPruning: "it changes parameters between steps; prune the released model",
 }
-_TELLING = {
-    DeviceStatsMonitor: (
-        "memory follows the sizes of draws; PrivateTraining(private_logs=True) if logs stay private"
-    ),
-    ThroughputMonitor: (
-        "it logs the sizes of draws; PrivateTraining(private_logs=True) if logs stay private"
-    ),
-}
+_TELLING = dict.fromkeys(
+    (kinds.DeviceStatsMonitor, kinds.ThroughputMonitor),
+    "it logs what follows the sizes of draws; private_logs=True if logs stay private",
+)
 _QUERY = "torch_dpsco_query"  # in checkpoints, beside the answer: the point of the next step
 
 
 class PrivateTraining(Callback):
-    """Makes `Trainer.fit` private, for a module whose `configure_optimizers` returns an optimizer made from a plan.
+    """Makes `Trainer.fit` private.
 
     The train DataLoader gives its data set, collate function and workers; batches are drawn by the optimizer's design.
     The module is attached, and probed by the doctor (with its own `training_step`, on made-up records), before anything
-    is spent. `accumulate_grad_batches=k` means parts of a draw of a k-th of a batch each, for less memory. Training
-    ends with the plan's last step, or earlier by a callback or `max_time`; the answer is then installed.
+    is spent. Training ends with the plan's last step, or earlier by a callback or `max_time`; the answer is then
+    installed.
+
+    With a budget, `configure_optimizers` returns any torch optimizer, as for `dp.make_private`: steps or epochs are the
+    Trainer's, and the batch size is that of the loader, times `accumulate_grad_batches`. Without one it returns an
+    optimizer made from a plan, and `accumulate_grad_batches=k` means parts of a draw of a k-th of a batch each.
 
     Args:
+        epsilon: what the whole run may spend, with `delta`.
+        delta: see `epsilon`.
+        budget: in place of epsilon and delta.
+        n: PUBLIC number of records; asked for under add_remove alone, else that of the data set.
+        clip: see `dp.make_private`.
+        recipe: see `dp.make_private`; steps are the plan's, unless max_steps or max_epochs are given.
+        accountant: ledger to charge; default a new one.
         loss_reduction: "mean" or "sum", how the loss of `training_step` reduces over the batch.
         users: for optimizers that protect users: the id of the user of each record.
         private_logs: YOU keep bars and loggers as confidential as the records: `self.log` in training hooks then works.
@@ -128,6 +122,13 @@ class PrivateTraining(Callback):
     def __init__(
         self,
         *,
+        epsilon: float | None = None,
+        delta: float | None = None,
+        budget: Budget | None = None,
+        n: int | None = None,
+        clip: float | None = None,
+        recipe: bool = False,
+        accountant: Accountant | None = None,
         loss_reduction: str = "mean",
         users: Any = None,
         private_logs: bool = False,
@@ -136,17 +137,25 @@ class PrivateTraining(Callback):
         self.loss_reduction = check.choice(("mean", "sum"), loss_reduction=loss_reduction)
         self.private_logs = private_logs
         self.private_checkpoints = private_checkpoints
+        asked = (epsilon, delta, budget, n, clip, accountant) != (None,) * 6 or recipe
+        self._budget = one_budget(budget, epsilon, delta) if asked else None
+        self._n = n
+        self._accountant = accountant
+        self._numbers: dict[str, Any] = {"clip": clip, "recipe": recipe}
         self._users = users
         self._undo: list[Callable[[], None]] = []
-        self._saved: dict[str, Any] | None = (
-            None  # optimizer's state in the checkpoint that fit goes on with
-        )
-        self._query: dict[str, Tensor] = {}
         self._shown: AbstractContextManager[None] | None = None
         self._attached: nn.Module | None = None
-        self._probing = self._told = self._drawn = False
-        self._trainer: Any = None  # of the fit that runs, as is the module
-        self._module: Any = None
+        self._begin(None, None)
+
+    def _begin(self, trainer: Any, module: Any) -> None:
+        """Forgets the fit before, if there was one."""
+        self._trainer = trainer
+        self._module = module
+        # optimizer's state in the checkpoint that fit goes on with
+        self._saved: dict[str, Any] | None = None
+        self._query: dict[str, Tensor] = {}
+        self._probing = self._told = self._drawn = self._configured = False
         self.optimizer: PrivateOptimizer | None = None
 
     # -- before the first step ----------------------------------------------------------------------------------------
@@ -157,13 +166,7 @@ class PrivateTraining(Callback):
         if stage != "fit":
             return
         _require_settings(trainer, pl_module, self.private_logs)
-        self._told = False
-        self._drawn = False
-        self.optimizer = None
-        self._saved = None
-        self._query = {}
-        self._trainer = trainer
-        self._module = pl_module
+        self._begin(trainer, pl_module)
         self._log = pl_module.log
         self._on_save = pl_module.on_save_checkpoint
         self._every = max(1, self._trainer.log_every_n_steps)
@@ -174,6 +177,10 @@ class PrivateTraining(Callback):
         self._replace(pl_module, "log", self.log_training)
         self._replace(pl_module, "on_save_checkpoint", self._add_answer)
         self._replace(trainer.strategy, "process_dataloader", self._private_loader)
+        self._reduction = self.loss_reduction
+        if trainer.precision == _HALF and self._reduction == "mean":
+            self._reduction = "sum"
+            self._replace(pl_module, "training_step", _summing(pl_module.training_step))
         for callback in self._trainer.callbacks:  # theirs is bound already
             callback.log = self.log_training
 
@@ -205,14 +212,21 @@ class PrivateTraining(Callback):
             self._query = checkpoint.get(_QUERY, {})
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """From now on loaders are private; those by which `configure_optimizers` has counted steps were not."""
+        self._configured = True
+        if self._budget is None:
+            _private_optimizer(trainer)
+        trainer.fit_loop._combined_loader = None
+
+    def _take_up(self, optimizer: PrivateOptimizer) -> None:
         """Takes the optimizer up where the checkpoint is, and compares the Trainer's limits with the plan."""
-        self.optimizer = optimizer = _private_optimizer(trainer)
-        require_same_parameters(pl_module, optimizer)
-        lost = (
-            self._saved is not None and not self._saved["dpsco"]["finalized"]
-        )  # steps that a crash may have ended with
+        trainer = self._trainer
+        self.optimizer = optimizer
+        require_same_parameters(self._module, optimizer)
+        # steps that a crash may have ended with
+        lost = self._saved is not None and not self._saved["dpsco"]["finalized"]
         if self._saved is not None:
-            named = dict(pl_module.named_parameters())
+            named = dict(self._module.named_parameters())
             with torch.no_grad():
                 for name, value in self._query.items():
                     named[name].copy_(value)
@@ -221,32 +235,54 @@ class PrivateTraining(Callback):
             else:
                 optimizer.resume(self._saved)
             self._saved = None
-        self._goal = _last_step(trainer, optimizer)
+        planned = optimizer.schedule.steps if self._budget is not None else None
+        self._goal = planned or _last_step(trainer, optimizer)
         self._logger = Logger(self._write, every=self._every)
-        if (
-            not self._is_over(trainer, optimizer, lost)
-            and (plan := getattr(optimizer, "_plan", None)) is not None
-        ):
+        if optimizer.finalized:
+            if not lost:
+                warn(
+                    "nothing was trained: the checkpoint is of a finished run; to train anew, give none"
+                )
+            trainer.should_stop = True
+        elif (plan := getattr(optimizer, "_plan", None)) is not None:
             rank_zero_info(str(plan))
 
-    def _is_over(self, trainer: Trainer, optimizer: PrivateOptimizer, lost: bool) -> bool:
-        if not optimizer.finalized:
-            return False
-        if not lost:
-            warn(
-                "nothing was trained: the checkpoint is of a finished run; to train anew, give"
-                " none",
-                stacklevel=4,
+    def _made(self, loader: DataLoader[Any]) -> PrivateOptimizer:
+        """Returns the optimizer that `configure_optimizers` has returned, or a private one that steps by it."""
+        trainer = self._trainer
+        if self._budget is None:
+            optimizer = _private_optimizer(trainer)
+            planned = optimizer.design.batch_size
+            if loader.batch_size != planned:
+                raise SequenceError(
+                    f"batch_size of the training loader must be {planned}, the plan's (got"
+                    f" {loader.batch_size}): DataLoader(dataset, batch_size={planned}, ...)"
+                )
+            return optimizer
+        found = trainer.optimizers
+        if len(found) != 1 or isinstance(found[0], CommonOptimizer):
+            raise SequenceError(
+                "configure_optimizers must return one torch optimizer beside a budget (got"
+                f" {_names(found)})"
             )
-        trainer.should_stop = True
-        return True
+        recipe = self._numbers["recipe"]
+        if recipe and trainer.lr_scheduler_configs:
+            raise SequenceError(
+                "configure_optimizers must return no scheduler with recipe=True, which has the rate"
+            )
+        n = private_loop.size_of(loader.dataset, self._n, self._budget)
+        public: dict[str, Any] = {"n": n, "budget": self._budget} | _length(trainer, recipe)
+        if not recipe:
+            public |= {"batch_size": (loader.batch_size or 1) * self._accumulate}
+        rest = {"accountant": self._accountant}
+        private = private_loop.stepped_by(found[0], public, rest, **self._numbers)
+        trainer.optimizers = [private]
+        return private
 
     def _require_secrets_kept(self, optimizer: PrivateOptimizer) -> None:
         """Raises at the start, and not at the first checkpoint, when steps are spent."""
-        if not all(
-            getattr(saver, "save_weights_only", False)
-            for saver in self._trainer.checkpoint_callbacks
-        ):
+        savers = self._trainer.checkpoint_callbacks
+        if not all(getattr(saver, "save_weights_only", False) for saver in savers):
             self._require_public(optimizer.state_dict())
 
     def _require_public(self, state: Any) -> None:
@@ -254,26 +290,26 @@ class PrivateTraining(Callback):
             # PRIVACY: loggers upload checkpoints (test_checkpoints_with_secrets_are_refused_until_they_stay_private)
             raise PrivacyError(
                 "checkpoints of this run must be kept as confidential as its records, since they"
-                " say who is in which batch, or hold noise that is still to be used:"
-                " PrivateTraining(private_checkpoints=True) if you keep them so,"
-                " ModelCheckpoint(save_weights_only=True), or Trainer(enable_checkpointing=False)"
+                " say who is in which batch, or hold noise still to be used: private_checkpoints=True"
+                " if you do, ModelCheckpoint(save_weights_only=True), or enable_checkpointing=False"
             )
 
     def _private_loader(self, loader: Any) -> Any:
         """Returns what the Trainer iterates over in place of a loader: draws, if it is the training loader."""
-        optimizer = self.optimizer
         trainer = self._trainer
-        if not trainer.training or optimizer is None:
+        if not trainer.training or not self._configured:
             return self._process(loader)
-        epoch = min(self._goal, optimizer.design.batches)
-        if trainer.should_stop:  # all steps are made
-            return _Draws(self, iter(()), epoch)
         if self._drawn:
             raise SequenceError(
                 "Trainer.fit must be given one training loader: join the data sets of several"
             )
         self._drawn = True
-        _require_train_loader(loader, optimizer)
+        _require_train_loader(loader)
+        optimizer = self._made(loader)
+        self._take_up(optimizer)
+        epoch = min(self._goal, optimizer.design.batches)
+        if trainer.should_stop:  # all steps are made
+            return _Draws(self, iter(()), epoch)
         optimizer.discard()  # what a run before left in progress comes again
         parts = self._accumulate
         private = optimizer.loader(
@@ -300,11 +336,11 @@ class PrivateTraining(Callback):
         try:
             # PRIVACY: (test_coupled_records_are_found_before_anything_is_spent)
             if is_attached(model):
-                require_sound(model, loss, loader)
+                private_loop.require_sound(model, loss, loader)
             else:
-                attach_sound(model, loss, loader, loss_reduction=self.loss_reduction)
+                private_loop.attach_sound(model, loss, loader, loss_reduction=self._reduction)
                 self._attached = model
-            note_probed(model, optimizer)
+            private_loop.note_probed(model, optimizer)
             settle_sizes(model, loss, loader)
         finally:
             self._probing = False
@@ -346,12 +382,7 @@ class PrivateTraining(Callback):
         self.optimizer.step()
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
     ) -> None:
         """Shows public numbers, and stops after the last step of the plan."""
         optimizer = self.optimizer
@@ -375,10 +406,7 @@ class PrivateTraining(Callback):
             return
         if self._probing:
             return
-        if any(
-            name == watched.removesuffix("_step").removesuffix("_epoch")
-            for watched in _watched(self._trainer)
-        ):
+        if name in _watched(self._trainer):
             # PRIVACY: when a run stops, or which iterate is kept, would tell of the records
             # (test_nobody_decides_by_a_training_loss)
             raise PrivacyError(
@@ -424,17 +452,10 @@ class PrivateTraining(Callback):
             for state in checkpoint.get("optimizer_states", []):
                 self._require_public(state)
             with optimizer.released():
-                answer = {
-                    name: value.detach().clone() for name, value in module.named_parameters()
-                }
-            queries = {
-                name: p.detach()
-                for name, p in module.named_parameters()
-                if not p.equal(answer[name])
-            }
-            checkpoint["state_dict"] |= {
-                name: value for name, value in answer.items() if name in queries
-            }
+                answer = {k: p.detach().clone() for k, p in module.named_parameters()}
+            kept = {k: p.detach() for k, p in module.named_parameters()}
+            queries = {k: p for k, p in kept.items() if not p.equal(answer[k])}
+            checkpoint["state_dict"] |= {k: answer[k] for k in queries}
             if queries and checkpoint.get("optimizer_states"):
                 checkpoint[_QUERY] = queries
         self._on_save(checkpoint)
@@ -446,9 +467,7 @@ class PrivateTraining(Callback):
             self.optimizer.finalize()
             self._logger(self.optimizer)
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leaves module and optimizer at the last step that was made."""
         self._end_release()
         if self.optimizer is not None and not self.optimizer.finalized:
@@ -493,14 +512,26 @@ def _loss_of(output: Any) -> Tensor:
     return loss
 
 
+def _summing(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a training step whose loss, a mean, is multiplied by the number of rows."""
+
+    @wraps(step)
+    def summed(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        output = step(batch, *args, **kwargs)
+        rows = next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), 1)
+        # PRIVACY: half precision rounds 1/rows, which may depend on public numbers alone: draws are filled up to one
+        # (test_a_mean_in_bfloat16_is_over_a_public_number_of_rows)
+        loss = _loss_of(output) * rows
+        return output | {"loss": loss} if isinstance(output, dict) else loss
+
+    return summed
+
+
 def _shown(epsilon: float) -> float:
     """Returns an epsilon that no bar shows to be less: float32 of three digits, none past the third decimal."""
     # PRIVACY: shown figures are quoted (test_the_bar_never_shows_less_than_was_spent)
-    short = float(
-        rounded_up(
-            math.ceil(epsilon * 1000.0) / 1000.0 if math.isfinite(epsilon) else epsilon, 3
-        )
-    )
+    short = math.ceil(epsilon * 1000.0) / 1000.0 if math.isfinite(epsilon) else epsilon
+    short = float(rounded_up(short, 3))
     return in_single({"privacy/epsilon": short})["privacy/epsilon"]
 
 
@@ -522,7 +553,7 @@ def _require_settings(trainer: Any, module: LightningModule, private_logs: bool)
         raise SequenceError(
             "strategy must be that of one device for private training (got"
             f" {type(trainer.strategy).__name__}): give devices=1; for several processes write the"
-            " loop with dp.fit, a plain model in each, under torchrun (docs/distributed.md)"
+            " loop with dp.fit under torchrun (docs/distributed.md)"
         )
     _require_own_calls(trainer, module, private_logs)
 
@@ -547,7 +578,7 @@ def _private_optimizer(trainer: Any) -> PrivateOptimizer:
     found = optimizers[0] if len(optimizers) == 1 else None
     if isinstance(found, PrivateOptimizer):
         return found
-    got = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
+    got = _names(optimizers)
     if isinstance(found, RowFreeOptimizer):
         # PRIVACY: Lightning shows iterates to validation, checkpoints and callbacks
         # (test_optimizers_of_secret_iterates_are_refused)
@@ -556,92 +587,88 @@ def _private_optimizer(trainer: Any) -> PrivateOptimizer:
             " finalize(): use dp.fit"
         )
     raise SequenceError(
-        "configure_optimizers must return one private optimizer, as"
-        f" dp.HolderSGD(self.parameters(), plan) (got {got})"
+        f"configure_optimizers must return one private optimizer (got {got}): give"
+        " PrivateTraining(epsilon=..., delta=...), or return dp.HolderSGD(self.parameters(), plan)"
     )
+
+
+def _names(optimizers: list[Any]) -> str:
+    return ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
+
+
+def _length(trainer: Any, recipe: bool) -> dict[str, Any]:
+    """Returns how long a run is by the Trainer; nothing where a recipe says it."""
+    epochs: int = trainer.fit_loop.max_epochs
+    if trainer.max_steps != -1:
+        return {"steps": trainer.max_steps}
+    if epochs in _UNSET and not recipe:
+        raise ValueError(
+            f"max_epochs or max_steps must be given (got {epochs}), or recipe=True, which has steps"
+        )
+    return {} if epochs in _UNSET else {"epochs": epochs}
 
 
 def _last_step(trainer: Any, optimizer: PrivateOptimizer) -> int:
     """Returns after how many steps training ends; raises ValueError if the Trainer's limits are not the plan's."""
     planned = optimizer.schedule.steps
     epoch = optimizer.design.batches
-    steps = trainer.max_steps
-    epochs = trainer.fit_loop.max_epochs
+    steps: int = trainer.max_steps
+    epochs: int = trainer.fit_loop.max_epochs
     if planned is None:
         limits = [steps] * (steps != -1) + [epochs * epoch] * (epochs not in (None, -1))
         if not limits:
             raise ValueError(
                 "max_steps or max_epochs must be given: the plan has no last step (got -1)"
             )
-        planned = min(limits)
+        return min(limits)
     needed = math.ceil(planned / epoch)
-    if steps not in (-1, planned) and optimizer.schedule.steps is not None:
-        raise ValueError(
-            f"max_steps must be {planned}, the steps of the plan (got {steps}):"
-            f" Trainer(max_steps={planned})"
-        )
-    if epochs not in (None, -1, needed) and optimizer.schedule.steps is not None:
-        raise ValueError(
-            f"max_epochs must be {needed}, in which the plan's {planned} steps are made (got"
-            f" {epochs}): Trainer(max_steps={planned}), or max_epochs={needed}"
-        )
-    if (trainer.min_steps or 0) > planned or (trainer.min_epochs or 0) > needed:
-        raise ValueError(
-            f"min_steps must be <= {planned} and min_epochs <= {needed}, the plan's (got"
-            f" {trainer.min_steps} and {trainer.min_epochs})"
-        )
+    for name, given, fits in (("steps", steps, planned), ("epochs", epochs, needed)):
+        least = getattr(trainer, f"min_{name}") or 0
+        if given not in (None, -1, fits) or least > fits:
+            raise ValueError(
+                f"max_{name} must be {fits}, in which the plan's {planned} steps are made, and"
+                f" min_{name} <= {fits} (got {given} and {least}): Trainer(max_steps={planned}), or"
+                f" max_epochs={needed}"
+            )
     return planned
 
 
-def _require_train_loader(loader: Any, optimizer: PrivateOptimizer) -> None:
+def _require_train_loader(loader: Any) -> None:
     """Raises SequenceError unless the training loader is one whose batches may be replaced by private ones."""
-    way_out = (
-        f"DataLoader(dataset, batch_size={optimizer.design.batch_size}, shuffle=True), whose"
-        " batches are drawn anew"
-    )
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         raise SequenceError(
-            "the training loader must be a torch DataLoader of a map-style data set (got"
-            f" {check.shown(loader)}): give {way_out}"
+            "the training loader must be a torch DataLoader of a map-style data set, with"
+            f" shuffle=True (got {check.shown(loader)}): its batches are drawn anew"
         )
-    require_replaceable(loader, "the training loader")
-    if loader.batch_size != optimizer.design.batch_size:
-        raise SequenceError(
-            f"batch_size of the training loader must be {optimizer.design.batch_size}, the plan's"
-            f" (got {loader.batch_size}): give {way_out}"
-        )
+    private_loop.require_replaceable(loader, "the training loader")
 
 
 def _model_of(module: LightningModule) -> nn.Module:
-    """Returns what training steps call: the module itself, or its only child if it has no forward."""
-    if is_overridden("forward", module, parent=LightningModule):
-        return module
+    """Returns what training steps call: the only model that the module holds, or the module itself by its forward."""
     children = [
         child for child in module.children() if any(p.requires_grad for p in child.parameters())
     ]
     own = any(p.requires_grad for p in module.parameters(recurse=False))
-    if len(children) != 1 or own:
-        raise SequenceError(
-            "the module must have a forward that training_step calls as self(inputs), so that rows"
-            " of different forwards can be told apart; or hold all its parameters in one model,"
-            " which it calls"
-        )
-    return children[0]
+    if len(children) == 1 and not own:
+        return children[0]
+    if is_overridden("forward", module, parent=LightningModule):
+        return module
+    raise SequenceError(
+        "the module must have a forward that training_step calls as self(inputs), so that rows of"
+        " different forwards can be told apart; or hold one model, with all parameters"
+    )
 
 
 def _arguments_of_step(module: LightningModule, batch: Any, index: int) -> tuple[Any, ...]:
     """Returns what Lightning would call `training_step` with."""
-    return (
-        (batch, index)
-        if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-        else (batch,)
-    )
+    named = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    return (batch, index) if named else (batch,)
 
 
 def _watched(trainer: Any) -> set[str]:
-    """Returns the names of the metrics by which callbacks and schedulers decide."""
-    found = {getattr(callback, "monitor", None) for callback in trainer.callbacks}
-    found |= {
+    """Returns the names of the metrics by which callbacks and schedulers decide, as `log` is given them."""
+    found = [getattr(callback, "monitor", None) for callback in trainer.callbacks]
+    found += [
         config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau
-    }
-    return {name for name in found if isinstance(name, str)}
+    ]
+    return {str(name).removesuffix("_step").removesuffix("_epoch") for name in found}

@@ -1,6 +1,8 @@
 """The Trainer of Hugging Face's transformers with private steps: `PrivateTrainer`.
 
-The Trainer's own torch optimizer and schedule move the parameters, by the noisy means of a `ClippedSGD`. What its loop
+    PrivateTrainer(model, args, train_dataset=records, epsilon=3.0, delta=1e-5).train()
+
+The Trainer's own torch optimizer and schedule move the parameters, by private means. What its loop
 does besides is taken over where it would tell about training records: losses, gradient norms, numbers of tokens and
 batch sizes are never computed for logs, and `prepare` of accelerate, which would shard batches and wrap model and
 optimizer, is left out.
@@ -29,24 +31,26 @@ from transformers.loss.loss_utils import (
     ForSequenceClassificationLoss,
     ForTokenClassification,
 )
-from transformers.trainer_utils import HubStrategy
+from transformers.trainer_utils import HubStrategy, SchedulerType
 from transformers.utils.generic import ModelOutput
 
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.budgets import Budget, one_budget
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.algorithms.heavy_plan import ClippedPlan
 from torch_dpsco.algorithms.heavy_tailed import ClippedSGD
+from torch_dpsco.algorithms.nets import NetPlan, NetSGD
 from torch_dpsco.compat import tree_leaves
 from torch_dpsco.diagnosis.probe import settle_sizes
-from torch_dpsco.errors import SequenceError, UnknownSamplerError
+from torch_dpsco.errors import SequenceError, UnknownSamplerError, warn
 from torch_dpsco.losses.per_record import per_record
-from torch_dpsco.private_loop import PART, WEIGHTS, attach_sound, note_probed
+from torch_dpsco.private_loop import PART, WEIGHTS, attach_sound, note_probed, size_of
 from torch_dpsco.rows.attach import detach, is_attached
 from torch_dpsco.rules import TorchRule
 from torch_dpsco.show.loggers import public_numbers
 from torch_dpsco.step.checks import world_size
 from torch_dpsco.step.run import CommonOptimizer
+from torch_dpsco.step.step import PrivateOptimizer
 from torch_dpsco.train import Checkpoint
 
 # files of a checkpoint
@@ -56,21 +60,15 @@ _IGNORED = -100  # a label that does not count
 # what the Trainer would log of training records
 _TOLD = ("loss", "grad_norm", "train_loss", "total_flos", "train_samples_per_second")
 _POSITIONS = re.compile(r"(^|\.)(position_embeddings?|wpe)$")
+_CLIPPED = "rows are clipped one by one, at the clip of the plan"
+_USUAL_NORM = 1.0  # max_grad_norm of who gave none
 # all others are off where they are false
 _OFF: dict[str, Any] = {
-    "max_grad_norm": 0,
-    "gradient_accumulation_steps": 1,
     "include_num_input_tokens_seen": "no",
+    "train_sampling_strategy": "random",
 }
-_OFF |= {"train_sampling_strategy": "random"}
 _NOT_TAKEN = {
-    "max_grad_norm": "rows are clipped one by one, at the clip of the plan",
-    "gradient_accumulation_steps": (
-        "a step takes one whole draw; per_device_train_batch_size is the most rows of it "
-        "that are in memory at once"
-    ),
-    "fp16": "gradients of records are not scaled; load the model in float32",
-    "bf16": "rows are in float32; load the model in float32",
+    "fp16": "gradients of records are not scaled; bf16 needs no scale",
     "deepspeed": "records are clipped before anything is added up",
     "fsdp": "records are clipped before anything is added up",
     "parallelism_config": "each process holds the whole model",
@@ -94,22 +92,27 @@ _Outputs: Any = ModelOutput
 class PrivateTrainer(Trainer):
     """A Trainer whose steps are private: sequence or token classification, language models, LoRA by peft.
 
-    Give a `plan`, or `budget`, `n`, `clip` and `batch_size`, for which epochs (or max_steps) and learning_rate of the
-    TrainingArguments make one. It may come before a Trainer of yours: `class Mine(PrivateTrainer, MyTrainer)`. In
-    TrainingArguments, per_device_train_batch_size is the most rows whose gradients are in memory at once, and the batch
-    size of a step is that of the plan. Logged are epsilon (rounded up), delta, learning rate and steps. After the last
-    step the private answer is installed and the model is as before `attach`.
+    Give a budget: epochs (or max_steps), learning_rate and batch size (per_device_train_batch_size, times processes,
+    times gradient_accumulation_steps) are those of the TrainingArguments; or a `plan`. It may come before a Trainer of
+    yours: `class Mine(PrivateTrainer, MyTrainer)`. In TrainingArguments, per_device_train_batch_size is the most rows
+    whose gradients are in memory at once, and bf16 works with any plan. Logged are epsilon (rounded up), delta,
+    learning rate and steps. After the last step the private answer is installed and the model is as before `attach`.
 
     Losses are evaluated record by record (`per_record`): those of transformers for classes, several labels, numbers and
     tokens, with the mean over the tokens of each record, or `compute_loss_func`, which is shown one record at a time.
 
     Args:
-        args: as of Trainer.
-        plan: of `ClippedSGD.plan`.
-        budget: what the run may spend.
-        n: PUBLIC number of training records.
-        clip: largest norm of a record's gradient, chosen without looking at the data.
-        batch_size: of a step, on average.
+        model: as of Trainer, like args and all that is not named here.
+        args: max_grad_norm has no meaning here: its default is ignored, with a warning.
+        others: as of Trainer.
+        plan: of `ClippedSGD.plan` or `NetSGD.plan`, in place of what follows.
+        epsilon: what the whole run may spend, with `delta`.
+        delta: see `epsilon`.
+        budget: in place of epsilon and delta.
+        n: PUBLIC number of training records; asked for under add_remove alone, else that of the data set.
+        clip: bound at which gradients of records are cut; default none: each is scaled to length 1, see `dp.NetSGD`.
+        recipe: batch size, steps and a constant step size are those of `dp.NetSGD.plan`, and of the TrainingArguments'
+            optimizer only the parameters are taken.
         accountant: ledger to charge; with a ledger file, runs can be resumed from checkpoints of the Trainer.
         kwargs: as of Trainer.
 
@@ -117,8 +120,8 @@ class PrivateTrainer(Trainer):
         ValueError: an argument of the Trainer has no private counterpart; says which, and why.
 
     Guarantee:
-        That of `ClippedSGD`, unit: one record of train_dataset. Callbacks of yours see the model during steps, and with
-        it gradients of records: what they let out is not covered. Nor are figures of evaluation sets.
+        That of `ClippedSGD` or `NetSGD`, unit: one record of train_dataset. Callbacks of yours see the model during
+        steps, and with it gradients of records: what they let out is not covered. Nor are figures of evaluation sets.
     """
 
     model: Any
@@ -130,28 +133,35 @@ class PrivateTrainer(Trainer):
 
     def __init__(
         self,
-        *args: Any,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        *others: Any,
         plan: ClippedPlan | None = None,
+        epsilon: float | None = None,
+        delta: float | None = None,
         budget: Budget | None = None,
         n: int | None = None,
         clip: float | None = None,
-        batch_size: int | None = None,
+        recipe: bool = False,
         accountant: Accountant | None = None,
         **kwargs: Any,
     ) -> None:
         if kwargs.get("model_init") is not None:
             raise ValueError("model must be given, in place of model_init: a run has one model")
-        given = args[1] if len(args) > 1 else kwargs.get("args")
-        if given is None:
-            raise ValueError("args must be given: TrainingArguments(..., max_grad_norm=0)")
-        _require_private(given)  # before anything is made by them
+        if args is None:
+            raise ValueError("args must be given: TrainingArguments(...)")
+        _require_private(args)  # before anything is made by them
+        args = copy.copy(args)
+        args.max_grad_norm = 0.0
+        size = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
+        args.gradient_accumulation_steps = 1
         if type(self)._get_train_sampler is not Trainer._get_train_sampler:
             # PRIVACY: (test_a_trainer_with_a_sampler_of_its_own_is_refused)
             raise UnknownSamplerError(
                 "_get_train_sampler must not be overridden, since private draws from all records"
                 f" replace it: {PART}; {WEIGHTS}"
             )
-        super().__init__(*args, **kwargs)
+        super().__init__(model, args, *others, **kwargs)
         if isinstance(self.optimizer, CommonOptimizer):
             raise ValueError(
                 "plan must be given, in place of a private optimizer, which is made of it"
@@ -160,24 +170,51 @@ class PrivateTrainer(Trainer):
         self.label_names = self.label_names or [
             "labels"
         ]  # else columns of models that take none are removed
-        self.args = copy.copy(self.args)
-        self.args.max_grad_norm = 0.0  # which may be None
-        numbers = {"budget": budget, "n": n, "clip": clip, "batch_size": batch_size}
-        self.plan = _planned(self.args, plan, numbers)
+        asked = {"epsilon": epsilon, "delta": delta, "budget": budget, "n": n, "clip": clip}
+        self.plan = self._planned(plan, asked, None if recipe else size)
+        self._recipe = recipe
+        if recipe:
+            self.args.lr_scheduler_type = SchedulerType.CONSTANT
         self._accountant: Accountant | None = accountant
         self._handles: list[Any] = []
+
+    def _planned(
+        self, plan: ClippedPlan | None, asked: dict[str, Any], size: int | None
+    ) -> ClippedPlan:
+        """Returns the plan that is given, or one for the arguments; without a size one with numbers of its own."""
+        if plan is not None:
+            beside = [name for name, value in asked.items() if value is not None]
+            _require_agreed(self.args, plan, beside)
+            return plan
+        budget = one_budget(asked["budget"], asked["epsilon"], asked["delta"])
+        if self.train_dataset is None:
+            raise ValueError("train_dataset must be given (got None)")
+        n = size_of(self.train_dataset, asked["n"], budget)
+        public: dict[str, Any] = {"n": n, "budget": budget}
+        public |= {"clip": asked["clip"], "dim": self.model.parameters()}
+        if size is None:
+            return NetSGD.plan(**public)
+        length: dict[str, Any] = {"epochs": self.args.num_train_epochs}
+        if self.args.max_steps > 0:
+            length = {"steps": self.args.max_steps}
+        lr = self.args.learning_rate
+        return NetSGD.plan(batch_size=size, lr=lr, average="last", **length, **public)
 
     # -- optimizer and batches ----------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Returns the private optimizer, which moves parameters by the Trainer's own."""
-        if not isinstance(self.optimizer, ClippedSGD):
+        if not isinstance(self.optimizer, PrivateOptimizer):
             own = super().create_optimizer(model)
             own.param_groups = [group for group in own.param_groups if group["params"]]
-            rule = TorchRule(own)
-            self.optimizer = ClippedSGD(
-                own.param_groups, self.plan, rule=rule, accountant=self._accountant
-            )
+            groups = own.param_groups
+            kind = NetSGD if isinstance(self.plan, NetPlan) else ClippedSGD
+            given: dict[str, Any] = {"accountant": self._accountant}
+            if self._recipe:
+                groups = [{"params": group["params"]} for group in groups]
+            else:
+                given |= {"rule": TorchRule(own)}
+            self.optimizer = kind(groups, self.plan, **given)
         return self.optimizer
 
     def get_train_dataloader(self) -> Any:
@@ -203,7 +240,8 @@ class PrivateTrainer(Trainer):
         )
         if not is_attached(self.model):
             self._handles += _expand_positions(self.model)
-            attach_sound(self.model, self._loss_of, loader, loss_reduction="mean")
+            reduction = "sum" if self.args.bf16 else "mean"
+            attach_sound(self.model, self._loss_of, loader, loss_reduction=reduction)
             note_probed(self.model, optimizer)
         settle_sizes(self.model, self._loss_of, loader)
         return loader
@@ -289,16 +327,23 @@ class PrivateTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Returns the mean over records of their losses, each a function of its own record, and outputs if asked."""
+        """Returns the mean over records of their losses, each a function of its own record, and outputs if asked.
+
+        With bf16, in training, it returns their sum: half precision would round one over the number of rows.
+        """
         inputs = dict(inputs)
         labels = inputs.pop("labels", None)
         if not isinstance(labels, Tensor):
             raise ValueError(f"batches must hold 'labels', one tensor (got {sorted(inputs)})")
-        outputs = model(**inputs)
+        half = self.args.bf16
+        with torch.autocast(self.args.device.type, torch.bfloat16, enabled=half):
+            outputs = model(**inputs)
         logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
+        logits = logits.float() if half else logits
+        reduction = "sum" if half and not return_outputs else "mean"
         # PRIVACY: a mean over the tokens of a batch joins its records
         # (test_tokens_of_a_record_do_not_weigh_on_the_loss_of_others)
-        loss = per_record(self._loss_of_record)(logits, labels)
+        loss = per_record(self._loss_of_record, reduction)(logits, labels)
         return (loss, outputs) if return_outputs else loss
 
     def _loss_of_record(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -341,7 +386,7 @@ class PrivateTrainer(Trainer):
         """Logs public numbers: those of plan and ledger in place of the training loss."""
         for name in _TOLD:
             logs.pop(name, None)
-        if isinstance(self.optimizer, ClippedSGD):
+        if isinstance(self.optimizer, PrivateOptimizer):
             numbers = public_numbers(self.optimizer)
             # PRIVACY: bars show four digits, rounded to nearest (test_no_logged_epsilon_is_less_than_was_spent)
             logs |= {
@@ -354,7 +399,7 @@ class PrivateTrainer(Trainer):
     def _released(self) -> AbstractContextManager[None]:
         return (
             self.optimizer.released()
-            if isinstance(self.optimizer, ClippedSGD)
+            if isinstance(self.optimizer, PrivateOptimizer)
             else nullcontext()
         )
 
@@ -411,6 +456,10 @@ def _require_private(args: TrainingArguments) -> None:
             raise ValueError(
                 f"{name} must be {'off' if off is None else repr(off)} (got {value!r}): {why}"
             )
+    if args.max_grad_norm == _USUAL_NORM:
+        warn(f"max_grad_norm has no meaning here: {_CLIPPED}; max_grad_norm=0 says so", 3)
+    elif args.max_grad_norm:
+        raise ValueError(f"max_grad_norm must be 0 (got {args.max_grad_norm!r}): {_CLIPPED}")
     if args.n_gpu > 1:
         raise ValueError(
             f"n_gpu must be at most 1 (got {args.n_gpu}): show one device, or start one process for"
@@ -427,26 +476,12 @@ def _require_private(args: TrainingArguments) -> None:
         )
 
 
-def _planned(
-    args: TrainingArguments, plan: ClippedPlan | None, numbers: dict[str, Any]
-) -> ClippedPlan:
-    """Returns the plan that is given, if it agrees with the arguments, or one for them."""
-    if plan is None:
-        missing = [name for name, value in numbers.items() if value is None]
-        if missing:
-            raise ValueError(
-                f"plan must be given, or {', '.join(numbers)} (got no {', '.join(missing)})"
-            )
-        length = (
-            {"steps": args.max_steps}
-            if args.max_steps > 0
-            else {"epochs": args.num_train_epochs}
-        )
-        return ClippedSGD.plan(sampling="poisson", lr=args.learning_rate, **numbers, **length)
-    given = [name for name, value in numbers.items() if value is not None]
-    if given or type(plan) is not ClippedPlan:
+def _require_agreed(args: TrainingArguments, plan: ClippedPlan, beside: list[str]) -> None:
+    """Raises ValueError for a plan that does not agree with the arguments."""
+    if beside or type(plan) not in (ClippedPlan, NetPlan):
         raise ValueError(
-            f"plan must be made by ClippedSGD.plan, without {', '.join(given or numbers)} beside it"
+            "plan must be made by ClippedSGD.plan or NetSGD.plan, with nothing beside it (got"
+            f" {type(plan).__name__} beside {', '.join(beside) or 'nothing'})"
         )
     if plan.steps is None:
         raise ValueError("plan must have steps, as many as are to be made (got None)")
@@ -464,7 +499,6 @@ def _planned(
             f"max_steps must be {plan.steps}, those of the plan (got {asked:g} by the"
             " TrainingArguments)"
         )
-    return plan
 
 
 def _shifts_labels(model: nn.Module) -> bool:
