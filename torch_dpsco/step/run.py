@@ -570,7 +570,8 @@ class CommonOptimizer(Optimizer):
         if moved:
             raise ValueError(
                 f"{', '.join(moved)} must be given to {name}.plan(...), and its plan to the"
-                f" optimizer: {name}(params, {name}.plan(...))"
+                f" optimizer: {name}(params, {name}.plan(...)); what a torch optimizer takes (momentum,"
+                " betas, maximize), to that, as rule=dp.rules.TorchRule(torch_optimizer)"
             )
         if type(plan) is not cls.plans:
             raise ValueError(
