@@ -284,7 +284,7 @@ def test_maximize_goes_uphill_against_reg_and_warns_of_the_theorem():
         dp.HolderSGD(inner.param_groups, plan, rule=dp.rules.TorchRule(inner))
     with pytest.raises(ValueError, match=r"rule must be rules.TorchRule.*maximize=True"):
         dp.HolderSGD(inner.param_groups, plan)
-    with pytest.raises(ValueError, match=r"maximize must be given .*as rule=dp.rules.TorchRule"):
+    with pytest.raises(ValueError, match=r"maximize must be given .*rule=dp.rules.TorchRule"):
         dp.HolderSGD(run.model.parameters(), plan, maximize=True)
 
 
