@@ -5,6 +5,9 @@
 Keywords, batches per epoch, expected batch size, noise and clip are those of Opacus. But each step is charged before
 its noise is drawn, a target is a limit, and what would be unsound raises and says what to write.
 
+Errors are of Opacus' classes too: UnsupportedModuleError where a module is refused, ValueError where calls come in an
+order, or objects in a combination, that is not covered.
+
 Opacus has no word for a public number of records: it computes rate, divisor and number of steps from len(dataset),
 which its add/remove accounting takes for secret. Here `n=` is such a number, for reference, and then epsilon is about
 one record that is added or removed (add_remove). Without it len(dataset) counts as public, with a warning, and epsilon
@@ -14,7 +17,8 @@ is about one record that is replaced by an empty one (zero_out); the figure is t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -84,6 +88,20 @@ class DPOptimizer(ClippedSGD):
         self.original_optimizer = optimizer
 
 
+class OrderError(SequenceError, ValueError):
+    """A `SequenceError` of an engine, where Opacus' engine raises ValueError."""
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Gives errors about a module, or about what goes with it, the classes that Opacus' engine raises."""
+    try:
+        yield
+    except (SequenceError, ValueError) as error:
+        kind = OrderError if isinstance(error, SequenceError) else UnsupportedModuleError
+        raise kind(str(error)) from error
+
+
 class PrivacyEngine:
     """Makes a model, a torch optimizer and a loader private, by Opacus' keywords; see the module's docstring.
 
@@ -127,7 +145,7 @@ class PrivacyEngine:
 
     def _charged(self) -> Accountant:
         if self.accountant is None:
-            raise SequenceError("make_private must be called first: it makes the accountant")
+            raise OrderError("make_private must be called first: it makes the accountant")
         return self.accountant
 
     def _ledger(self, plan: ClippedPlan) -> Accountant:
@@ -163,13 +181,14 @@ class PrivacyEngine:
         clipping: str = "flat",
         noise_generator: Any = None,
         grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
         rand_on_empty: bool = False,
         n: int | None = None,
     ) -> Any:
         """Returns (module, optimizer, loader), or (module, optimizer, criterion, loader) in mode "ghost".
 
         Args:
-            module: is attached in place (`dp.attach`), and keeps class and names: there is no `_module`.
+            module: in training mode; is attached in place (`dp.attach`), and keeps its class and its names.
             optimizer: any torch optimizer but LBFGS, on the module's trainable parameters.
             criterion: the training loss; probed, with the model, for records that reach each other.
             data_loader: with a fixed batch_size; its data set, workers and collate function are kept.
@@ -181,11 +200,14 @@ class PrivacyEngine:
             clipping: must be "flat".
             noise_generator: must be None.
             grad_sample_mode: "hooks", "ew", "functorch", or "ghost", which here makes norms of factors in one backward.
+            wrap_model: whether `module._module` is to be known, which is the module itself.
             rand_on_empty: must be False; empty batches are steps of noise.
             n: PUBLIC number of records, near the true one; see the module's docstring. Opacus has no such keyword.
 
         Raises:
             PrivacyError: a choice would be unsound; says what to write instead.
+            UnsupportedModuleError: the module has no per-sample gradients, or is in evaluation mode.
+            OrderError: module and optimizer do not go together, or are private already; a ValueError too.
         """
         _require_sound(
             grad_sample_mode,
@@ -195,7 +217,11 @@ class PrivacyEngine:
             noise_generator,
             rand_on_empty,
         )
-        form = {"batch_first": batch_first, "loss_reduction": loss_reduction}
+        form = {
+            "batch_first": batch_first,
+            "loss_reduction": loss_reduction,
+            "wrap_model": wrap_model,
+        }
         noise = {"noise_multiplier": noise_multiplier}
         return self._make(
             module,
@@ -227,6 +253,7 @@ class PrivacyEngine:
         clipping: str = "flat",
         noise_generator: Any = None,
         grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
         n: int | None = None,
     ) -> Any:
         """Returns what `make_private` does, with the least noise for so many epochs; a step past them raises.
@@ -246,6 +273,7 @@ class PrivacyEngine:
             clipping: must be "flat".
             noise_generator: must be None.
             grad_sample_mode: as in `make_private`.
+            wrap_model: as there.
             n: PUBLIC number of records.
 
         Raises:
@@ -254,7 +282,11 @@ class PrivacyEngine:
         _require_sound(
             grad_sample_mode, poisson_sampling, clipping, max_grad_norm, noise_generator
         )
-        form = {"batch_first": batch_first, "loss_reduction": loss_reduction}
+        form = {
+            "batch_first": batch_first,
+            "loss_reduction": loss_reduction,
+            "wrap_model": wrap_model,
+        }
         adjacency = ZERO_OUT if n is None else ADD_REMOVE
         steps = math.ceil(check.positive(epochs=epochs) * _design_of(data_loader, n)[1])
         epsilon = check.positive(target_epsilon=target_epsilon)
@@ -284,7 +316,10 @@ class PrivacyEngine:
         mode: str,
         form: dict[str, Any],
     ) -> Any:
-        _require_plain(module, optimizer, loader)
+        with _refusals():
+            _require_plain(module, optimizer, loader)
+            ModuleValidator.validate(module, strict=True)
+        wrapped = form.pop("wrap_model")
         design, draws = _design_of(loader, n)
         self.plan = DPOptimizer.plan(
             **noise,
@@ -310,7 +345,10 @@ class PrivacyEngine:
         )
         if mode == "ghost":
             criterion = criterion or nn.CrossEntropyLoss()
-        attach_sound(module, criterion, batches, rows=_ROWS[mode], **form)
+        with _refusals():
+            attach_sound(module, criterion, batches, rows=_ROWS[mode], **form)
+        if wrapped:
+            module.__dict__["_module"] = module  # an attribute, no part of it
         if n is None:
             warn(
                 "n is not given: the number of records was read off the data set and counts as"
@@ -329,7 +367,7 @@ class PrivacyEngine:
         """Returns whether `validate` passes."""
         try:
             self.validate(module=module)
-        except (ValueError, UnsupportedModuleError):
+        except UnsupportedModuleError:
             return False
         return True
 
@@ -337,12 +375,13 @@ class PrivacyEngine:
     def validate(
         self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None
     ) -> None:
-        """Raises Opacus' UnsupportedModuleError, or ValueError, for a module without per-sample gradients.
+        """Raises Opacus' UnsupportedModuleError for a module without per-sample gradients, or in evaluation mode.
 
         The others are not looked at, as in Opacus.
         """
         ModuleValidator.validate(module, strict=True)
-        require_supported(module, batch_first=True)
+        with _refusals():
+            require_supported(module, batch_first=True)
 
     @classmethod
     @typed

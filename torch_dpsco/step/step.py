@@ -331,8 +331,9 @@ class PrivateOptimizer(RunOptimizer):
         for p, mean in zip(params, release.mean, strict=True):
             p.grad = mean if mean.dtype == p.dtype else mean.to(p.dtype)
         for group in groups if run.reg else ():
-            for p in trained(group):  # uphill, the term is subtracted
-                p.grad.add_(p, alpha=-run.reg if group.get("maximize") else run.reg)
+            reg = -run.reg if group.get("maximize") else run.reg  # uphill, it is subtracted
+            for weight in trained(group):
+                weight.grad.add_(weight, alpha=reg)  # type: ignore[union-attr]
         if self._lrs is not None and [float(group["lr"]) for group in groups] != self._lrs:
             self._lrs = None
             checks.warn_of_void_theorem("lr is not that of the plan any more", 4)
