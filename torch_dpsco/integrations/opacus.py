@@ -380,8 +380,9 @@ class PrivacyEngine:
         The others are not looked at, as in Opacus.
         """
         ModuleValidator.validate(module, strict=True)
+        first = all(getattr(layer, "batch_first", True) for layer in module.modules())
         with _refusals():
-            require_supported(module, batch_first=True)
+            require_supported(module, batch_first=first)
 
     @classmethod
     @typed
@@ -539,7 +540,11 @@ def _require_plain(module: nn.Module, optimizer: Optimizer, loader: DataLoader[A
             "module and optimizer must be plain (got private ones): make them anew, or take"
             " dp.detach(module) and optimizer.original_optimizer"
         )
-    require_same_parameters(module, optimizer)
+    try:
+        require_same_parameters(module, optimizer)
+    except SequenceError as error:
+        found = "Module parameters are different than optimizer Parameters"  # in Opacus' words
+        raise SequenceError(f"{found}: {error}") from error
     require_replaceable(loader)
 
 
