@@ -168,7 +168,7 @@ def test_each_keyword_works(name: str) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "shuffled": ({"poisson_sampling": False}, PrivacyError, "sampling='allocated'"),
+    "shuffled": ({"poisson_sampling": False}, AdjacencyError, "sampling='allocated'"),
     "per layer": (
         {"clipping": "per_layer", "max_grad_norm": [1.0] * 4},
         ValueError,
@@ -228,17 +228,42 @@ def test_a_target_refuses_the_same(case: str) -> None:
         PrivacyEngine().make_private_with_epsilon(**target(**change))
 
 
-def test_a_loader_that_is_not_poisson_is_refused() -> None:
-    """Opacus charges a pass over fixed batches as Poisson ones, which is less than half of what it costs."""
+@pytest.mark.parametrize("targeted", [False, True])
+@pytest.mark.filterwarnings("ignore:n is not given:UserWarning")
+def test_passes_are_charged_as_passes(targeted: bool) -> None:
+    """Opacus charges a pass over fixed batches as Poisson ones, less than half of what it costs under replace_one."""
+    theirs, ours = opacus.PrivacyEngine(), PrivacyEngine()
     given = parts(poisson_sampling=False)
-    theirs = opacus.PrivacyEngine()
-    model, optimizer, loader = theirs.make_private(**given)
-    train(model, optimizer, loader)
-    truth = dp.Accountant(adjacency="replace_one")
-    truth.authorize(dp.Shuffled(16, N).event(dp.accounting.events.clipped_gaussian(1.0), 4))
-    assert truth.get_epsilon(DELTA) > 2 * theirs.get_epsilon(DELTA)
-    with pytest.raises(PrivacyError, match="poisson_sampling must be True"):
-        PrivacyEngine().make_private(**parts(poisson_sampling=False, n=N))
+    train(*theirs.make_private(**given))
+    given = parts(poisson_sampling=False)
+    if targeted:
+        given |= {"target_epsilon": 2.0, "target_delta": DELTA, "epochs": 1}
+        del given["noise_multiplier"]
+    make = ours.make_private_with_epsilon if targeted else ours.make_private
+    with pytest.warns(UtilityWarning, match="poisson_sampling=False makes passes"):
+        model, optimizer, loader = make(**given)
+    sizes, noise = [], optimizer.noise_multiplier
+    for x, y in loader:
+        sizes.append(len(x))
+        train(model, optimizer, [(x, y)])
+    assert sizes == [16] * 4
+    truth = dp.Accountant(adjacency="zero_out")
+    event = dp.accounting.events.clipped_gaussian(noise)
+    truth.authorize(dp.Shuffled(16, N).event(event, 4))
+    assert ours.get_epsilon(DELTA) == pytest.approx(truth.get_epsilon(DELTA))
+    if targeted:
+        assert truth.get_epsilon(DELTA) == pytest.approx(2.0, rel=1e-3)
+    else:
+        replaced = dp.Accountant(adjacency="replace_one")
+        replaced.authorize(dp.Shuffled(16, N).event(event, 4))
+        assert truth.get_epsilon(DELTA) > theirs.get_epsilon(DELTA)
+        assert replaced.get_epsilon(DELTA) > 2 * theirs.get_epsilon(DELTA)
+
+
+def test_passes_are_not_for_records_that_are_removed() -> None:
+    for make, given in (("make_private", parts(n=N)), ("make_private_with_epsilon", target())):
+        with pytest.raises(AdjacencyError, match=r"poisson_sampling must be True with n="):
+            getattr(PrivacyEngine(), make)(**given, poisson_sampling=False)
 
 
 def test_noise_that_can_be_repeated_is_refused() -> None:

@@ -35,12 +35,12 @@ from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
-from torch_dpsco.accounting.designs import Poisson
+from torch_dpsco.accounting.designs import Poisson, Shuffled
 from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT
 from torch_dpsco.algorithms.heavy_plan import ClippedPlan
 from torch_dpsco.algorithms.heavy_tailed import ClippedSGD
 from torch_dpsco.diagnosis.script import grad_sample_hooks
-from torch_dpsco.errors import PrivacyError, SequenceError, UnknownSamplerError, warn
+from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError, warn
 from torch_dpsco.private_loop import attach_sound, require_replaceable
 from torch_dpsco.problem import Phase
 from torch_dpsco.rows.attach import require_supported
@@ -196,7 +196,8 @@ class PrivacyEngine:
             max_grad_norm: clip on the norm of a record's gradient over all parameters.
             batch_first: see `attach`.
             loss_reduction: see `DPOptimizer`.
-            poisson_sampling: must be True; `dp.make_private(sampling="allocated")` makes passes.
+            poisson_sampling: False makes passes over shuffled records, charged as such: nothing is amplified. Opacus
+                charges them like Poisson batches, which may lie many times below the truth.
             clipping: must be "flat".
             noise_generator: must be None.
             grad_sample_mode: "hooks", "ew", "functorch", or "ghost", which here makes norms of factors in one backward.
@@ -211,7 +212,6 @@ class PrivacyEngine:
         """
         _require_sound(
             grad_sample_mode,
-            poisson_sampling,
             clipping,
             max_grad_norm,
             noise_generator,
@@ -221,6 +221,7 @@ class PrivacyEngine:
             "batch_first": batch_first,
             "loss_reduction": loss_reduction,
             "wrap_model": wrap_model,
+            "poisson": poisson_sampling,
         }
         noise = {"noise_multiplier": noise_multiplier}
         return self._make(
@@ -269,7 +270,7 @@ class PrivacyEngine:
             max_grad_norm: clip.
             batch_first: see `attach`.
             loss_reduction: "mean" or "sum".
-            poisson_sampling: must be True.
+            poisson_sampling: as there.
             clipping: must be "flat".
             noise_generator: must be None.
             grad_sample_mode: as in `make_private`.
@@ -279,16 +280,16 @@ class PrivacyEngine:
         Raises:
             PrivacyError: a choice would be unsound, or this engine has runs without this target.
         """
-        _require_sound(
-            grad_sample_mode, poisson_sampling, clipping, max_grad_norm, noise_generator
-        )
+        _require_sound(grad_sample_mode, clipping, max_grad_norm, noise_generator)
         form = {
             "batch_first": batch_first,
             "loss_reduction": loss_reduction,
             "wrap_model": wrap_model,
+            "poisson": poisson_sampling,
         }
         adjacency = ZERO_OUT if n is None else ADD_REMOVE
-        steps = math.ceil(check.positive(epochs=epochs) * _design_of(data_loader, n)[1])
+        draws = _design_of(data_loader, n, poisson=poisson_sampling)[1]
+        steps = math.ceil(check.positive(epochs=epochs) * draws)
         epsilon = check.positive(target_epsilon=target_epsilon)
         delta = check.open_interval(0.0, 1.0, target_delta=target_delta)
         target = {"budget": Budget(epsilon, delta, adjacency=adjacency), "steps": steps}
@@ -320,7 +321,7 @@ class PrivacyEngine:
             _require_plain(module, optimizer, loader)
             ModuleValidator.validate(module, strict=True)
         wrapped = form.pop("wrap_model")
-        design, draws = _design_of(loader, n)
+        design, draws = _design_of(loader, n, poisson=form.pop("poisson"))
         self.plan = DPOptimizer.plan(
             **noise,
             sampling=design,
@@ -354,6 +355,14 @@ class PrivacyEngine:
                 "n is not given: the number of records was read off the data set and counts as"
                 " public, so that epsilon is about a record replaced by an empty one; give n=, a"
                 " public number, for one added or removed",
+                stacklevel=4,
+            )
+        if isinstance(design, Shuffled):
+            warn(
+                "poisson_sampling=False makes passes over shuffled records, which are charged as such:"
+                " nothing is amplified, and epsilon may be many times what Opacus says, which charges"
+                " Poisson batches; dp.make_private(..., sampling='allocated') makes secret passes,"
+                " at about their price",
                 stacklevel=4,
             )
         if mode != "ghost":
@@ -486,7 +495,6 @@ class _Scaled(TorchRule):
 
 def _require_sound(
     mode: str,
-    poisson_sampling: bool,
     clipping: str,
     norm: Any,
     generator: Any,
@@ -508,13 +516,6 @@ def _require_sound(
             " for each layer"
         )
     check.open_interval(0.0, 1e100, max_grad_norm=norm)
-    if not poisson_sampling:
-        # PRIVACY: (test_a_loader_that_is_not_poisson_is_refused)
-        raise UnknownSamplerError(
-            "poisson_sampling must be True: Opacus charges any other loader as if it were"
-            " Poisson, which may lie many times below the truth; dp.make_private(...,"
-            " sampling='allocated') makes passes"
-        )
     if generator is not None:
         # PRIVACY: (test_noise_that_can_be_repeated_is_refused)
         raise PrivacyError(
@@ -548,10 +549,22 @@ def _require_plain(module: nn.Module, optimizer: Optimizer, loader: DataLoader[A
     require_replaceable(loader)
 
 
-def _design_of(loader: DataLoader[Any], n: int | None) -> tuple[Poisson, int]:
-    """Returns Poisson batches of Opacus' expected size, and the number of batches of an epoch."""
+def _design_of(
+    loader: DataLoader[Any], n: int | None, *, poisson: bool
+) -> tuple[Poisson | Shuffled, int]:
+    """Returns Poisson batches of Opacus' expected size, or shuffled ones, and the number of batches of an epoch."""
     records = number_of_records(loader.dataset) if n is None else check.positive_count(n=n)
     size = loader.batch_size or 1
+    if not poisson:
+        if n is not None:
+            # PRIVACY: a record less would shift all later batches (test_passes_are_not_for_records_that_are_removed)
+            raise AdjacencyError(
+                "poisson_sampling must be True with n=, for records that are added or removed;"
+                " dp.make_private(..., sampling='allocated') makes passes for those"
+            )
+        # PRIVACY: of passes, which cost more than Poisson batches (test_passes_are_charged_as_passes)
+        shuffled = Shuffled(min(size, records), records)
+        return shuffled, shuffled.batches
     draws = records // size if loader.drop_last else math.ceil(records / size)
     if draws < 1:
         raise ValueError(
