@@ -233,6 +233,9 @@ def test_a_warm_up_may_begin_at_0(problem: dp.Problem | None) -> None:
 @pytest.mark.parametrize("average", ["uniform", "weighted"])
 def test_the_average_asked_for_is_the_answer(average: str) -> None:
     model, optimizer, loader = private(linear(), average=average, epochs=2)
+    for problem in (PROBLEM, None):
+        assert private(linear(), problem=problem)[1].plan.average == "last"
+        assert private(linear(), problem=problem, average=average)[1].plan.average == average
     seen = []
     for inputs, targets in loader:
         seen.append(values(model)[0].double())

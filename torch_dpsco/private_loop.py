@@ -185,7 +185,7 @@ def _stepped_by(
 ) -> HolderSGD | NetSGD:
     """Returns a private optimizer that leaves the updates to a torch optimizer; arguments as in `make_private`."""
     groups = optimizer.param_groups
-    public |= {"lr": float(groups[0]["lr"])}
+    public |= {"lr": float(groups[0]["lr"]), "average": average}
     rest |= {"rule": TorchRule(optimizer, average)}
     if problem is not None:
         return HolderSGD(groups, HolderSGD.plan(problem=problem, **public), **rest)
