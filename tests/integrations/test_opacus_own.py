@@ -30,8 +30,8 @@ NAMES = ("PrivacyEngine", "BatchMemoryManager", "DPOptimizer")
 # of each module, how many tests pass at least
 MODULES = {
     "privacy_engine_validation_test": 4,
-    "privacy_engine_test": 120,
-    "batch_memory_manager_test": 1,
+    "privacy_engine_test": 114,
+    "batch_memory_manager_test": 0,
     "gradient_accumulation_test": 0,
     "randomness_test": 2,
 }
@@ -114,7 +114,11 @@ REFUSED = {  # the first that names a test
 # within 15 % of what is expected, of noise that is new each time
 BY_CHANCE = "PrivacyEngine*.test_noise_level"
 # these call nothing of ours
-ALONE = ("DataLoader*Randomness*", "GradientAccumulationTest*.test_grad_sample_accumulation")
+ALONE = (
+    "DataLoader*Randomness*",
+    "GradientAccumulationTest*.test_grad_sample_accumulation",
+    "BatchMemoryManagerTestWithExpandedWeights.test_empty_batch",
+)
 
 
 class FakeData(Dataset[tuple[Tensor, int]]):

@@ -53,6 +53,18 @@ from torch_dpsco.step.run import CommonOptimizer
 _ROWS = {"hooks": "auto", "ew": "auto", "ghost": "auto", "functorch": "dense"}
 
 
+_SIZE_READ = (
+    "n is not given: the number of records was read off the data set and counts as public, so that"
+    " epsilon is about a record replaced by an empty one; give n=, a public number, for one added or"
+    " removed"
+)
+_PASSES = (
+    "poisson_sampling=False makes passes over shuffled records, which are charged as such: nothing is"
+    " amplified, and epsilon may be many times what Opacus says, which charges Poisson batches;"
+    " dp.make_private(..., sampling='allocated') makes secret passes, at about their price"
+)
+
+
 class DPOptimizer(ClippedSGD):
     """A torch optimizer on private means, or sums, with the attributes of Opacus' class of this name.
 
@@ -351,20 +363,9 @@ class PrivacyEngine:
         if wrapped:
             module.__dict__["_module"] = module  # an attribute, no part of it
         if n is None:
-            warn(
-                "n is not given: the number of records was read off the data set and counts as"
-                " public, so that epsilon is about a record replaced by an empty one; give n=, a"
-                " public number, for one added or removed",
-                stacklevel=4,
-            )
+            warn(_SIZE_READ, stacklevel=4)
         if isinstance(design, Shuffled):
-            warn(
-                "poisson_sampling=False makes passes over shuffled records, which are charged as such:"
-                " nothing is amplified, and epsilon may be many times what Opacus says, which charges"
-                " Poisson batches; dp.make_private(..., sampling='allocated') makes secret passes,"
-                " at about their price",
-                stacklevel=4,
-            )
+            warn(_PASSES, stacklevel=4)
         if mode != "ghost":
             return module, private, batches
         return module, private, criterion, batches
