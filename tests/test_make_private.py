@@ -212,14 +212,30 @@ def test_the_learning_rate_of_the_torch_optimizer_needs_no_scale_of_the_problem(
     kink = dp.losses.Hinge().problem(bound_x=2.0)  # for which HolderSGD could not choose one
     _, optimizer, _ = private(linear(), problem=kink)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1]
-    with pytest.raises(ValueError, match=r"lr must be > 0 \(got 0.0\)"):
-        private(model := linear(), torch.optim.SGD(model.parameters(), lr=0.0))
+
+
+@pytest.mark.parametrize(
+    "problem", [None, dp.losses.Logistic().problem(bound_x=2.0, radius=1.0)]
+)
+def test_a_warm_up_may_begin_at_0(problem: dp.Problem | None) -> None:
+    inner = torch.optim.SGD((model := linear()).parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda epoch: epoch / 2)
+    model, optimizer, loader = private(model, inner, problem=problem, epochs=2)
+    start = values(model)
+    train(model, optimizer, loader)
+    assert all(map(torch.equal, start, model.parameters()))
+    scheduler.step()
+    train(model, optimizer, loader)
+    assert not any(map(torch.equal, start, model.parameters()))
 
 
 @pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("average", ["uniform", "weighted"])
 def test_the_average_asked_for_is_the_answer(average: str) -> None:
     model, optimizer, loader = private(linear(), average=average, epochs=2)
+    for problem in (PROBLEM, None):
+        assert private(linear(), problem=problem)[1].plan.average == "last"
+        assert private(linear(), problem=problem, average=average)[1].plan.average == average
     seen = []
     for inputs, targets in loader:
         seen.append(values(model)[0].double())

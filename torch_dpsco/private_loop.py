@@ -184,14 +184,15 @@ def stepped_by(
     `public` are keywords of the plan, `rest` those of the optimizer, all else as in `make_private`.
     """
     groups = optimizer.param_groups
+    average = average or ("ema" if recipe else "last")
     if recipe:
-        plan = NetSGD.plan(dim=groups, clip=clip, average=average or "ema", **public)
+        plan = NetSGD.plan(dim=groups, clip=clip, average=average, **public)
         return NetSGD([{"params": group["params"]} for group in groups], plan, **rest)
-    public |= {"lr": float(groups[0]["lr"])}
-    rest |= {"rule": TorchRule(optimizer, average or "last")}
+    public |= {"lr": float(groups[0]["lr"]), "average": average}
+    rest |= {"rule": TorchRule(optimizer, average)}
     if problem is not None:
         return HolderSGD(groups, HolderSGD.plan(problem=problem, **public), **rest)
-    public |= {"dim": groups, "clip": clip, "average": average or "last"}
+    public |= {"dim": groups, "clip": clip}
     return NetSGD(groups, NetSGD.plan(**public), **rest)
 
 

@@ -166,7 +166,8 @@ class Problem:
                 f"no promised constant bounds the gradient for ||w|| <= {reach:g}: give Problem a"
                 " lipschitz constant (valid up to its radius), an exact_grad_bound, or"
                 " holder_exponent, holder_constant and grad_at_zero with a finite radius;"
-                " losses.<Loss>().problem(bound_x=..., radius=...) gives them all"
+                " losses.<Loss>().problem(bound_x=..., radius=...) gives them all; for a net:"
+                " dp.NetSGD.plan(n=, budget=, dim=model)"
             )
         return least
 
@@ -195,7 +196,8 @@ class Problem:
             raise MissingConstantError(
                 f"{by} needs {', '.join(missing)}: promise Problem({example}), derived from public"
                 " knowledge and never from the data, or use losses.<Loss>().problem(bound_x=...,"
-                " radius=...), which gives what its loss has"
+                " radius=...), which gives what its loss has; for a net: dp.NetSGD.plan(n=, budget=,"
+                " dim=model)"
             )
         return tuple(values[name] for name in names)
 

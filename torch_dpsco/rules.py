@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -46,6 +46,8 @@ class UpdateRule(ABC):
     moved: ClassVar[str | None] = None
     # names in the state of a parameter of points that go with it where plain steps on public data move it
     kept: ClassVar[tuple[str, ...]] = ("average", "inner", "outer", "anchor")
+    # what schedulers look for in an optimizer beside lr: whether momentum, or betas, can be cycled
+    defaults: Mapping[str, Any] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -54,8 +56,13 @@ class UpdateRule(ABC):
     def __init__(self, average: str = "last") -> None:
         self.average = check.choice(AVERAGES, average=average)
 
-    def check_groups(self, groups: Groups) -> None:  # noqa: B027  (most rules take any)
-        """Raises ValueError if the rule does not move exactly the parameters of these groups."""
+    def check_groups(self, groups: Groups) -> None:
+        """Raises ValueError if the rule does not move exactly the parameters of these groups, or not as they say."""
+        if any(group.get("maximize") for group in groups):
+            raise ValueError(
+                "rule must be rules.TorchRule(optimizer) for groups of a torch optimizer with"
+                " maximize=True (got a rule that minimizes)"
+            )
 
     def check_schedule(self, schedule: Schedule) -> None:  # noqa: B027  (most rules take any)
         """Raises ValueError if the rule cannot make the planned steps."""
@@ -218,7 +225,8 @@ class TorchRule(UpdateRule):
     """Any torch optimizer on the private mean: momentum, Adam and so on are post-processing.
 
     The guarantee is unchanged. A utility theorem covers plain SGD alone: where the plan states a bound on the risk, the
-    private optimizer gives a UtilityWarning.
+    private optimizer gives a UtilityWarning. Schedulers are made of either optimizer, and cycle what the inner one has.
+    With maximize=True steps go uphill, against reg.
 
     Args:
         optimizer: built on the same parameters; pass `optimizer.param_groups` as `params` to the private optimizer, so
@@ -236,11 +244,12 @@ class TorchRule(UpdateRule):
                 "optimizer must use one gradient per step (got LBFGS, which evaluates the loss"
                 " itself)"
             )
-        self.plain = type(optimizer) is torch.optim.SGD and all(
-            group["momentum"] == 0 and group["weight_decay"] == 0
+        self.plain = type(optimizer) is torch.optim.SGD and not any(
+            group["momentum"] or group["weight_decay"] or group["maximize"]
             for group in optimizer.param_groups
         )
         self.optimizer = optimizer
+        self.defaults = optimizer.defaults
 
     def check_groups(self, groups: Groups) -> None:
         """Raises ValueError unless the torch optimizer has these very groups."""

@@ -263,17 +263,16 @@ TARGETS: dict[str, Misuse] = {
 }
 
 PARAMETERS: dict[str, Misuse] = {
-    "lr 0": (lambda a: holder(a, lr=0), ValueError, r"lr must be > 0 \(got 0.0\)"),
-    "lr nan": (lambda a: holder(a, lr=NAN), ValueError, r"lr must be > 0 \(got nan\)"),
+    "lr nan": (lambda a: holder(a, lr=NAN), ValueError, r"lr must be >= 0 \(got nan\)"),
     "negative lr of a plan": (
         lambda a: calibrated(a, lr=-1),
         ValueError,
-        r"lr must be > 0 \(got -1.0\)",
+        r"lr must be >= 0 \(got -1.0\)",
     ),
     "negative lr of a group": (
         lambda a: holder(a, [{"params": [parameter()]}, {"params": [parameter()], "lr": -0.1}]),
         ValueError,
-        r"lr must be > 0 \(got -0.1\)",
+        r"lr must be >= 0 \(got -0.1\)",
     ),
     "meta": (
         lambda a: holder(a, [parameter(device="meta")]),

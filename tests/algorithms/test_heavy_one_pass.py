@@ -604,7 +604,7 @@ def test_weight_decay_in_the_loss_or_in_the_arguments_is_refused(cls: Any) -> No
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"lr": 0.0}, "lr must be > 0"),
+        ({"lr": -0.1}, "lr must be >= 0"),
         ({"clip": 0.0}, "clip must be > 0"),
         ({"clip": math.inf}, "clip must be"),
         ({"clip": math.nan}, "clip must be"),
@@ -643,7 +643,7 @@ def test_what_cannot_be_meant_is_refused_by_name(changes: dict[str, Any], words:
         ({"n": 0}, "n must be"),
         ({"clip": -1.0}, "clip must be > 0"),
         ({"clip": "2"}, "clip must be a number"),
-        ({"lr": -1.0}, "lr must be > 0"),
+        ({"lr": -1.0}, "lr must be >= 0"),
         ({"distance": -1.0}, "distance must be > 0"),
         ({"problem": dp.Problem()}, r"needs smoothness.*Problem\(smoothness=...\)"),
         ({"clip": None}, r"needs moment, moment_order.*Problem\(moment="),

@@ -455,7 +455,7 @@ def test_what_a_pilot_cannot_be_is_refused_by_name(changes: dict[str, Any], word
         calibrated(clip=dp.Pilot(**{"size": SIZE, **changes}))
 
 
-@pytest.mark.parametrize("changes", [{"steps": 0}, {"steps": 121}, {"lr": 0.0}, {"n": 2.5}])
+@pytest.mark.parametrize("changes", [{"steps": 0}, {"steps": 121}, {"lr": -0.1}, {"n": 2.5}])
 def test_what_cannot_be_planned_is_refused_by_name(changes: dict[str, Any]) -> None:
     (name,) = changes
     with pytest.raises(ValueError, match=f"{name} must be"):

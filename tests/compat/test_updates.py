@@ -110,6 +110,18 @@ def test_one_cycle_without_momentum_says_what_to_do():
         lr_scheduler.OneCycleLR(Run().optimizer, 0.2, total_steps=4)
 
 
+def test_a_rate_of_another_group_voids_a_theorem_too():
+    run, problem = Run(), dp.losses.Logistic().problem(bound_x=2.0, radius=1.0)
+    made = {"problem": problem, "n": N, "batch_size": BATCH, "steps": 2, "noise_multiplier": 1.0}
+    made |= {"average": "uniform", "dim": run.model}
+    assert dp.HolderSGD.plan(lr=0.0, **made).risk_bound is None  # nothing moves
+    plan = dp.HolderSGD.plan(lr=0.1, **made)
+    groups = [{"params": [p], "lr": 0.1 * k} for k, p in enumerate(run.model.parameters())]
+    run.optimizer = dp.HolderSGD(groups, plan)
+    with pytest.warns(UtilityWarning, match="lr is not that of the plan"):
+        run.train(run.loader(1))
+
+
 def by_layer(model: nn.Module) -> list[dict[str, Any]]:
     return [
         {"params": list(layer.parameters()), "lr": LR / (k + 1)}
@@ -146,6 +158,23 @@ def test_groups_cannot_be_added_after_construction():
     )
 
 
+class Lion(torch.optim.Optimizer):
+    """Chen and others 2023, Algorithm 2."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in group["params"]:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                p.mul_(1.0 - group["lr"] * group["weight_decay"])
+                p.sub_(mean.lerp(p.grad, 1.0 - first).sign(), alpha=group["lr"])
+                mean.lerp_(p.grad, 1.0 - second)
+
+
 INNER = {
     "SGD with momentum": lambda params: torch.optim.SGD(
         params, lr=0.1, momentum=0.9, nesterov=True
@@ -153,34 +182,110 @@ INNER = {
     "Adam": lambda params: torch.optim.Adam(params, lr=0.1),
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.1),
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.1),
+    "Lion": lambda params: Lion(params, lr=0.1),
+}
+CYCLES = {
+    "OneCycleLR": lambda opt: lr_scheduler.OneCycleLR(opt, 0.2, total_steps=STEPS + 1),
+    "CyclicLR": lambda opt: lr_scheduler.CyclicLR(opt, 0.0, 0.1, step_size_up=2),
+    "LambdaLR": lambda opt: lr_scheduler.LambdaLR(opt, lambda k: min(1.0, k / 3)),
+    "LinearLR": lambda opt: lr_scheduler.LinearLR(opt, 0.1, total_iters=3),
 }
 
 
-def with_inner(name: str) -> Run:
+def with_inner(name: str, schedule: Any = None) -> tuple[Run, Any]:
     run = Run()
     inner = INNER[name](run.model.parameters())
+    scheduler = schedule and schedule(inner)
     rule = dp.rules.TorchRule(inner)
     run.optimizer = private_optimizer(
         run.model, dp.Poisson(BATCH, N), params=inner.param_groups, lr=0.1, rule=rule
     )
-    return run
+    return run, scheduler
 
 
 @pytest.mark.cases(2, 1)
 @pytest.mark.parametrize("name", INNER)
 def test_torch_optimizers_work_on_the_private_mean(name):
-    run = with_inner(name)
+    run, _ = with_inner(name)
     run.train(run.loader())
     run.check(optimizer=INNER[name])
 
 
 def test_a_scheduler_reaches_the_optimizer_inside_of_a_rule():
-    run = with_inner("Adam")
+    run, _ = with_inner("Adam")
     scheduler = SCHEDULERS["LambdaLR"](run.optimizer)
     for batch in run.loader(3):
         run.train([batch])
         scheduler.step()
     assert run.optimizer.rule.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 4)
+
+
+@pytest.mark.cases(3, 1)
+@pytest.mark.parametrize("scheduler", CYCLES)
+@pytest.mark.parametrize("name", ["SGD with momentum", "AdamW", "RMSprop", "Lion"])
+def test_schedulers_cycle_rate_and_momentum_as_in_a_plain_loop(name, scheduler):
+    """Warm-ups from 0 too: of the private optimizer, or of the inner one before there is a private one."""
+    for before in (False, True):
+        run, made = with_inner(name, CYCLES[scheduler] if before else None)
+        pace = made or CYCLES[scheduler](run.optimizer)
+        plain = network()
+        reference = INNER[name](plain.parameters())
+        their_pace = CYCLES[scheduler](reference)
+        for batch in run.loader():
+            run.optimizer.zero_grad()
+            run.backward(batch)
+            run.optimizer.step()
+            pace.step()
+            for p, mean in zip(
+                plain.parameters(), clipped_means(plain, batch, BATCH), strict=True
+            ):
+                p.grad = mean
+            reference.step()
+            their_pace.step()
+            for ours, theirs in zip(
+                run.optimizer.param_groups, reference.param_groups, strict=True
+            ):
+                for key in {"lr", "momentum", "betas"} & theirs.keys():
+                    assert ours[key] == theirs[key]
+        assert_same_model(run.model, plain)
+        assert len(run.optimizer.accountant) == STEPS
+
+
+def test_a_step_of_size_0_is_charged_and_moves_nothing():
+    run = Run(lr=0.0)
+    before = [p.detach().clone() for p in run.model.parameters()]
+    run.train(run.loader(2))
+    assert all(map(torch.equal, before, run.model.parameters()))
+    assert run.optimizer.steps == len(run.optimizer.accountant) == 2
+
+
+def test_maximize_goes_uphill_against_reg_and_warns_of_the_theorem():
+    moves = []
+    for uphill in (False, True):
+        run = Run()
+        start = torch.cat([p.detach().flatten() for p in run.model.parameters()])
+        inner = torch.optim.SGD(run.model.parameters(), lr=0.1, maximize=uphill)
+        rule = dp.rules.TorchRule(inner)
+        assert rule.plain is not uphill
+        run.optimizer = private_optimizer(
+            run.model, dp.Full(N), params=inner.param_groups, lr=0.1, rule=rule, reg=0.5
+        )
+        run.train(run.loader(1))
+        moves.append(torch.cat([p.detach().flatten() for p in run.model.parameters()]) - start)
+    torch.testing.assert_close(moves[0] + moves[1], -2 * 0.1 * 0.5 * start)
+    problem = dp.losses.Logistic().problem(bound_x=2.0, radius=1.0)
+    plan = dp.HolderSGD.plan(
+        problem=problem, n=N, batch_size=BATCH, steps=4, noise_multiplier=1.0, lr=0.1,
+        average="uniform", dim=run.model,
+    )  # fmt: skip
+    assert plan.risk_bound is not None
+    with pytest.warns(UtilityWarning, match="SGD on private means is post-processing"):
+        dp.HolderSGD(inner.param_groups, plan, rule=dp.rules.TorchRule(inner))
+    with pytest.raises(ValueError, match=r"rule must be rules.TorchRule.*maximize=True"):
+        dp.HolderSGD(inner.param_groups, plan)
+    with pytest.raises(ValueError, match=r"maximize must be given .*rule=dp.rules.TorchRule"):
+        dp.HolderSGD(run.model.parameters(), plan, maximize=True)
 
 
 @pytest.mark.parametrize("kind", ["mean", "ema"])

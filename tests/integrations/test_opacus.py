@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import re
@@ -17,6 +18,7 @@ from opacus.schedulers import ExponentialGradClip, ExponentialNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager as TheirManager
 from opacus.validators.errors import UnsupportedModuleError
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import torch_dpsco as dp
@@ -103,8 +105,8 @@ def test_the_methods_of_opacus_are_known() -> None:
     ]
 
 
-# a model that stays as it was is what `make_private` has changed in place; what torch.save takes is given to torch.save
-LEFT_OUT = {"wrap_model", "noise_scheduler", "grad_clip_scheduler"}
+# noise and clip have no schedulers; what torch.save takes is given to torch.save
+LEFT_OUT = {"noise_scheduler", "grad_clip_scheduler"}
 LEFT_OUT |= {f"module_{act}_dict_kwargs" for act in ("state", "load")}
 LEFT_OUT |= {f"torch_{act}_kwargs" for act in ("save", "load")}
 
@@ -143,6 +145,7 @@ WORKS = {
     "optimizer": None,
     "poisson_sampling": True,
     "rand_on_empty": False,
+    "wrap_model": False,
 }
 
 
@@ -165,7 +168,7 @@ def test_each_keyword_works(name: str) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "shuffled": ({"poisson_sampling": False}, PrivacyError, "sampling='allocated'"),
+    "shuffled": ({"poisson_sampling": False}, AdjacencyError, "sampling='allocated'"),
     "per layer": (
         {"clipping": "per_layer", "max_grad_norm": [1.0] * 4},
         ValueError,
@@ -225,17 +228,42 @@ def test_a_target_refuses_the_same(case: str) -> None:
         PrivacyEngine().make_private_with_epsilon(**target(**change))
 
 
-def test_a_loader_that_is_not_poisson_is_refused() -> None:
-    """Opacus charges a pass over fixed batches as Poisson ones, which is less than half of what it costs."""
+@pytest.mark.parametrize("targeted", [False, True])
+@pytest.mark.filterwarnings("ignore:n is not given:UserWarning")
+def test_passes_are_charged_as_passes(targeted: bool) -> None:
+    """Opacus charges a pass over fixed batches as Poisson ones, less than half of what it costs under replace_one."""
+    theirs, ours = opacus.PrivacyEngine(), PrivacyEngine()
     given = parts(poisson_sampling=False)
-    theirs = opacus.PrivacyEngine()
-    model, optimizer, loader = theirs.make_private(**given)
-    train(model, optimizer, loader)
-    truth = dp.Accountant(adjacency="replace_one")
-    truth.authorize(dp.Shuffled(16, N).event(dp.accounting.events.clipped_gaussian(1.0), 4))
-    assert truth.get_epsilon(DELTA) > 2 * theirs.get_epsilon(DELTA)
-    with pytest.raises(PrivacyError, match="poisson_sampling must be True"):
-        PrivacyEngine().make_private(**parts(poisson_sampling=False, n=N))
+    train(*theirs.make_private(**given))
+    given = parts(poisson_sampling=False)
+    if targeted:
+        given |= {"target_epsilon": 2.0, "target_delta": DELTA, "epochs": 1}
+        del given["noise_multiplier"]
+    make = ours.make_private_with_epsilon if targeted else ours.make_private
+    with pytest.warns(UtilityWarning, match="poisson_sampling=False makes passes"):
+        model, optimizer, loader = make(**given)
+    sizes, noise = [], optimizer.noise_multiplier
+    for x, y in loader:
+        sizes.append(len(x))
+        train(model, optimizer, [(x, y)])
+    assert sizes == [16] * 4
+    truth = dp.Accountant(adjacency="zero_out")
+    event = dp.accounting.events.clipped_gaussian(noise)
+    truth.authorize(dp.Shuffled(16, N).event(event, 4))
+    assert ours.get_epsilon(DELTA) == pytest.approx(truth.get_epsilon(DELTA))
+    if targeted:
+        assert truth.get_epsilon(DELTA) == pytest.approx(2.0, rel=1e-3)
+    else:
+        replaced = dp.Accountant(adjacency="replace_one")
+        replaced.authorize(dp.Shuffled(16, N).event(event, 4))
+        assert truth.get_epsilon(DELTA) > theirs.get_epsilon(DELTA)
+        assert replaced.get_epsilon(DELTA) > 2 * theirs.get_epsilon(DELTA)
+
+
+def test_passes_are_not_for_records_that_are_removed() -> None:
+    for make, given in (("make_private", parts(n=N)), ("make_private_with_epsilon", target())):
+        with pytest.raises(AdjacencyError, match=r"poisson_sampling must be True with n="):
+            getattr(PrivacyEngine(), make)(**given, poisson_sampling=False)
 
 
 def test_noise_that_can_be_repeated_is_refused() -> None:
@@ -647,8 +675,9 @@ def test_an_accountant_of_ones_own_is_charged(tmp_path: Any) -> None:
 
 
 def test_there_is_no_epsilon_before_the_first_run() -> None:
-    with pytest.raises(SequenceError, match="make_private must be called first"):
-        PrivacyEngine().get_epsilon(DELTA)
+    for kind in (SequenceError, ValueError):  # ours, and that of Opacus
+        with pytest.raises(kind, match="make_private must be called first"):
+            PrivacyEngine().get_epsilon(DELTA)
 
 
 # -- what is private already, and what is fixed -----------------------------------------------------------------------
@@ -707,12 +736,77 @@ def test_modules_are_judged_as_by_opacus() -> None:
     engine, mixing = PrivacyEngine(), nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8))
     assert engine.is_compatible(module=net(), optimizer=None, data_loader=None)
     assert not engine.is_compatible(module=mixing, optimizer=None, data_loader=None)
-    with pytest.raises((UnsupportedModuleError, ValueError)):
+    with pytest.raises(UnsupportedModuleError):
         engine.validate(module=mixing, optimizer=None, data_loader=None)
     fixed = PrivacyEngine.get_compatible_module(mixing)
     assert isinstance(fixed[1], nn.GroupNorm)
     assert isinstance(mixing[1], nn.BatchNorm2d)
     assert engine.is_compatible(module=fixed, optimizer=None, data_loader=None)
+
+
+def spectral(layer: nn.Module) -> nn.Module:
+    return nn.utils.parametrizations.spectral_norm(layer)
+
+
+@pytest.mark.parametrize("engine", [PrivacyEngine, opacus.PrivacyEngine])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: nn.Sequential(nn.Linear(DIM, 8), nn.BatchNorm1d(8)),
+        lambda: nn.InstanceNorm1d(DIM, affine=True, track_running_stats=True),
+        lambda: nn.LSTM(DIM, 2),
+        lambda: nn.MultiheadAttention(DIM, 1),
+        lambda: nn.Linear(DIM, 2).eval(),
+    ],
+    ids=["batch norm", "instance norm", "lstm", "attention", "eval"],
+)
+def test_a_refused_module_raises_what_it_raises_in_opacus(engine: Any, build: Any) -> None:
+    module = build()
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    made = engine()
+    with pytest.raises(UnsupportedModuleError):
+        made.make_private(**parts() | {"module": module, "optimizer": optimizer})
+    assert all(torch.equal(before[name], p) for name, p in module.named_parameters())
+    with pytest.raises(ValueError):  # noqa: PT011  (each in its words)
+        made.make_private(**parts() | {"optimizer": optimizer})
+
+
+def test_what_only_we_refuse_of_a_module_is_of_the_same_class() -> None:
+    module = spectral(nn.Linear(DIM, 2))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedModuleError, match="spectral"):
+        PrivacyEngine().make_private(**parts() | {"module": module, "optimizer": optimizer})
+    assert type(dp.attach(net())) is nn.Sequential
+
+
+def test_a_model_knows_itself_by_the_name_of_opacus() -> None:
+    for wrap in (True, False):
+        model, optimizer, loader = PrivacyEngine().make_private(**parts(n=N), wrap_model=wrap)
+        assert hasattr(model, "_module") is wrap
+        train(model, optimizer, loader)
+        if wrap:
+            assert model._module is model
+            assert model._module.state_dict().keys() == net().state_dict().keys()
+            assert len([*model.modules()]) == 4
+            assert copy.deepcopy(dp.detach(model))._module is not model
+
+
+@pytest.mark.parametrize("schedule", ["warm-up", "one cycle"])
+def test_schedulers_of_lr_and_momentum_work_as_in_opacus(schedule: str) -> None:
+    seen = []
+    for engine, more in ((PrivacyEngine, {"n": N}), (opacus.PrivacyEngine, {})):
+        given = parts(kind=torch.optim.AdamW, **more)
+        if schedule == "warm-up":  # from 0, before there is a private optimizer
+            pace = LambdaLR(given["optimizer"], lambda k: k / 4)
+        model, optimizer, loader = engine().make_private(**given)
+        if schedule == "one cycle":
+            pace = OneCycleLR(optimizer, 0.1, total_steps=5)
+        train(model, optimizer, [next(iter(loader))])
+        pace.step()
+        seen.append([(g["lr"], g["betas"]) for g in given["optimizer"].param_groups])
+        assert optimizer.param_groups[0]["lr"] == seen[-1][0][0]
+    assert seen[0] == seen[1]
 
 
 def test_a_run_goes_on_from_a_checkpoint(tmp_path: Any) -> None:

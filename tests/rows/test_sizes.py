@@ -581,6 +581,11 @@ def test_inputs_that_are_computed_later_are_refused(change: Callable[[Tensor], T
     later(lambda model, x: model(change(x)), "inputs of the model must be the tensors")
 
 
+def test_public_data_outside_of_their_block_are_told_of_it() -> None:
+    told = r"public data, write `with dp.public\(model\):`"
+    later(lambda model, x: model(torch.ones_like(x)), told)
+
+
 def test_inputs_that_are_computed_in_place_keep_slots() -> None:
     model = dp.attach(net(), loss_reduction="sum")
     optimizer = make_optimizer(model, Poisson(32, N), noise=1.0, adjacency="add_remove")

@@ -435,7 +435,7 @@ class _Task(Task, ABC):
         if self.clip is None:
             raise MissingConstantError(
                 f"{self.by} needs a clip for many passes, which no theorem chooses:"
-                " clip=dp.Pilot(), or a number"
+                " clip=dp.Pilot(), or a number; for a net: dp.NetSGD.plan(n=, budget=, dim=model)"
             )
         goal = self.goal
         if self.follows_rule:

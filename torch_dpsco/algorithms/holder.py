@@ -308,7 +308,7 @@ class _Task(Task):
         smoothness = self.problem.smoothness
         if self.lr is None:
             return 1.0 / smoothness if smoothness else self._balanced_lr(steps, bound, std)
-        if smoothness and check.positive(lr=self.lr) > 2.0 / smoothness:
+        if smoothness and check.nonnegative(lr=self.lr) > 2.0 / smoothness:
             message = (
                 f"lr={self.lr:g} is above 2/smoothness={2.0 / smoothness:g}: steps may diverge"
             )
@@ -319,12 +319,13 @@ class _Task(Task):
         if math.isinf(self.radius):
             raise MissingConstantError(
                 "lr cannot be chosen for this loss without a scale: give distance= (a guess of"
-                " |w*|), a problem with a finite radius, or lr="
+                " |w*|), a problem with a finite radius, or lr=; for a net: dp.NetSGD.plan(n=,"
+                " budget=, dim=model)"
             )
         if self.dim is None or steps is None:
             raise MissingConstantError(
                 "dim (the number of parameters, or the model) and steps are needed to choose lr"
-                " for this loss; or give lr="
+                " for this loss; or give lr=; for a net: dp.NetSGD.plan(n=, budget=, dim=model)"
             )
         return balanced_lr(self.radius, steps, bound, self.dim, noise_std)
 
@@ -339,7 +340,7 @@ class _Task(Task):
     def _risk(self, draws: Draws, lr: float, multiplier: float) -> float | None:
         """Returns the bound on the excess risk of the average of all iterates; None where there is none."""
         radius = self.problem.radius
-        if self.dim is None or math.isinf(radius) or not multiplier or not draws.steps:
+        if self.dim is None or math.isinf(radius) or not (multiplier and draws.steps and lr):
             return None
         # |w_1 - w*| <= radius for a start at 0; the noise never exceeds that at the bound over the feasible set
         bound = self.problem.grad_bound()

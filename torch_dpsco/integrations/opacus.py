@@ -5,6 +5,9 @@
 Keywords, batches per epoch, expected batch size, noise and clip are those of Opacus. But each step is charged before
 its noise is drawn, a target is a limit, and what would be unsound raises and says what to write.
 
+Errors are of Opacus' classes too: UnsupportedModuleError where a module is refused, ValueError where calls come in an
+order, or objects in a combination, that is not covered.
+
 Opacus has no word for a public number of records: it computes rate, divisor and number of steps from len(dataset),
 which its add/remove accounting takes for secret. Here `n=` is such a number, for reference, and then epsilon is about
 one record that is added or removed (add_remove). Without it len(dataset) counts as public, with a warning, and epsilon
@@ -14,7 +17,8 @@ is about one record that is replaced by an empty one (zero_out); the figure is t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -31,12 +35,12 @@ from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
-from torch_dpsco.accounting.designs import Poisson
+from torch_dpsco.accounting.designs import Poisson, Shuffled
 from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT
 from torch_dpsco.algorithms.heavy_plan import ClippedPlan
 from torch_dpsco.algorithms.heavy_tailed import ClippedSGD
 from torch_dpsco.diagnosis.script import grad_sample_hooks
-from torch_dpsco.errors import PrivacyError, SequenceError, UnknownSamplerError, warn
+from torch_dpsco.errors import AdjacencyError, PrivacyError, SequenceError, warn
 from torch_dpsco.private_loop import attach_sound, require_replaceable
 from torch_dpsco.problem import Phase
 from torch_dpsco.rows.attach import require_supported
@@ -47,6 +51,18 @@ from torch_dpsco.step.run import CommonOptimizer
 
 # ghost clipping saves memory, and so do the two factors of rows that "auto" keeps of common layers, in one backward
 _ROWS = {"hooks": "auto", "ew": "auto", "ghost": "auto", "functorch": "dense"}
+
+
+_SIZE_READ = (
+    "n is not given: the number of records was read off the data set and counts as public, so that"
+    " epsilon is about a record replaced by an empty one; give n=, a public number, for one added or"
+    " removed"
+)
+_PASSES = (
+    "poisson_sampling=False makes passes over shuffled records, which are charged as such: nothing is"
+    " amplified, and epsilon may be many times what Opacus says, which charges Poisson batches;"
+    " dp.make_private(..., sampling='allocated') makes secret passes, at about their price"
+)
 
 
 class DPOptimizer(ClippedSGD):
@@ -82,6 +98,20 @@ class DPOptimizer(ClippedSGD):
         self.max_grad_norm = plan.clip
         self.expected_batch_size = plan.batch_size
         self.original_optimizer = optimizer
+
+
+class OrderError(SequenceError, ValueError):
+    """A `SequenceError` of an engine, where Opacus' engine raises ValueError."""
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Gives errors about a module, or about what goes with it, the classes that Opacus' engine raises."""
+    try:
+        yield
+    except (SequenceError, ValueError) as error:
+        kind = OrderError if isinstance(error, SequenceError) else UnsupportedModuleError
+        raise kind(str(error)) from error
 
 
 class PrivacyEngine:
@@ -127,7 +157,7 @@ class PrivacyEngine:
 
     def _charged(self) -> Accountant:
         if self.accountant is None:
-            raise SequenceError("make_private must be called first: it makes the accountant")
+            raise OrderError("make_private must be called first: it makes the accountant")
         return self.accountant
 
     def _ledger(self, plan: ClippedPlan) -> Accountant:
@@ -163,13 +193,14 @@ class PrivacyEngine:
         clipping: str = "flat",
         noise_generator: Any = None,
         grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
         rand_on_empty: bool = False,
         n: int | None = None,
     ) -> Any:
         """Returns (module, optimizer, loader), or (module, optimizer, criterion, loader) in mode "ghost".
 
         Args:
-            module: is attached in place (`dp.attach`), and keeps class and names: there is no `_module`.
+            module: in training mode; is attached in place (`dp.attach`), and keeps its class and its names.
             optimizer: any torch optimizer but LBFGS, on the module's trainable parameters.
             criterion: the training loss; probed, with the model, for records that reach each other.
             data_loader: with a fixed batch_size; its data set, workers and collate function are kept.
@@ -177,25 +208,33 @@ class PrivacyEngine:
             max_grad_norm: clip on the norm of a record's gradient over all parameters.
             batch_first: see `attach`.
             loss_reduction: see `DPOptimizer`.
-            poisson_sampling: must be True; `dp.make_private(sampling="allocated")` makes passes.
+            poisson_sampling: False makes passes over shuffled records, charged as such: nothing is amplified. Opacus
+                charges them like Poisson batches, which may lie many times below the truth.
             clipping: must be "flat".
             noise_generator: must be None.
             grad_sample_mode: "hooks", "ew", "functorch", or "ghost", which here makes norms of factors in one backward.
+            wrap_model: whether `module._module` is to be known, which is the module itself.
             rand_on_empty: must be False; empty batches are steps of noise.
             n: PUBLIC number of records, near the true one; see the module's docstring. Opacus has no such keyword.
 
         Raises:
             PrivacyError: a choice would be unsound; says what to write instead.
+            UnsupportedModuleError: the module has no per-sample gradients, or is in evaluation mode.
+            OrderError: module and optimizer do not go together, or are private already; a ValueError too.
         """
         _require_sound(
             grad_sample_mode,
-            poisson_sampling,
             clipping,
             max_grad_norm,
             noise_generator,
             rand_on_empty,
         )
-        form = {"batch_first": batch_first, "loss_reduction": loss_reduction}
+        form = {
+            "batch_first": batch_first,
+            "loss_reduction": loss_reduction,
+            "wrap_model": wrap_model,
+            "poisson": poisson_sampling,
+        }
         noise = {"noise_multiplier": noise_multiplier}
         return self._make(
             module,
@@ -227,6 +266,7 @@ class PrivacyEngine:
         clipping: str = "flat",
         noise_generator: Any = None,
         grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
         n: int | None = None,
     ) -> Any:
         """Returns what `make_private` does, with the least noise for so many epochs; a step past them raises.
@@ -242,21 +282,26 @@ class PrivacyEngine:
             max_grad_norm: clip.
             batch_first: see `attach`.
             loss_reduction: "mean" or "sum".
-            poisson_sampling: must be True.
+            poisson_sampling: as there.
             clipping: must be "flat".
             noise_generator: must be None.
             grad_sample_mode: as in `make_private`.
+            wrap_model: as there.
             n: PUBLIC number of records.
 
         Raises:
             PrivacyError: a choice would be unsound, or this engine has runs without this target.
         """
-        _require_sound(
-            grad_sample_mode, poisson_sampling, clipping, max_grad_norm, noise_generator
-        )
-        form = {"batch_first": batch_first, "loss_reduction": loss_reduction}
+        _require_sound(grad_sample_mode, clipping, max_grad_norm, noise_generator)
+        form = {
+            "batch_first": batch_first,
+            "loss_reduction": loss_reduction,
+            "wrap_model": wrap_model,
+            "poisson": poisson_sampling,
+        }
         adjacency = ZERO_OUT if n is None else ADD_REMOVE
-        steps = math.ceil(check.positive(epochs=epochs) * _design_of(data_loader, n)[1])
+        draws = _design_of(data_loader, n, poisson=poisson_sampling)[1]
+        steps = math.ceil(check.positive(epochs=epochs) * draws)
         epsilon = check.positive(target_epsilon=target_epsilon)
         delta = check.open_interval(0.0, 1.0, target_delta=target_delta)
         target = {"budget": Budget(epsilon, delta, adjacency=adjacency), "steps": steps}
@@ -284,8 +329,11 @@ class PrivacyEngine:
         mode: str,
         form: dict[str, Any],
     ) -> Any:
-        _require_plain(module, optimizer, loader)
-        design, draws = _design_of(loader, n)
+        with _refusals():
+            _require_plain(module, optimizer, loader)
+            ModuleValidator.validate(module, strict=True)
+        wrapped = form.pop("wrap_model")
+        design, draws = _design_of(loader, n, poisson=form.pop("poisson"))
         self.plan = DPOptimizer.plan(
             **noise,
             sampling=design,
@@ -310,14 +358,14 @@ class PrivacyEngine:
         )
         if mode == "ghost":
             criterion = criterion or nn.CrossEntropyLoss()
-        attach_sound(module, criterion, batches, rows=_ROWS[mode], **form)
+        with _refusals():
+            attach_sound(module, criterion, batches, rows=_ROWS[mode], **form)
+        if wrapped:
+            module.__dict__["_module"] = module  # an attribute, no part of it
         if n is None:
-            warn(
-                "n is not given: the number of records was read off the data set and counts as"
-                " public, so that epsilon is about a record replaced by an empty one; give n=, a"
-                " public number, for one added or removed",
-                stacklevel=4,
-            )
+            warn(_SIZE_READ, stacklevel=4)
+        if isinstance(design, Shuffled):
+            warn(_PASSES, stacklevel=4)
         if mode != "ghost":
             return module, private, batches
         return module, private, criterion, batches
@@ -329,7 +377,7 @@ class PrivacyEngine:
         """Returns whether `validate` passes."""
         try:
             self.validate(module=module)
-        except (ValueError, UnsupportedModuleError):
+        except UnsupportedModuleError:
             return False
         return True
 
@@ -337,12 +385,14 @@ class PrivacyEngine:
     def validate(
         self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None
     ) -> None:
-        """Raises Opacus' UnsupportedModuleError, or ValueError, for a module without per-sample gradients.
+        """Raises Opacus' UnsupportedModuleError for a module without per-sample gradients, or in evaluation mode.
 
         The others are not looked at, as in Opacus.
         """
         ModuleValidator.validate(module, strict=True)
-        require_supported(module, batch_first=True)
+        first = all(getattr(layer, "batch_first", True) for layer in module.modules())
+        with _refusals():
+            require_supported(module, batch_first=first)
 
     @classmethod
     @typed
@@ -446,7 +496,6 @@ class _Scaled(TorchRule):
 
 def _require_sound(
     mode: str,
-    poisson_sampling: bool,
     clipping: str,
     norm: Any,
     generator: Any,
@@ -468,13 +517,6 @@ def _require_sound(
             " for each layer"
         )
     check.open_interval(0.0, 1e100, max_grad_norm=norm)
-    if not poisson_sampling:
-        # PRIVACY: (test_a_loader_that_is_not_poisson_is_refused)
-        raise UnknownSamplerError(
-            "poisson_sampling must be True: Opacus charges any other loader as if it were"
-            " Poisson, which may lie many times below the truth; dp.make_private(...,"
-            " sampling='allocated') makes passes"
-        )
     if generator is not None:
         # PRIVACY: (test_noise_that_can_be_repeated_is_refused)
         raise PrivacyError(
@@ -500,14 +542,30 @@ def _require_plain(module: nn.Module, optimizer: Optimizer, loader: DataLoader[A
             "module and optimizer must be plain (got private ones): make them anew, or take"
             " dp.detach(module) and optimizer.original_optimizer"
         )
-    require_same_parameters(module, optimizer)
+    try:
+        require_same_parameters(module, optimizer)
+    except SequenceError as error:
+        found = "Module parameters are different than optimizer Parameters"  # in Opacus' words
+        raise SequenceError(f"{found}: {error}") from error
     require_replaceable(loader)
 
 
-def _design_of(loader: DataLoader[Any], n: int | None) -> tuple[Poisson, int]:
-    """Returns Poisson batches of Opacus' expected size, and the number of batches of an epoch."""
+def _design_of(
+    loader: DataLoader[Any], n: int | None, *, poisson: bool
+) -> tuple[Poisson | Shuffled, int]:
+    """Returns Poisson batches of Opacus' expected size, or shuffled ones, and the number of batches of an epoch."""
     records = number_of_records(loader.dataset) if n is None else check.positive_count(n=n)
     size = loader.batch_size or 1
+    if not poisson:
+        if n is not None:
+            # PRIVACY: a record less would shift all later batches (test_passes_are_not_for_records_that_are_removed)
+            raise AdjacencyError(
+                "poisson_sampling must be True with n=, for records that are added or removed;"
+                " dp.make_private(..., sampling='allocated') makes passes for those"
+            )
+        # PRIVACY: of passes, which cost more than Poisson batches (test_passes_are_charged_as_passes)
+        shuffled = Shuffled(min(size, records), records)
+        return shuffled, shuffled.batches
     draws = records // size if loader.drop_last else math.ceil(records / size)
     if draws < 1:
         raise ValueError(

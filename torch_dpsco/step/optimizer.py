@@ -99,10 +99,10 @@ class RunOptimizer(CommonOptimizer):
         generator: torch.Generator | None = None,
         secure: str | None = None,
     ) -> None:
-        super().__init__(params, {"lr": check.positive(lr=lr)})
+        super().__init__(params, {**rule.defaults, "lr": check.nonnegative(lr=lr)})
         self._params: list[nn.Parameter] = [p for g in self.param_groups for p in g["params"]]
         for group in self.param_groups:
-            check.positive(lr=group["lr"])
+            check.nonnegative(lr=group["lr"])
         device = checks.one_device(self._params)
         rule.check_groups(self.param_groups)
         if check.choice((None, "exact"), secure=secure):

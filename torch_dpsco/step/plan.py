@@ -385,7 +385,7 @@ class StepPlan(BatchPlan):
 
     Args:
         steps: number of steps; None for no limit but the budget.
-        lr: step size, > 0.
+        lr: step size, >= 0; steps of size 0 are charged, and move nothing.
         radius: of the ball that the iterates stay in; inf for none.
         reg: lambda of a term (lambda/2)|w|^2 that the other numbers count on.
         momentum: in [0, 1), see `rules.Momentum`; of the rule that is taken where none is given.
@@ -400,7 +400,7 @@ class StepPlan(BatchPlan):
     ranges: ClassVar[Ranges] = {
         **BatchPlan.ranges,
         "steps": check.positive_count,
-        "lr": check.positive,
+        "lr": check.nonnegative,
         "radius": partial(check.positive, allow_inf=True),
         "reg": check.nonnegative,
         "momentum": check.below_one,
@@ -611,7 +611,7 @@ class PlannedOptimizer(PrivateOptimizer):
         )
         if getattr(plan, "risk_bound", None) is None:
             return  # as for most nets: there is no theorem to void
-        self._lrs = [float(group["lr"]) for group in self.param_groups]
+        self._lrs = [plan.lr] * len(self.param_groups)
         if isinstance(rule, TorchRule) and not rule.plain:
             checks.warn_of_void_theorem(
                 f"{type(rule.optimizer).__name__} on private means is post-processing", 3

@@ -569,8 +569,8 @@ class CommonOptimizer(Optimizer):
         name = cls.__name__
         if moved:
             raise ValueError(
-                f"{', '.join(moved)} must be given to {name}.plan(...), and its plan to the"
-                f" optimizer: {name}(params, {name}.plan(...))"
+                f"{', '.join(moved)} must be given to {name}.plan(...), and that to {name}(params, plan);"
+                " momentum, betas, maximize to a torch optimizer, and that to rule=dp.rules.TorchRule(it)"
             )
         if type(plan) is not cls.plans:
             raise ValueError(

@@ -73,7 +73,7 @@ class PrivateOptimizer(RunOptimizer):
 
     Args:
         params: parameters or groups of them, each group with its own `lr` if wanted.
-        lr: step size, > 0.
+        lr: step size, >= 0; a step of size 0, as a warm-up begins with, is charged like any other, and moves nothing.
         oracle: how a logical batch becomes a private mean.
         rule: how a private mean moves the iterate.
         design: how batches are drawn; `Undeclared` claims no amplification.
@@ -334,11 +334,13 @@ class PrivateOptimizer(RunOptimizer):
         groups = self.param_groups
         for p, mean in zip(params, release.mean, strict=True):
             p.grad = mean if mean.dtype == p.dtype else mean.to(p.dtype)
-            if run.reg:
-                p.grad.add_(p, alpha=run.reg)
+        for group in groups if run.reg else ():
+            reg = -run.reg if group.get("maximize") else run.reg  # uphill, it is subtracted
+            for weight in trained(group):
+                weight.grad.add_(weight, alpha=reg)  # type: ignore[union-attr]
         if self._lrs is not None and [float(group["lr"]) for group in groups] != self._lrs:
             self._lrs = None
-            checks.warn_of_void_theorem("lr was changed after construction", 4)
+            checks.warn_of_void_theorem("lr is not that of the plan any more", 4)
         run.rule.update(groups, self.state, k, phase)
         if not isinstance(run.prox, Identity):
             steps = [
