@@ -58,8 +58,7 @@ def batch_norm(script: Script, evidence: Evidence) -> Iterator[Finding]:
             f"{some(layers)} normalize{'s' if len(layers) == 1 else ''} by statistics of the batch,"
             " so that every record is in the gradient of every other, and running statistics leave"
             " with the model",
-            "model = opacus.validators.ModuleValidator.fix(model)  # GroupNorm; before optimizer"
-            " and attach",
+            "model = dp.private_layers(model)  # GroupNorm; before optimizer and attach",
         )
 
 

@@ -129,6 +129,8 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
                     handles.append(
                         layer.register_forward_pre_hook(_refuse_keywords, with_kwargs=True)
                     )
+                if type(layer) is nn.Embedding and self.batch_first:
+                    handles.append(layer.register_forward_pre_hook(self._spread))
             for module in self._module.modules():
                 if type(module) in _RECURRENT:
                     handles.append(
@@ -139,6 +141,9 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
         except BaseException:
             self.cleanup()
             raise
+
+    def _spread(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        return (self._passes.spread(args[0]),) if args and module.training else None
 
     def capture_activations_hook(
         self, module: nn.Module, forward_input: Any, forward_output: Any
