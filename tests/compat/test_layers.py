@@ -48,6 +48,14 @@ def wire_bare(m: Wired, x: Tensor) -> Tensor:
     return torch.tanh(x @ m.w)
 
 
+def switched(m: Wired, x: Tensor, scale: float = 1.0) -> Tensor:
+    return torch.tanh(scale * (x @ m.w))
+
+
+def wire_switched(m: Wired, x: Tensor) -> Tensor:
+    return m.head(m.body(x, scale=m.scale))
+
+
 def wire_scale(m: Wired, x: Tensor) -> Tensor:
     return x * m.w
 
@@ -96,6 +104,10 @@ def wire_any_order(m: Wired, x: Tensor, lengths: Tensor) -> Tensor:
     padded, _ = pad_packed_sequence(output, batch_first=True)
     state = state[0] if isinstance(state, tuple) else state
     return m.head(padded.sum(1)) * (lengths > 0)[:, None] + state.sum((0, 2))[:, None]
+
+
+def wire_held(m: Wired, x: Tensor) -> Tensor:
+    return m.body(m.norm(x))
 
 
 def wire_cell(m: Wired, x: Tensor) -> Tensor:
@@ -193,6 +205,12 @@ def chain(*layers: nn.Module) -> nn.Sequential:
 def tied() -> nn.Module:
     model = chain(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM))
     model[2].weight = model[0].weight
+    return model
+
+
+def held_twice() -> nn.Module:
+    model = Wired(wire_held, body=nn.Linear(DIM, 2), norm=nn.LayerNorm(DIM))
+    model.bias = model.body.bias
     return model
 
 
@@ -372,7 +390,17 @@ CASES = {
         lambda: chain(nn.Linear(DIM, 3), Wired(wire_scale, w=parameter(3)), nn.Linear(3, 2)),
         sequence,
     ),
+    "bare parameter with a switch": Case(
+        lambda: Wired(
+            wire_switched,
+            body=Wired(switched, w=parameter(DIM, 3)),
+            head=nn.Linear(3, 2),
+            scale=2.0,
+        ),
+        vector,
+    ),
     "tied weights": Case(tied, vector),
+    "bias of a layer that its parent holds too": Case(held_twice, vector),
     "tied embedding": Case(tied_embedding, tokens),
     "module used twice": Case(
         lambda: Wired(wire_twice, body=nn.Linear(DIM, DIM), head=nn.Linear(DIM, 2)), vector
@@ -667,6 +695,16 @@ def test_rows_of_packed_sequences_in_any_order_are_right_with_private_layers(kin
     for rows in ("auto", "dense"):
         found = rows_recorded(case, case.attach(rows, "mean"), case.batch(), "mean")
         assert_rows(found, expected, case.tolerance())
+
+
+def test_rows_of_layers_with_switches_follow_them():
+    case = Case(CASES["bare parameter with a switch"].build, vector)
+    model = case.attach("auto", "sum")
+    for scale in (2.0, 0.5, 2.0):
+        twin = case.model()
+        model.scale = twin.scale = scale
+        expected = rows_alone(case, twin, case.batch())
+        assert_rows(rows_recorded(case, model, case.batch(), "sum"), expected, case.tolerance())
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])

@@ -133,11 +133,15 @@ def sum_of_pair(m: Wired, x: Tensor) -> Tensor:
 
 
 def scaled_body(m: Wired, x: Tensor) -> Tensor:
-    return m.body(x, scale=2.0)
+    return m.body(x, scale=torch.tensor(2.0))
 
 
 def by_keyword(m: Wired, x: Tensor) -> Tensor:
     return m.body(input=x)
+
+
+def two_scales(m: Wired, x: Tensor) -> Tensor:
+    return m.body(x, scale=2.0) + m.body(x, scale=3.0)
 
 
 def bilinear(m: Wired, x: Tensor) -> Tensor:
@@ -195,6 +199,11 @@ IN_TRAINING: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str]] =
         lambda: Wired(scaled_body, body=Wired(second_run, w=parameter(DIM, 2))),
         x2,
         "by position",
+    ),
+    "bare parameter with two keywords": (
+        lambda: Wired(two_scales, body=Wired(second_run, w=parameter(DIM, 2))),
+        x2,
+        "all its uses in a forward have the same",
     ),
     "Bilinear": (
         lambda: Wired(bilinear, body=nn.Bilinear(DIM, DIM, 2)),

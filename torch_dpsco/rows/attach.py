@@ -217,10 +217,13 @@ def _has_sampler(module: nn.Module) -> bool:
 
 
 def trainable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the layers as Opacus cuts them: one with parameters of its own and no grad sampler is handled whole."""
+    """Yields the layers that rows are taken of: one with parameters of its own and no grad sampler is handled whole."""
 
     def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if any(p.requires_grad for p in module.parameters(recurse=False)):
+        # what a layer inside holds too (the bias of a head of Hugging Face's) is in the rows of that layer, and a use
+        # of it elsewhere has a gradient that is refused, as of any other weight
+        inside = {p for child in module.children() for p in child.parameters()}
+        if any(p.requires_grad and p not in inside for p in module.parameters(recurse=False)):
             yield name, module
             if not _has_sampler(module):
                 return

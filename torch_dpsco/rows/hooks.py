@@ -17,11 +17,14 @@ Differs from Opacus' GradSampleHooks in:
 
 from __future__ import annotations
 
+import copy
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import torch
+from opacus.grad_sample.functorch import prepare_layer
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.layers import DPGRU, DPLSTM, DPRNN
 from opacus.layers.dp_multihead_attention import SequenceBias
@@ -32,9 +35,11 @@ from torch.nn.utils.rnn import PackedSequence
 from torch_dpsco import compat
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.native import require_full_precision
+from torch_dpsco.rows.attach import trainable_layers
 from torch_dpsco.rows.forwards import NO_FORWARD, PassCounter
 from torch_dpsco.rows.layers.recorded import refuse_unknown
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _RECURRENT = (DPRNN, DPLSTM, DPGRU)
 # inside of Opacus' own layers, whose inputs are laid out in another way
 _OWN_LAYOUT = (RNNLinear, SequenceBias)
@@ -110,12 +115,15 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
     ) -> None:
         self._left_out = {id(layer) for layer in factored}
         self._passes = passes
+        self._keywords: dict[
+            nn.Module, dict[str, Any]
+        ] = {}  # switches of layers that are run again
         self._seen: dict[int, int] = {}  # layer: number of the last forward that kept its input
         super().__init__(model, batch_first=batch_first, loss_reduction=loss_reduction)
 
     def iterate_submodules(self, module: nn.Module) -> Iterable[nn.Module]:
         """Yields the layers to hook."""
-        for layer in super().iterate_submodules(module):
+        for _, layer in trainable_layers(module):
             if id(layer) not in self._left_out:
                 yield layer
 
@@ -127,7 +135,7 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
             for layer in self.iterate_submodules(self._module):
                 if type(layer) not in _RECURRENT:
                     handles.append(
-                        layer.register_forward_pre_hook(_refuse_keywords, with_kwargs=True)
+                        layer.register_forward_pre_hook(self._take_keywords, with_kwargs=True)
                     )
                 if type(layer) is nn.Embedding and self.batch_first:
                     handles.append(layer.register_forward_pre_hook(self._spread))
@@ -141,6 +149,29 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
         except BaseException:
             self.cleanup()
             raise
+
+    def _take_keywords(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if not module.training or not torch.is_grad_enabled():
+            return
+        whole = type(module) not in self.GRAD_SAMPLERS
+        switches = whole and not any(isinstance(x, Tensor) for x in compat.tree_leaves(kwargs))
+        changed = self._keywords.get(module, {}) != kwargs
+        # PRIVACY: an earlier use in this forward would get the rows of another one
+        # (test_rows_of_layers_with_switches_follow_them)
+        if changed and (not switches or getattr(module, "activations", None)):
+            raise SequenceError(
+                f"layer {type(module).__name__} must get its inputs by position (got"
+                f" {sorted(kwargs)} by keyword), because Opacus' hooks do not see keywords; keywords"
+                " of the whole model are fine, and those that are no tensors of a module with parameters"
+                " of its own, if all its uses in a forward have the same"
+            )
+        if changed:
+            self._keywords[module] = kwargs
+            bare = copy.copy(module)  # without the hooks
+            vars(bare).update({name: {} for name in _HOOKS})
+            bare.forward = partial(type(module).forward, bare, **kwargs)  # type: ignore[method-assign]
+            prepare_layer(bare, batch_first=self.batch_first)
+            module.ft_compute_sample_grad = bare.ft_compute_sample_grad
 
     def _spread(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         return (self._passes.spread(args[0]),) if args and module.training else None
@@ -210,15 +241,6 @@ def _unknown_option(module: nn.Module, tensors: list[Tensor]) -> str:
     if isinstance(module, nn.EmbeddingBag) and len(tensors) > 2:
         return "per_sample_weights (weigh the vectors of an Embedding instead)"
     return ""
-
-
-def _refuse_keywords(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    if kwargs and module.training and torch.is_grad_enabled():
-        raise SequenceError(
-            f"layer {type(module).__name__} must get its inputs by position (got {sorted(kwargs)}"
-            " by keyword), because Opacus' hooks do not see keywords; keywords of the whole model"
-            " are fine"
-        )
 
 
 def _require_sorted(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
