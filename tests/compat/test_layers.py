@@ -10,6 +10,7 @@ from opacus.layers import DPRNN
 from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
@@ -206,6 +207,10 @@ def tied() -> nn.Module:
     model = chain(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM))
     model[2].weight = model[0].weight
     return model
+
+
+def pruned(layer: nn.Module) -> nn.Module:
+    return prune.l1_unstructured(layer, "weight", 0.5)
 
 
 def held_twice() -> nn.Module:
@@ -576,6 +581,12 @@ OURS = {
             )
         ),
         image,
+    ),
+    "pruned weights": Case(
+        lambda: dp.private_layers(
+            chain(pruned(nn.Linear(DIM, 4)), nn.Tanh(), pruned(nn.Conv1d(4, 2, 1)))
+        ),
+        lambda: (numbers(DIM, DIM),),
     ),
     "positions (1, T)": Case(
         lambda: Wired(

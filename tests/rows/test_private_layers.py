@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import TensorDataset
 
@@ -175,6 +176,34 @@ def test_attention_of_private_layers_drops_weights_in_training_alone():
         assert not torch.equal(first, ours(x, x, x, need_weights=need)[0])
     ours.eval()
     assert torch.equal(ours(x, x, x)[0], ours(x, x, x)[0])
+
+
+def test_pruned_weights_stay_zero():
+    torch.manual_seed(0)
+    plain = nn.Linear(DIM, 3)
+    prune.random_unstructured(plain, "weight", 0.5)
+    mask = plain.weight_mask.clone()
+    with pytest.raises(ValueError, match="private_layers"):
+        dp.attach(plain)
+    model = dp.private_layers(plain)
+    assert torch.equal(model.weight, plain.weight)
+    dp.attach(model)
+    oracle = dp.oracles.Clipped(1.0, 1.0, 5)
+    optimizer = dp.PrivateOptimizer(
+        [p for p in model.parameters() if p.requires_grad],
+        lr=1.0,
+        oracle=oracle,
+        design=dp.Poisson(5, 20),
+        rule=dp.rules.SGD(),
+        adjacency="add_remove",
+    )
+    for (x,) in optimizer.loader(TensorDataset(torch.randn(20, DIM)), steps=2):
+        model(x).square().sum(1).mean().backward()
+        optimizer.step()
+    assert not model.weight[mask == 0].any()
+    assert (model.weight != plain.weight).any()
+    parametrize.remove_parametrizations(dp.detach(model), "weight")
+    assert not model.weight[mask == 0].any()
 
 
 class Packs(nn.Module):

@@ -7,7 +7,9 @@
 | `BatchNorm`, `SyncBatchNorm` | `GroupNorm`: of gcd(32, channels) groups as Opacus does it, of 1 for `BatchNorm1d` |
 | `InstanceNorm` with running statistics | itself without them |
 | `MultiheadAttention`, also in `nn.Transformer` and its layers | `Attention` |
-| `LSTM`, `GRU`, `RNN` and their cells | `Recurrent`, `Cell` of `rows.layers.recurrent` |
+| a layer that `nn.utils.prune` has pruned | itself, times a frozen mask, by a parametrization |
+| `Conv1D` of transformers (GPT-2), whose rows would be formed, slower | a `Linear` layer |
+| `LSTM`, `GRU`, `RNN` and their cells | `Recurrent` of `rows.layers.recurrent`, `Cell` |
 
 The new layers are made of `Linear` ones, whose rows are recorded, and take the inputs of torch's, batches alone. Their
 state dicts have torch's names in both directions, so that what is trained can be loaded into the plain model.
@@ -17,17 +19,20 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrize import register_parametrization
 
 from torch_dpsco._validate import typed
 from torch_dpsco.compat import BatchNorm
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.rows.attach import is_attached
-from torch_dpsco.rows.layers.recurrent import Cell, OfTorch, Recurrent
+from torch_dpsco.rows.layers.recurrent import GATES, OfTorch, Recurrent, advance
 
 
 class Attention(OfTorch):
@@ -140,6 +145,77 @@ def _numbers(name: str, mask: Tensor, like: Tensor, shapes: list[tuple[int, ...]
     return mask.to(like.dtype)
 
 
+class Cell(OfTorch):
+    """torch's `LSTMCell`, `GRUCell` or `RNNCell` for batches.
+
+    Args:
+        old: layer of torch whose weights it takes.
+    """
+
+    ih: Any
+    hh: Any
+
+    def __init__(self, old: nn.RNNCellBase) -> None:
+        super().__init__()
+        self.hidden_size = old.hidden_size
+        kind = type(old).__name__.removesuffix("Cell")
+        self.mode = f"RNN_{old.nonlinearity}".upper() if kind == "RNN" else kind
+        gates = GATES.get(kind, 1) * old.hidden_size
+        for name, width in (("ih", old.input_size), ("hh", old.hidden_size)):
+            self.linear(name, width, gates, f"weight_{name}", f"bias_{name}" if old.bias else "")
+        self.like(old)
+
+    def forward(self, input: Tensor, hx: Any = None) -> Any:
+        """Returns the next state as torch's layer does."""
+        state = hx if isinstance(hx, tuple) else (hx,)
+        if hx is None:
+            state = (input.new_zeros(len(input), self.hidden_size),) * 2
+        found = advance(self.mode, self.ih(input), self.hh(state[0]), state)
+        return found if self.mode == "LSTM" else found[0]
+
+
+class Turned(OfTorch):
+    """The `Conv1D` of transformers, a Linear layer whose weight is turned over.
+
+    Args:
+        old: it.
+    """
+
+    inner: Any
+
+    def __init__(self, old: Any) -> None:
+        super().__init__()
+        self.linear("inner", old.nx, old.nf, "weight", "bias")
+        self.theirs["inner.weight"] = "weight", "turned"
+        self.like(old)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns what the layer does."""
+        found: Tensor = self.inner(x)
+        return found
+
+
+class _Mask(nn.Module):
+    """A parametrization: times a mask."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.mask = nn.Parameter(mask, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.mask
+
+
+def _keep_pruned(layer: nn.Module) -> None:
+    """Turns the hooks of pruning on a layer into parametrizations."""
+    for hook in list(layer._forward_pre_hooks.values()):
+        if isinstance(hook, prune.BasePruningMethod):
+            name = hook._tensor_name
+            mask = layer.get_buffer(f"{name}_mask")
+            prune.remove(layer, name)
+            register_parametrization(layer, name, _Mask(mask))
+
+
 def _group_norm(old: Any) -> nn.Module:
     groups = 1 if isinstance(old, nn.BatchNorm1d) else math.gcd(32, old.num_features)
     new = nn.GroupNorm(groups, old.num_features, old.eps, old.affine)
@@ -175,17 +251,22 @@ def private_layers(model: nn.Module) -> Any:
     """
     if any(map(is_attached, model.modules())):
         raise SequenceError("model must not be attached: call private_layers before dp.attach")
-    holder = nn.ModuleList([copy.deepcopy(model)])
+    parts = (t for m in model.modules() for t in vars(m).values() if isinstance(t, Tensor))
+    # what a hook makes of weights, as pruning does, is no leaf, and has no copy
+    holder = nn.ModuleList([copy.deepcopy(model, {id(t): t.detach() for t in parts})])
+    turned = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", Turned)
+    replaced = {**_REPLACED, turned: Turned}
     made: dict[nn.Module, nn.Module] = {}  # a layer that is in several places stays one
     for parent in list(holder.modules()):
+        _keep_pruned(parent)
         if isinstance(parent, nn.TransformerEncoder):
             parent.use_nested_tensor = False
         if isinstance(parent, (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)):
             parent.track_running_stats = False
             parent.running_mean = parent.running_var = parent.num_batches_tracked = None
         for name, child in parent._modules.items():
-            if child is not None and type(child) in _REPLACED:
+            if child is not None and type(child) in replaced:
                 if child not in made:
-                    made[child] = _REPLACED[type(child)](child)
+                    made[child] = replaced[type(child)](child)
                 parent._modules[name] = made[child]
     return holder[0]

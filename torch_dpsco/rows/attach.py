@@ -250,10 +250,7 @@ def require_supported(model: nn.Module, *, batch_first: bool) -> None:
 _RECOMPUTED = {  # hooks that make the weight anew in each forward, by the name of their class
     "BasePruningMethod": (
         "pruned by torch.nn.utils.prune",
-        (
-            "call prune.remove(layer, 'weight') before attach, and multiply the weight by its mask"
-            " after each optimizer.step() to keep its zeros"
-        ),
+        f"{_FIX} keeps the mask as a parametrization",
     ),
     "WeightNorm": (
         "under torch.nn.utils.weight_norm",

@@ -603,8 +603,8 @@ def _tell_of_filling(error: BaseException | None, rows: int) -> None:
     note = (
         f"torch_dpsco: of the {rows} rows of this batch some may be filling, which hides how many"
         " records were drawn: zeros in all tensors (a length of 0, class 0), at any place. Make"
-        " the forward take such rows, e.g. by lengths.clamp(min=1), and by a mask in place of"
-        " packed sequences; or give isolation='none' to optimizer.loader(...), whose risk"
+        " the forward take such rows, e.g. by lengths.clamp(min=1), and by enforce_sorted=False with"
+        " dp.private_layers where sequences are packed; or give isolation='none' to optimizer.loader(...), whose risk"
         " docs/guarantees.md describes"
     )
     if len(error.args) == 1 and isinstance(error.args[0], str):

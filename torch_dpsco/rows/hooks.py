@@ -169,7 +169,7 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
             self._keywords[module] = kwargs
             bare = copy.copy(module)  # without the hooks
             vars(bare).update({name: {} for name in _HOOKS})
-            bare.forward = partial(type(module).forward, bare, **kwargs)  # type: ignore[method-assign]
+            bare.forward = partial(type(module).forward, bare, **kwargs)
             prepare_layer(bare, batch_first=self.batch_first)
             module.ft_compute_sample_grad = bare.ft_compute_sample_grad
 

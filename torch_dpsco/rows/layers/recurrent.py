@@ -19,12 +19,12 @@ class OfTorch(nn.Module):
     """A layer in place of one of torch's, with its state dicts.
 
     Attributes:
-        theirs: torch's name of each parameter, and which third of that tensor it is.
+        theirs: torch's name of each parameter, and which third of that tensor it is, or that it is turned over.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.theirs: dict[str, tuple[str, int | None]] = {}
+        self.theirs: dict[str, tuple[str, int | str | None]] = {}
         # torch gives them no types
         self.register_load_state_dict_pre_hook(_read)  # type: ignore[no-untyped-call]
         self.register_state_dict_post_hook(_write)  # type: ignore[no-untyped-call]
@@ -51,26 +51,36 @@ class OfTorch(nn.Module):
 
 def _read(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Turns torch's names in a state dict that is about to be loaded into ours."""
-    for name, (theirs, part) in module.theirs.items():
-        if prefix + theirs in state:
-            tensor = state[prefix + theirs]
-            tensor = tensor if part is None else tensor.chunk(3)[part]
-            state[prefix + name] = tensor.flatten(0, 1) if tensor.dim() == 3 else tensor
-    for theirs in {theirs for theirs, _ in module.theirs.values()} - set(module.theirs):
+    found = {
+        prefix + name: _ours(state[prefix + theirs], part)
+        for name, (theirs, part) in module.theirs.items()
+        if prefix + theirs in state
+    }
+    for theirs, _ in module.theirs.values():
         state.pop(prefix + theirs, None)
+    state.update(found)
+
+
+def _ours(tensor: Tensor, part: int | str | None) -> Tensor:
+    if part == "turned":
+        return tensor.t()
+    if isinstance(part, int):
+        tensor = tensor.chunk(3)[part]
+    return tensor.flatten(0, 1) if tensor.dim() == 3 else tensor
 
 
 def _write(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Turns our names in a state dict into torch's."""
     found: dict[str, list[Tensor]] = {}
-    for name, (theirs, _) in module.theirs.items():
-        found.setdefault(theirs, []).append(state.pop(prefix + name))
+    for name, (theirs, part) in module.theirs.items():
+        tensor = state.pop(prefix + name)
+        found.setdefault(theirs, []).append(tensor.t() if part == "turned" else tensor)
     for theirs, parts in found.items():
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
         state[prefix + theirs] = tensor[None] if theirs in ("bias_k", "bias_v") else tensor
 
 
-def _advance(mode: str, x: Tensor, y: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def advance(mode: str, x: Tensor, y: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Returns the next state of a cell, from what its two Linear layers make of input and state."""
     if mode == "LSTM":
         into, forget, new, out = (x + y).chunk(4, 1)
@@ -85,7 +95,7 @@ def _advance(mode: str, x: Tensor, y: Tensor, state: tuple[Tensor, ...]) -> tupl
     return ((x + y).relu() if mode == "RNN_RELU" else (x + y).tanh(),)
 
 
-_GATES = {"LSTM": 4, "GRU": 3}
+GATES = {"LSTM": 4, "GRU": 3}
 
 
 class Recurrent(OfTorch):
@@ -107,7 +117,7 @@ class Recurrent(OfTorch):
         self.proj_size = old.proj_size
         sides = ("", "_reverse") if old.bidirectional else ("",)
         self.places = [[f"l{k}{side}" for side in sides] for k in range(old.num_layers)]
-        gates = _GATES.get(old.mode, 1) * old.hidden_size
+        gates = GATES.get(old.mode, 1) * old.hidden_size
         out = old.proj_size or old.hidden_size
         for k, places in enumerate(self.places):
             for place in places:
@@ -173,7 +183,7 @@ class Recurrent(OfTorch):
         order = range(len(seen))
         outs = [state[0]] * len(seen)
         for t in reversed(order) if place.endswith("_reverse") else order:
-            new = _advance(self.mode, seen[t], recur(state[0]), state)
+            new = advance(self.mode, seen[t], recur(state[0]), state)
             if self.proj_size:
                 new = (getattr(self, f"hr_{place}")(new[0]), *new[1:])
             if lengths is not None:
@@ -193,32 +203,3 @@ def _packed(x: Tensor, lengths: Tensor, like: PackedSequence) -> PackedSequence:
         lengths = lengths[order]
     data = pack_padded_sequence(x, lengths.cpu(), batch_first=True).data
     return PackedSequence(data, like.batch_sizes, order, like.unsorted_indices)
-
-
-class Cell(OfTorch):
-    """torch's `LSTMCell`, `GRUCell` or `RNNCell` for batches.
-
-    Args:
-        old: layer of torch whose weights it takes.
-    """
-
-    ih: Any
-    hh: Any
-
-    def __init__(self, old: nn.RNNCellBase) -> None:
-        super().__init__()
-        self.hidden_size = old.hidden_size
-        kind = type(old).__name__.removesuffix("Cell")
-        self.mode = f"RNN_{old.nonlinearity}".upper() if kind == "RNN" else kind
-        gates = _GATES.get(kind, 1) * old.hidden_size
-        for name, width in (("ih", old.input_size), ("hh", old.hidden_size)):
-            self.linear(name, width, gates, f"weight_{name}", f"bias_{name}" if old.bias else "")
-        self.like(old)
-
-    def forward(self, input: Tensor, hx: Any = None) -> Any:
-        """Returns the next state as torch's layer does."""
-        state = hx if isinstance(hx, tuple) else (hx,)
-        if hx is None:
-            state = (input.new_zeros(len(input), self.hidden_size),) * 2
-        found = _advance(self.mode, self.ih(input), self.hh(state[0]), state)
-        return found if self.mode == "LSTM" else found[0]
