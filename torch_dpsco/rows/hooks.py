@@ -7,7 +7,7 @@ Differs from Opacus' GradSampleHooks in:
 1. layers that are factored are left out;
 2. rows of `Embedding` leave the padding out; those of `EmbeddingBag` count each use of an item, and take 2-D input;
 3. a layer that is run again for its rows ("whole": it has parameters of its own and no grad sampler) must take one
-   tensor and return one, since the second run would not get anything else;
+   tensor and return one, since the second run would not get anything else but keywords that are no tensors;
 4. inputs by keyword, parameters from elsewhere, backward passes without a forward, half-precision means and in-place
    layers on hooked outputs raise an error that names the way out;
 5. a layer that a (non-reentrant) checkpoint runs again keeps the rows of its first run;
@@ -157,7 +157,7 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
         switches = whole and not any(isinstance(x, Tensor) for x in compat.tree_leaves(kwargs))
         changed = self._keywords.get(module, {}) != kwargs
         # PRIVACY: an earlier use in this forward would get the rows of another one
-        # (test_rows_of_layers_with_switches_follow_them)
+        # (test_uses_without_right_rows_are_refused_with_a_way_out)
         if changed and (not switches or getattr(module, "activations", None)):
             raise SequenceError(
                 f"layer {type(module).__name__} must get its inputs by position (got"
@@ -254,7 +254,8 @@ def _require_sorted(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Non
         # that a record is in two rows (test_packed_sequences_that_are_not_sorted_are_refused)
         raise SequenceError(
             "packed sequences must be made with enforce_sorted=True: sort the records of a batch by"
-            " length, longest first, in the collate function"
+            " length, longest first, in the collate function, or use dp.private_layers, which take"
+            " them in any order"
         )
 
 
