@@ -71,6 +71,7 @@ if TYPE_CHECKING:  # isort: off
         OutputPerturbation as OutputPerturbation,
     )
     from torch_dpsco.fast.compiled import CompiledRows as CompiledRows
+    from torch_dpsco.fast.private_layers import private_layers as private_layers
     from torch_dpsco.losses.per_record import per_record as per_record
     from torch_dpsco.private_loop import make_private as make_private
     from torch_dpsco.problem import Phase as Phase, Problem as Problem, Schedule as Schedule
@@ -103,6 +104,7 @@ _HOMES = {
     "estimators.schema": "Schema",
     "estimators.solved": "NoisyGD ObjectivePerturbation OutputPerturbation",
     "fast.compiled": "CompiledRows",
+    "fast.private_layers": "private_layers",
     "losses.per_record": "per_record",
     "private_loop": "make_private",
     "problem": "Phase Problem Schedule",

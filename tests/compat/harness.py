@@ -111,7 +111,9 @@ def rows_alone(case: Case, model: nn.Module, batch: Any) -> list[Tensor]:
     for i in range(RECORDS):
         twin = copy.deepcopy(model)
         case.losses(twin, case.record(batch, i)).sum().backward()
-        found.append([torch.zeros_like(p) if p.grad is None else p.grad for p in trained(twin)])
+        found.append(
+            [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in trained(twin)]
+        )
     return [torch.stack(parts) for parts in zip(*found, strict=True)]
 
 

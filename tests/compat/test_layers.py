@@ -9,10 +9,13 @@ import torch
 from opacus.layers import DPRNN
 from opacus.validators import ModuleValidator
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
+import torch_dpsco as dp
 from tests.compat.harness import (
     DIM,
     RECORDS,
@@ -46,6 +49,14 @@ def wire_bare(m: Wired, x: Tensor) -> Tensor:
     return torch.tanh(x @ m.w)
 
 
+def switched(m: Wired, x: Tensor, scale: float = 1.0) -> Tensor:
+    return torch.tanh(scale * (x @ m.w))
+
+
+def wire_switched(m: Wired, x: Tensor) -> Tensor:
+    return m.head(m.body(x, scale=m.scale))
+
+
 def wire_scale(m: Wired, x: Tensor) -> Tensor:
     return x * m.w
 
@@ -56,6 +67,59 @@ def wire_positions(m: Wired, x: Tensor) -> Tensor:
 
 def wire_attention(m: Wired, x: Tensor, mask: Tensor | None = None) -> Tensor:
     return m.head(m.body(x, x, x, key_padding_mask=mask)[0])
+
+
+def wire_masked(m: Wired, x: Tensor, *masks: Tensor) -> Tensor:
+    time = x.shape[m.body.batch_first]
+    records = x.shape[not m.body.batch_first]
+    over = torch.ones(time, time).triu(1).bool()
+    if m.mask == "added":
+        over = torch.linspace(-1, 1, time**2, dtype=x.dtype).view(time, time)
+    if m.mask == "by record":
+        over = masks[0].repeat_interleave(2, 0)
+        assert len(over) == 2 * records
+    padding = masks[-1] if m.mask == "padding" else None
+    over = None if m.mask == "padding" else over
+    found, _ = m.body(x, x, x, attn_mask=over, key_padding_mask=padding)
+    return m.head(found)
+
+
+def wire_cross(m: Wired, x: Tensor, y: Tensor) -> Tensor:
+    return m.head(m.body(x, y, y, need_weights=False)[0])
+
+
+def wire_translate(m: Wired, x: Tensor, y: Tensor) -> Tensor:
+    mask = torch.ones(TIMES, TIMES).triu(1).bool()
+    return m.head(m.body(x, y, tgt_mask=mask, tgt_is_causal=True))
+
+
+def wire_grouped(m: Wired, x: Tensor) -> Tensor:
+    q, k, v = (layer(x).unflatten(2, (-1, 2)).transpose(1, 2) for layer in (m.q, m.k, m.v))
+    found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return m.head(found.transpose(1, 2).flatten(2))
+
+
+def wire_any_order(m: Wired, x: Tensor, lengths: Tensor) -> Tensor:
+    packed = pack_padded_sequence(m.first(x), lengths.clamp(min=1), True, enforce_sorted=False)
+    output, state = m.body(packed)
+    padded, _ = pad_packed_sequence(output, batch_first=True)
+    state = state[0] if isinstance(state, tuple) else state
+    return m.head(padded.sum(1)) * (lengths > 0)[:, None] + state.sum((0, 2))[:, None]
+
+
+def wire_held(m: Wired, x: Tensor) -> Tensor:
+    return m.body(m.norm(x))
+
+
+def wire_cell(m: Wired, x: Tensor) -> Tensor:
+    state = None
+    for t in range(TIMES):
+        state = m.body(x[:, t], state)
+    return m.head(state[0] if isinstance(state, tuple) else state)
+
+
+def wire_positions_once(m: Wired, x: Tensor) -> Tensor:
+    return m.head(m.body(x) + m.places(torch.arange(x.shape[1])[None]))
 
 
 def wire_attention_by_keyword(m: Wired, x: Tensor) -> Tensor:
@@ -145,6 +209,16 @@ def tied() -> nn.Module:
     return model
 
 
+def pruned(layer: nn.Module) -> nn.Module:
+    return prune.l1_unstructured(layer, "weight", 0.5)
+
+
+def held_twice() -> nn.Module:
+    model = Wired(wire_held, body=nn.Linear(DIM, 2), norm=nn.LayerNorm(DIM))
+    model.bias = model.body.bias
+    return model
+
+
 def tied_embedding() -> nn.Module:
     model = chain(nn.Embedding(5, DIM), nn.Tanh(), nn.Linear(DIM, 5, bias=False))
     model[2].weight = model[0].weight
@@ -164,6 +238,14 @@ def fixed(wiring: Any, body: nn.Module, width: int = DIM, **parts: nn.Module) ->
 def recurrent(kind: type[nn.RNNBase], wiring: Any = wire_recurrent, **options: Any) -> nn.Module:
     width = DIM * (2 if options.get("bidirectional") else 1)
     return fixed(wiring, kind(DIM, DIM, **{"batch_first": True} | options), width)
+
+
+def ours(wiring: Any, body: nn.Module, width: int = DIM, **parts: Any) -> nn.Module:
+    return dp.private_layers(Wired(wiring, body=body, head=nn.Linear(width, 2), **parts))
+
+
+def attention(mask: str, **options: Any) -> nn.Module:
+    return ours(wire_masked, nn.MultiheadAttention(DIM, 2, **options), mask=mask)
 
 
 def vector() -> tuple[Tensor]:
@@ -313,7 +395,17 @@ CASES = {
         lambda: chain(nn.Linear(DIM, 3), Wired(wire_scale, w=parameter(3)), nn.Linear(3, 2)),
         sequence,
     ),
+    "bare parameter with a switch": Case(
+        lambda: Wired(
+            wire_switched,
+            body=Wired(switched, w=parameter(DIM, 3)),
+            head=nn.Linear(3, 2),
+            scale=2.0,
+        ),
+        vector,
+    ),
     "tied weights": Case(tied, vector),
+    "bias of a layer that its parent holds too": Case(held_twice, vector),
     "tied embedding": Case(tied_embedding, tokens),
     "module used twice": Case(
         lambda: Wired(wire_twice, body=nn.Linear(DIM, DIM), head=nn.Linear(DIM, 2)), vector
@@ -402,6 +494,114 @@ CASES = {
         vector,
     ),
 }
+MASKS = {
+    "by record": lambda: (*sequence(), numbers(TIMES, TIMES, seed=3)),
+    "padding": lambda: (
+        *sequence(),
+        torch.tensor([[0, 0, 1], [0, 1, 1], [0, 0, 0]]).bool(),
+    ),
+}
+OURS = {
+    **{
+        f"our attention, mask {mask}": Case(
+            lambda mask=mask: attention(mask, batch_first=True), MASKS.get(mask, sequence)
+        )
+        for mask in ("causal", "added", "by record", "padding")
+    },
+    "our attention, time first": Case(lambda: attention("causal"), sequence, batch_dim=1),
+    "our attention, biases of keys": Case(
+        lambda: attention("causal", batch_first=True, add_bias_kv=True, add_zero_attn=True),
+        sequence,
+    ),
+    "our attention, biases of keys, time first": Case(
+        lambda: attention("added", add_bias_kv=True), sequence, batch_dim=1
+    ),
+    "our attention, keys of another width": Case(
+        lambda: ours(
+            wire_cross,
+            nn.MultiheadAttention(DIM, 2, kdim=2, vdim=2, bias=False, batch_first=True),
+        ),
+        lambda: (*sequence(), numbers(5, 2, seed=4)),
+    ),
+    "grouped heads": Case(
+        lambda: Wired(
+            wire_grouped,
+            q=nn.Linear(DIM, 8),
+            k=nn.Linear(DIM, 4),
+            v=nn.Linear(DIM, 4),
+            head=nn.Linear(8, 2),
+        ),
+        sequence,
+    ),
+    "our TransformerEncoder": Case(
+        lambda: dp.private_layers(
+            nn.TransformerEncoder(
+                nn.TransformerEncoderLayer(DIM, 2, 8, dropout=0.0, batch_first=True), 2
+            )
+        ),
+        sequence,
+    ),
+    "our Transformer": Case(
+        lambda: ours(wire_translate, nn.Transformer(DIM, 2, 1, 1, 8, 0.0, batch_first=True)),
+        lambda: (*sequence(), numbers(TIMES, DIM, seed=4)),
+    ),
+    **{
+        f"our {kind.__name__}": Case(
+            lambda kind=kind: ours(
+                wire_recurrent,
+                kind(DIM, DIM, 2, batch_first=True, bidirectional=True),
+                width=2 * DIM,
+            ),
+            sequence,
+        )
+        for kind in (nn.LSTM, nn.GRU, nn.RNN)
+    },
+    "our LSTM, time first": Case(
+        lambda: ours(wire_recurrent, nn.LSTM(DIM, DIM, proj_size=2), width=2),
+        sequence,
+        batch_dim=1,
+    ),
+    "our LSTM, time first inside": Case(
+        lambda: ours(wire_time_inside, nn.LSTM(DIM, DIM)), sequence
+    ),
+    **{
+        f"our {kind.__name__}": Case(lambda kind=kind: ours(wire_cell, kind(DIM, DIM)), sequence)
+        for kind in (nn.LSTMCell, nn.GRUCell, nn.RNNCell)
+    },
+    "GroupNorm for BatchNorm": Case(
+        lambda: dp.private_layers(
+            chain(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(36, 2))
+        ),
+        image,
+    ),
+    "InstanceNorm without statistics": Case(
+        lambda: dp.private_layers(
+            chain(
+                nn.InstanceNorm2d(3, affine=True, track_running_stats=True), nn.Conv2d(3, 2, 1)
+            )
+        ),
+        image,
+    ),
+    "pruned weights": Case(
+        lambda: dp.private_layers(
+            chain(pruned(nn.Linear(DIM, 4)), nn.Tanh(), pruned(nn.Conv1d(4, 2, 1)))
+        ),
+        lambda: (numbers(DIM, DIM),),
+    ),
+    "positions (1, T)": Case(
+        lambda: Wired(
+            wire_positions_once,
+            body=nn.Embedding(5, DIM),
+            places=nn.Embedding(TIMES, DIM),
+            head=nn.Linear(DIM, 2),
+        ),
+        tokens,
+    ),
+    "sparse Embedding": Case(
+        lambda: chain(nn.Embedding(5, DIM, sparse=True), nn.Linear(DIM, 2)), tokens
+    ),
+}
+CASES |= OURS
 # right where all layers are factored, refused where one is dense (or, without bias, where Opacus has no rows)
 FACTORED_CASES = {
     "in-place activation": Case(
@@ -488,6 +688,34 @@ def test_rows_of_packed_sequences_of_any_lengths_are_right(kind, lengths):
     for rows in ("auto", "dense"):
         found = rows_recorded(case, case.attach(rows, "mean"), case.batch(), "mean")
         assert_rows(found, expected, case.tolerance())
+
+
+@pytest.mark.parametrize("lengths", [(1, 3, 2), (0, 1, 3)])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_rows_of_packed_sequences_in_any_order_are_right_with_private_layers(kind, lengths):
+    case = Case(
+        lambda: ours(
+            wire_any_order,
+            kind(DIM, DIM, 2, batch_first=True, bidirectional=True),
+            width=2 * DIM,
+            first=nn.Linear(DIM, DIM),
+        ),
+        lambda: (*sequence(), torch.tensor(lengths)),
+    )
+    expected = rows_alone(case, case.model(), case.batch())
+    for rows in ("auto", "dense"):
+        found = rows_recorded(case, case.attach(rows, "mean"), case.batch(), "mean")
+        assert_rows(found, expected, case.tolerance())
+
+
+def test_rows_of_layers_with_switches_follow_them():
+    case = Case(CASES["bare parameter with a switch"].build, vector)
+    model = case.attach("auto", "sum")
+    for scale in (2.0, 0.5, 2.0):
+        twin = case.model()
+        model.scale = twin.scale = scale
+        expected = rows_alone(case, twin, case.batch())
+        assert_rows(rows_recorded(case, model, case.batch(), "sum"), expected, case.tolerance())
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])

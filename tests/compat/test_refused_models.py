@@ -50,26 +50,28 @@ def shard() -> nn.Module:
 
 
 AT_ATTACH = {
-    "BatchNorm": (lambda: nn.BatchNorm1d(DIM), "ModuleValidator.fix"),
+    "BatchNorm": (lambda: nn.BatchNorm1d(DIM), "private_layers"),
     "InstanceNorm with statistics": (
         lambda: nn.InstanceNorm1d(DIM, track_running_stats=True),
-        "ModuleValidator.fix",
+        "private_layers",
     ),
-    "MultiheadAttention": (lambda: nn.MultiheadAttention(DIM, 2), "ModuleValidator.fix"),
-    "TransformerEncoderLayer": (
-        lambda: nn.TransformerEncoderLayer(DIM, 2, 8),
-        "ModuleValidator.fix",
-    ),
+    "MultiheadAttention": (lambda: nn.MultiheadAttention(DIM, 2), "private_layers"),
+    "TransformerEncoderLayer": (lambda: nn.TransformerEncoderLayer(DIM, 2, 8), "private_layers"),
     "TransformerEncoderLayer over the batch": (attention, "batch_first=True"),
-    "LSTM": (lambda: nn.LSTM(DIM, 2), "ModuleValidator.fix"),
-    "RNN": (lambda: nn.RNN(DIM, 2), "DPRNN"),
-    "LSTMCell": (lambda: nn.LSTMCell(DIM, 2), "DPLSTM"),
+    "our TransformerEncoderLayer over the batch": (
+        lambda: dp.private_layers(nn.TransformerEncoderLayer(DIM, 2, 8)),
+        "batch_first=True",
+    ),
+    "LSTM": (lambda: nn.LSTM(DIM, 2), "private_layers"),
+    "RNN": (lambda: nn.RNN(DIM, 2), "private_layers"),
+    "LSTMCell": (lambda: nn.LSTMCell(DIM, 2), "private_layers"),
     "Embedding with max_norm": (lambda: nn.Embedding(5, 2, max_norm=1.0), "max_norm=None"),
     "Embedding scaled by frequency": (
         lambda: nn.Embedding(5, 2, scale_grad_by_freq=True),
         "scale_grad_by_freq=False",
     ),
-    "sparse Embedding": (lambda: nn.Embedding(5, 2, sparse=True), "sparse=False"),
+    "sparse EmbeddingBag": (lambda: nn.EmbeddingBag(5, 2, sparse=True), "sparse=False"),
+    "complex weights": (lambda: nn.Linear(DIM, 2, dtype=torch.complex64), "view_as_real"),
     "EmbeddingBag max": (lambda: nn.EmbeddingBag(5, 2, mode="max"), "mode='sum' or 'mean'"),
     "EmbeddingBag with padding": (
         lambda: nn.EmbeddingBag(5, 2, padding_idx=0),
@@ -131,11 +133,15 @@ def sum_of_pair(m: Wired, x: Tensor) -> Tensor:
 
 
 def scaled_body(m: Wired, x: Tensor) -> Tensor:
-    return m.body(x, scale=2.0)
+    return m.body(x, scale=torch.tensor(2.0))
 
 
 def by_keyword(m: Wired, x: Tensor) -> Tensor:
     return m.body(input=x)
+
+
+def two_scales(m: Wired, x: Tensor) -> Tensor:
+    return m.body(x, scale=2.0) + m.body(x, scale=3.0)
 
 
 def bilinear(m: Wired, x: Tensor) -> Tensor:
@@ -152,6 +158,10 @@ def unused(m: Wired, x: Tensor) -> Tensor:
 
 def positions(m: Wired, ids: Tensor) -> Tensor:
     return m.body(ids) + m.places(torch.arange(ids.shape[1]))
+
+
+def all_in_one(m: Wired, ids: Tensor) -> Tensor:
+    return m.body(ids.reshape(1, -1))[0].view(*ids.shape, -1)
 
 
 def time_first(m: Wired, x: Tensor) -> Tensor:
@@ -190,6 +200,11 @@ IN_TRAINING: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str]] =
         x2,
         "by position",
     ),
+    "bare parameter with two keywords": (
+        lambda: Wired(two_scales, body=Wired(second_run, w=parameter(DIM, 2))),
+        x2,
+        "all its uses in a forward have the same",
+    ),
     "Bilinear": (
         lambda: Wired(bilinear, body=nn.Bilinear(DIM, DIM, 2)),
         x2,
@@ -217,6 +232,11 @@ IN_TRAINING: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str]] =
     ),
     "positions looked up once": (
         lambda: Wired(positions, body=nn.Embedding(5, 2), places=nn.Embedding(TIMES + 1, 2)),
+        lambda: (items(TIMES + 1),),
+        "expand constants",
+    ),
+    "items of all records in one row": (
+        lambda: Wired(all_in_one, body=nn.Embedding(5, 2)),
         lambda: (items(TIMES + 1),),
         "expand constants",
     ),
@@ -252,6 +272,22 @@ def test_uses_without_right_rows_are_refused_with_a_way_out(name, rows):
     model = dp.attach(build(), rows=rows)
     with pytest.raises(SequenceError, match=way_out):
         run(model, *inputs())
+
+
+@pytest.mark.parametrize("rows", ["auto", "dense"])
+def test_items_of_all_records_in_one_row_are_refused(rows):
+    # only ids that are positions may be taken once for every record: these would move the row of record 0 alone
+    model = dp.attach(Wired(all_in_one, body=nn.Embedding(9, 2)), rows=rows)
+    with pytest.raises(SequenceError, match="expand constants"):
+        run(model, torch.tensor([[0, 1], [2, 4], [5, 6]]))
+
+
+@pytest.mark.parametrize("rows", ["auto", "dense"])
+def test_private_layers_that_share_weights_are_refused_on_time_first(rows):
+    model = dp.private_layers(chain(nn.LSTM(DIM, DIM), nn.LSTM(DIM, DIM)))
+    model[1].hh_l0.weight = model[0].hh_l0.weight
+    with pytest.raises(ValueError, match="weights of their own"):
+        dp.attach(model, rows=rows, batch_first=False)
 
 
 @pytest.mark.parametrize(

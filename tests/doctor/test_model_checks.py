@@ -175,7 +175,7 @@ def test_batch_norm_is_named_with_its_cure():
     found = find(plain(model), "batch-norm")
     assert found.severity == "critical"
     assert "BatchNorm1d '1'" in found.evidence
-    assert "dp.private_layers" in found.fix
+    assert "private_layers" in found.fix
 
 
 # -- rows and records --------------------------------------------------------------------------------------------------

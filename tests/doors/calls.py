@@ -203,6 +203,7 @@ def _dp_optimizer() -> Good:
 
 
 simple("dp.attach", dp.attach, model=lambda: model())
+simple("dp.private_layers", dp.private_layers, model=lambda: nn.LSTM(2, 3))
 simple("dp.detach", dp.detach, model=lambda: dp.attach(model()))
 simple("dp.public", dp.public, model=lambda: dp.attach(model()))
 simple("dp.same_records", dp.same_records, model=lambda: dp.attach(model()))

@@ -1,4 +1,4 @@
-"""Faster ways to the same rows: stacks of recorded layers, for `attach`, and compiled rows, for `fit`."""
+"""More ways to rows: stacks of recorded layers and compiled rows, which are faster, and layers in place of torch's."""
 
 from torch_dpsco.acts import register
 

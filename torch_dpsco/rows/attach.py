@@ -52,6 +52,20 @@ def _factorable(model: nn.Module) -> list[nn.Module]:
     ]
 
 
+def _inside(model: nn.Module, factored: list[nn.Module], batch_first: bool) -> list[nn.Module]:
+    """Returns the factored layers inside of those of `dp.private_layers`, whose inputs always have the batch first."""
+    inside = [m for m in factored if hasattr(m, "batch_comes_first")]
+    others = {m for _, m in trainable_layers(model) if hasattr(m, "batch_comes_first")}
+    if not batch_first and others - {*inside}:
+        # PRIVACY: their dense rows would be of times or of features
+        # (test_private_layers_that_share_weights_are_refused_on_time_first)
+        raise ValueError(
+            "layers of dp.private_layers must have weights of their own, without parametrizations,"
+            " where batch_first is False"
+        )
+    return inside
+
+
 def paused(model: nn.Module) -> AbstractContextManager[None]:
     """Returns a context in which an attached model has plain gradients."""
     attachment: Attachment = model._dpsco  # type: ignore[assignment]
@@ -126,7 +140,8 @@ def attach(
         model: any module whose layers Opacus can sample, without batch normalization; call the model itself, not its
             parts, so that rows of different forwards can be told apart.
         rows: "auto" lets layers that own their parameters and are of a kind in `rows.layers.recorded.RECORDED` record
-            their rows, and takes Opacus' rows elsewhere; "dense" takes Opacus' rows everywhere.
+            their rows, and takes Opacus' rows elsewhere; "dense" takes Opacus' rows everywhere but in the layers of
+            `dp.private_layers`.
         loss_reduction: "mean" or "sum", how the training loss reduces over the batch.
         batch_first: whether the batch is the first dimension of the inputs.
         check_first_step: whether to look in the first training step, on synthetic records, for records that reach each
@@ -160,7 +175,9 @@ def attach(
             "loss_reduction must be 'sum' for half-precision parameters (got 'mean'): use a loss"
             " that sums over the batch"
         )
-    factored = _factorable(model) if rows == "auto" and batch_first else []
+    factored = _factorable(model)
+    if rows == "dense" or not batch_first:
+        factored = _inside(model, factored, batch_first)
     passes = PassCounter(mean=loss_reduction == "mean")
     hooks = _dense_hooks(model, factored, passes, loss_reduction, batch_first)
     for layer in factored:  # after all that may raise
@@ -221,7 +238,7 @@ def detach(model: _Model) -> _Model:
     return model
 
 
-_FIX = "opacus.validators.ModuleValidator.fix(model)"
+_FIX = "model = dp.private_layers(model), before its optimizer is made,"
 
 
 # layers with a grad sampler of Opacus', which takes seconds to import
@@ -237,10 +254,13 @@ def _has_sampler(module: nn.Module) -> bool:
 
 
 def trainable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the layers as Opacus cuts them: one with parameters of its own and no grad sampler is handled whole."""
+    """Yields the layers that rows are taken of: one with parameters of its own and no grad sampler is handled whole."""
 
     def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if any(p.requires_grad for p in module.parameters(recurse=False)):
+        # what a layer inside holds too (the bias of a head of Hugging Face's) is in the rows of that layer, and a use
+        # of it elsewhere has a gradient that is refused, as of any other weight
+        inside = {p for child in module.children() for p in child.parameters()}
+        if any(p.requires_grad and p not in inside for p in module.parameters(recurse=False)):
             yield name, module
             if not _has_sampler(module):
                 return
@@ -267,10 +287,7 @@ def require_supported(model: nn.Module, *, batch_first: bool) -> None:
 _RECOMPUTED = {  # hooks that make the weight anew in each forward, by the name of their class
     "BasePruningMethod": (
         "pruned by torch.nn.utils.prune",
-        (
-            "call prune.remove(layer, 'weight') before attach, and multiply the weight by its mask"
-            " after each optimizer.step() to keep its zeros"
-        ),
+        f"{_FIX} keeps the mask as a parametrization",
     ),
     "WeightNorm": (
         "under torch.nn.utils.weight_norm",
@@ -290,6 +307,11 @@ def _require_plain(name: str, module: nn.Module) -> None:
             f"model must not be scripted or traced (got {layer}), since layers inside cannot be"
             " recorded: attach the module as it was before torch.jit, and use torch.compile for"
             " speed"
+        )
+    if any(p is not None and p.is_complex() for p in module._parameters.values()):
+        raise ValueError(
+            f"{layer} must have real weights: make one of the real and one of the imaginary parts,"
+            " as torch.view_as_real gives them, and multiply by torch.complex(real, imaginary)"
         )
     if any(isinstance(p, nn.UninitializedParameter) for p in module._parameters.values()):
         raise ValueError(
@@ -318,15 +340,15 @@ def _require_uncoupled(name: str, module: nn.Module, batch_first: bool) -> None:
     if isinstance(module, BatchNorm) or getattr(module, "track_running_stats", False):
         raise ValueError(
             f"model must not have layers that mix the rows of a batch (got {kind} {name!r}); {_FIX}"
-            " replaces them by GroupNorm"
+            " replaces BatchNorm by GroupNorm, and leaves running statistics out"
         )
-    if (
-        isinstance(module, of_opacus("layers.dp_multihead_attention.DPMultiheadAttention"))
-        and module.batch_first != batch_first
-    ):
+    attends = getattr(module, "attends_batch_first", batch_first)
+    if isinstance(module, of_opacus("layers.dp_multihead_attention.DPMultiheadAttention")):
+        attends = module.batch_first
+    if attends != batch_first:
         # PRIVACY: its rows would be times, not records (test_attention_over_the_batch_dimension_is_refused)
         raise ValueError(
-            f"batch_first must be {module.batch_first}, that of the attention layer {name!r} (got"
+            f"batch_first must be {attends}, that of the attention layer {name!r} (got"
             f" {batch_first}); make the layer with batch_first=True, or attach with"
             " batch_first=False"
         )
@@ -338,7 +360,7 @@ def _require_plain_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) 
         for option, value in (
             ("max_norm=None", module.max_norm),
             ("scale_grad_by_freq=False", module.scale_grad_by_freq),
-            ("sparse=False", module.sparse),
+            ("sparse=False", module.sparse and isinstance(module, nn.EmbeddingBag)),
             ("mode='sum' or 'mean'", getattr(module, "mode", "") == "max"),
             ("include_last_offset=False", getattr(module, "include_last_offset", False)),
             (
@@ -361,8 +383,8 @@ def _require_samplable(name: str, module: nn.Module) -> None:
     layer = f"{type(module).__name__} {name!r}"
     if isinstance(module, (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)):
         raise ValueError(
-            f"{layer} has no per-sample gradients: use its like of opacus.layers, as"
-            f" DPMultiheadAttention, DPRNN, DPGRU or DPLSTM ({_FIX} puts them into a model)"
+            f"{layer} has no per-sample gradients: {_FIX} puts a layer with the same weights that"
+            " has them in its place"
         )
     if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
         raise ValueError(

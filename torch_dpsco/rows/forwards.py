@@ -159,6 +159,15 @@ class PassCounter:
                 " you call"
             )
 
+    def spread(self, ids: Tensor) -> Tensor:
+        """Returns positions (1, T), those of all records, once for each of them; other ids as they are."""
+        if self.sizes is None or len(self.sizes) != 1 or ids.dim() != 2 or len(ids) != 1:
+            return ids
+        run = torch.arange(ids.shape[1], dtype=ids.dtype, device=ids.device)
+        # PRIVACY: ids of several records in one row would move the row of one alone
+        # (test_items_of_all_records_in_one_row_are_refused)
+        return ids.expand(min(self.sizes), -1) if torch.equal(ids[0] - ids[0, :1], run) else ids
+
     def require_batch(self, layer: nn.Module, x: Tensor, dim: int) -> None:
         """Raises SequenceError if the input of a layer is sparse, or cannot have the batch in its dimension `dim`."""
         shape = x.shape
@@ -173,8 +182,8 @@ class PassCounter:
             # (test_a_layer_that_sees_no_batch_is_refused); no size in the message, that of the draw is private
             raise SequenceError(
                 f"dimension {dim} of the input of {layer} must be the batch, as in the inputs of"
-                " the model: expand constants to one per record, leave time out of it, do not cut"
-                " the batch up, and say where it is by dp.attach(model, batch_first=...)"
+                " the model: expand constants to one per record (or freeze the layer), leave time out of"
+                " it, do not cut the batch up, and say where it is by dp.attach(model, batch_first=...)"
             )
 
 
@@ -454,7 +463,7 @@ class _Drop:
             passes.append(attachment.passes.number)
             if grad is not None and not hasattr(p, "dpsco_compared"):
                 mean = attachment.mean and not attachment.passes.exact_means
-                p.dpsco_first_backward = grad.detach(), mean  # type: ignore[attr-defined]
+                p.dpsco_first_backward = grad.detach().to_dense(), mean  # type: ignore[attr-defined]
         elif grad is not None:
             attachment.refuse_gradient(p)
 
@@ -659,8 +668,8 @@ def _tell_of_filling(error: BaseException | None, rows: int) -> None:
     note = (
         f"torch_dpsco: of the {rows} rows of this batch some may be filling, which hides how many"
         " records were drawn: zeros in all tensors (a length of 0, class 0), at any place. Make"
-        " the forward take such rows, e.g. by lengths.clamp(min=1), and by a mask in place of"
-        " packed sequences; or give isolation='none' to optimizer.loader(...), whose risk"
+        " the forward take such rows, e.g. by lengths.clamp(min=1), and by enforce_sorted=False with"
+        " dp.private_layers where sequences are packed; or give isolation='none' to optimizer.loader(...), whose risk"
         " docs/guarantees.md describes"
     )
     if len(error.args) == 1 and isinstance(error.args[0], str):

@@ -7,7 +7,7 @@ Differs from Opacus' GradSampleHooks in:
 1. layers that are factored are left out;
 2. rows of `Embedding` leave the padding out; those of `EmbeddingBag` count each use of an item, and take 2-D input;
 3. a layer that is run again for its rows ("whole": it has parameters of its own and no grad sampler) must take one
-   tensor and return one, since the second run would not get anything else;
+   tensor and return one, since the second run would not get anything else but keywords that are no tensors;
 4. inputs by keyword, parameters from elsewhere, backward passes without a forward, half-precision means and in-place
    layers on hooked outputs raise an error that names the way out;
 5. a layer that a (non-reentrant) checkpoint runs again keeps the rows of its first run;
@@ -17,11 +17,14 @@ Differs from Opacus' GradSampleHooks in:
 
 from __future__ import annotations
 
+import copy
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import torch
+from opacus.grad_sample.functorch import prepare_layer
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.layers import DPGRU, DPLSTM, DPRNN
 from opacus.layers.dp_multihead_attention import SequenceBias
@@ -32,9 +35,11 @@ from torch.nn.utils.rnn import PackedSequence
 from torch_dpsco import compat
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.native import require_full_precision
+from torch_dpsco.rows.attach import trainable_layers
 from torch_dpsco.rows.forwards import NO_FORWARD, PassCounter
 from torch_dpsco.rows.layers.recorded import refuse_unknown
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _RECURRENT = (DPRNN, DPLSTM, DPGRU)
 # inside of Opacus' own layers, whose inputs are laid out in another way
 _OWN_LAYOUT = (RNNLinear, SequenceBias)
@@ -110,12 +115,15 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
     ) -> None:
         self._left_out = {id(layer) for layer in factored}
         self._passes = passes
+        self._keywords: dict[
+            nn.Module, dict[str, Any]
+        ] = {}  # switches of layers that are run again
         self._seen: dict[int, int] = {}  # layer: number of the last forward that kept its input
         super().__init__(model, batch_first=batch_first, loss_reduction=loss_reduction)
 
     def iterate_submodules(self, module: nn.Module) -> Iterable[nn.Module]:
         """Yields the layers to hook."""
-        for layer in super().iterate_submodules(module):
+        for _, layer in trainable_layers(module):
             if id(layer) not in self._left_out:
                 yield layer
 
@@ -127,8 +135,10 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
             for layer in self.iterate_submodules(self._module):
                 if type(layer) not in _RECURRENT:
                     handles.append(
-                        layer.register_forward_pre_hook(_refuse_keywords, with_kwargs=True)
+                        layer.register_forward_pre_hook(self._take_keywords, with_kwargs=True)
                     )
+                if type(layer) is nn.Embedding and self.batch_first:
+                    handles.append(layer.register_forward_pre_hook(self._spread))
             for module in self._module.modules():
                 if type(module) in _RECURRENT:
                     handles.append(
@@ -139,6 +149,32 @@ class DenseHooks(GradSampleHooks):  # type: ignore[misc]
         except BaseException:
             self.cleanup()
             raise
+
+    def _take_keywords(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if not module.training or not torch.is_grad_enabled():
+            return
+        whole = type(module) not in self.GRAD_SAMPLERS
+        switches = whole and not any(isinstance(x, Tensor) for x in compat.tree_leaves(kwargs))
+        changed = self._keywords.get(module, {}) != kwargs
+        # PRIVACY: an earlier use in this forward would get the rows of another one
+        # (test_uses_without_right_rows_are_refused_with_a_way_out)
+        if changed and (not switches or getattr(module, "activations", None)):
+            raise SequenceError(
+                f"layer {type(module).__name__} must get its inputs by position (got"
+                f" {sorted(kwargs)} by keyword), because Opacus' hooks do not see keywords; keywords"
+                " of the whole model are fine, and those that are no tensors of a module with parameters"
+                " of its own, if all its uses in a forward have the same"
+            )
+        if changed:
+            self._keywords[module] = kwargs
+            bare = copy.copy(module)  # without the hooks
+            vars(bare).update({name: {} for name in _HOOKS})
+            bare.forward = partial(type(module).forward, bare, **kwargs)
+            prepare_layer(bare, batch_first=self.batch_first)
+            module.ft_compute_sample_grad = bare.ft_compute_sample_grad
+
+    def _spread(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        return (self._passes.spread(args[0]),) if args and module.training else None
 
     def capture_activations_hook(
         self, module: nn.Module, forward_input: Any, forward_output: Any
@@ -207,15 +243,6 @@ def _unknown_option(module: nn.Module, tensors: list[Tensor]) -> str:
     return ""
 
 
-def _refuse_keywords(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    if kwargs and module.training and torch.is_grad_enabled():
-        raise SequenceError(
-            f"layer {type(module).__name__} must get its inputs by position (got {sorted(kwargs)}"
-            " by keyword), because Opacus' hooks do not see keywords; keywords of the whole model"
-            " are fine"
-        )
-
-
 def _require_sorted(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     packed = args[0] if args else kwargs.get("input")
     if (
@@ -227,7 +254,8 @@ def _require_sorted(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Non
         # that a record is in two rows (test_packed_sequences_that_are_not_sorted_are_refused)
         raise SequenceError(
             "packed sequences must be made with enforce_sorted=True: sort the records of a batch by"
-            " length, longest first, in the collate function"
+            " length, longest first, in the collate function, or use dp.private_layers, which take"
+            " them in any order"
         )
 
 

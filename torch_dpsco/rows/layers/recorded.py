@@ -447,6 +447,8 @@ class RecordedForward:
             # a compiled model breaks its graph here: the number of a pass must not become a constant of it
             broken: Tensor = torch.compiler.disable(RecordedForward.__call__)(self, input)
             return broken
+        if not input.is_floating_point():
+            input = layer.passes.spread(input)
         layer.passes.require_batch(layer, input, 0)
         make_ready(layer)
         if layer.tape.trial is not None:
