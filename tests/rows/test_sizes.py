@@ -582,7 +582,7 @@ def test_inputs_that_are_computed_later_are_refused(change: Callable[[Tensor], T
 
 
 def test_public_data_outside_of_their_block_are_told_of_it() -> None:
-    told = r"public data, write `with dp.public\(model\):`"
+    told = r"public or generated data, write `with dp.public\(model\):`"
     later(lambda model, x: model(torch.ones_like(x)), told)
 
 

@@ -53,9 +53,9 @@ from torch_dpsco.trial.sizes import AUTOCAST, secret_state
 
 _OTHER_INPUTS = (
     "inputs of the model must be the tensors of the loader, unchanged, as in the first step: where"
-    " they are public or generated data, write `with dp.public(model):` around forward, backward and step; else do"
-    " what the loop does to them in the model, or in the data set, or give isolation='slots' to"
-    " optimizer.loader(...)"
+    " they are public or generated data, write `with dp.public(model):` around forward, backward"
+    " and step; else do what the loop does to them in the model, or in the data set, or give"
+    " isolation='slots' to optimizer.loader(...)"
 )
 _OTHER_KERNELS = (
     "model and torch must stay as they were in the first step, in a loop over batches of several sizes (threads,"
