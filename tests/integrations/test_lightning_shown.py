@@ -424,7 +424,8 @@ def test_a_process_that_died_in_a_step_goes_on_without_it(tmp_path: Path) -> Non
     died = subprocess.run([sys.executable, "-c", CRASH, str(tmp_path)], cwd=ROOT, check=False)
     assert died.returncode == 9
     plan = planned(average="uniform")
-    with pytest.warns(UtilityWarning, match="2 steps after step 6 were lost"):
+    # two were made, up to four of them charged ahead: how many, the clock says
+    with pytest.warns(UtilityWarning, match="[2-4] steps after step 6 were lost"):
         module = checkpointed(plan, on_disk(plan, tmp_path), tmp_path, ckpt="step=6.ckpt")
     assert len(module.optimizer.accountant.ledger) == module.optimizer.steps == 10
     assert module.optimizer.finalized
