@@ -150,6 +150,7 @@ def make_private(
     case: Case, model: nn.Module, data: TensorDataset, setting: Setting, steps: int
 ) -> Steps:
     made = dp.make_private(
+        verbose=False,
         model,
         torch.optim.SGD(trained(model), lr=setting.lr),
         DataLoader(data, batch_size=case.size, shuffle=True),
