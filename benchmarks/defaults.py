@@ -150,7 +150,6 @@ def make_private(
     case: Case, model: nn.Module, data: TensorDataset, setting: Setting, steps: int
 ) -> Steps:
     made = dp.make_private(
-        verbose=False,
         model,
         torch.optim.SGD(trained(model), lr=setting.lr),
         DataLoader(data, batch_size=case.size, shuffle=True),
@@ -158,6 +157,7 @@ def make_private(
         budget=dp.Budget(1.0, 1e-5, adjacency="add_remove"),
         n=len(data),
         epochs=steps * case.size / len(data),
+        verbose=False,
     )
     return looped(made[0], made[1], case.loss, _repeated(made[2], steps))
 
