@@ -502,6 +502,8 @@ def test_clip_and_epochs_are_kept_where_they_are_given() -> None:
         ({}, "epsilon and delta must be given"),
         ({"budget": dp.Budget(1.0, 1e-4), "epsilon": 1.0}, "in their place"),
         ({"budget": dp.Budget(1.0, 1e-4, "add_remove")}, "n must be given under add_remove"),
+        ({"epsilon": 1.0, "delta": 1e-4, "epochs": 0}, "epochs must be > 0"),
+        ({"epsilon": 1.0, "delta": 1e-4, "recipe": True, "epochs": 0}, "epochs must be > 0"),
         ({"epsilon": 1.0, "delta": 1e-4, "recipe": True, "problem": dp.Problem(lipschitz=1.0)},
          "recipe and clip must be left out beside problem"),
         ({"epsilon": 1.0, "delta": 1e-4, "clip": 1.0, "problem": dp.Problem(lipschitz=1.0)},

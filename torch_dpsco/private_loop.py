@@ -51,7 +51,6 @@ from torch_dpsco.step.run import CommonOptimizer
 from torch_dpsco.step.step import PrivateOptimizer
 
 _Model = TypeVar("_Model", bound=nn.Module)
-_EPOCHS = 10
 
 
 @typed
@@ -151,7 +150,7 @@ def make_private(
     budget = one_budget(budget, epsilon, delta)
     n = size_of(data_loader.dataset, n, budget)
     public: dict[str, Any] = {"n": n, "budget": budget, "sampling": sampling}
-    public |= {"epochs": epochs if recipe else epochs or _EPOCHS}
+    public |= {"epochs": 10 if epochs is None and not recipe else epochs}
     if not recipe:
         public |= {"batch_size": data_loader.batch_size}
     rest: dict[str, Any] = {"prox": prox, "reg": reg, "accountant": accountant}
@@ -192,8 +191,7 @@ def stepped_by(
     rest |= {"rule": TorchRule(optimizer, average)}
     if problem is not None:
         return HolderSGD(groups, HolderSGD.plan(problem=problem, **public), **rest)
-    public |= {"dim": groups, "clip": clip}
-    return NetSGD(groups, NetSGD.plan(**public), **rest)
+    return NetSGD(groups, NetSGD.plan(dim=groups, clip=clip, **public), **rest)
 
 
 def size_of(dataset: Dataset[Any], n: int | None, budget: Budget) -> int:

@@ -19,6 +19,7 @@ import torch_dpsco as dp
 from tests.problems import make_optimizer
 from torch_dpsco.accounting.designs import Undeclared
 from torch_dpsco.errors import PrivacyError
+from torch_dpsco.rows import carried
 from torch_dpsco.rows.attach import first_step_of
 
 B, DIM = 8, 4
@@ -481,3 +482,13 @@ def test_the_doctor_finds_a_loss_that_carries_state() -> None:
     states: list[Any] = [None]
     diagnosis = dp.doctor(dp.attach(Cell()), loss, None, None, record={"x": torch.zeros(3)})
     assert next((f.name, f.severity) for f in diagnosis.findings) == ("not-probed", "error")
+
+
+def test_tensors_are_found_at_any_depth_of_containers_that_may_hold_themselves() -> None:
+    """Else an input that is no tensor of the loader would pass where it lies deep enough."""
+    deep: Any = torch.ones(3)
+    for k in range(20):
+        deep = {"inner": [deep]} if k % 2 else (deep,)
+    ring: list[Any] = [deep]
+    ring.append(ring)
+    assert [tuple(t.shape) for t, _, _ in carried._tensors(ring)] == [(3,)]

@@ -173,9 +173,8 @@ class NetSGD(PlannedOptimizer):
             ValueError: an argument is out of range.
         """
         budget, adjacency = agreed(budget, adjacency)
-        n = public_size(n, sampling)
         given = Given(
-            n=n,
+            n=public_size(n, sampling),
             adjacency=adjacency,
             sampling=sampling,
             batch_size=batch_size,
@@ -195,7 +194,8 @@ class NetSGD(PlannedOptimizer):
         draws = choose_design(scale, budget, given)
         noise = choose_noise(budget, *draws, given)
         pace = choose_pace(scale, draws, noise) if lr is None else Pace(lr)
-        warn_if_buried(None if noise_multiplier else budget, draws, noise, n, scale.dim)
+        # without noise nothing is buried
+        warn_if_buried(None if noise_multiplier else budget, draws, noise, given.n, scale.dim)
         return NetPlan(
             budget=budget,
             adjacency=adjacency,

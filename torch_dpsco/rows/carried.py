@@ -34,7 +34,7 @@ from torch_dpsco.errors import PrivacyError
 _PLACES = 64  # whose numbers are compared
 _DISTINCT = 4
 _KEPT = 16  # outputs whose numbers are kept
-_DEPTH = 6  # of what is nested in inputs and outputs
+_DEPTH = 6  # of plain objects in inputs and outputs; containers are followed to their end
 _MARK = "dpsco_forward"
 CLOCK = count(1)  # orders forwards and ends of batches
 _FOUND = (
@@ -192,8 +192,10 @@ Held = tuple[Tensor, Any, int]  # a tensor, its memory and its version
 def _tensors(tree: Any) -> list[Held]:
     """Returns the tensors with memory of their own kind in nested containers and plain objects (caches, outputs)."""
     found: list[Held] = []
+    seen: set[int] = set()  # containers may hold themselves
+    depth = 0
     level: Sequence[Any] = (tree,)
-    for _ in range(_DEPTH + 1):
+    while level:
         below: list[Any] = []
         for part in level:
             if isinstance(part, Tensor):
@@ -202,14 +204,12 @@ def _tensors(tree: Any) -> list[Held]:
                 except (NotImplementedError, RuntimeError):  # sparse, or inside of torch.func
                     continue
                 found.append((part, storage, 0 if part.is_inference() else part._version))
-            elif isinstance(part, (tuple, list)):
-                below += part
-            elif isinstance(part, Mapping):
-                below += part.values()
-            elif not isinstance(part, (str, type, nn.Module)):
+            elif isinstance(part, (tuple, list, Mapping)) and id(part) not in seen:
+                seen.add(id(part))
+                below += part.values() if isinstance(part, Mapping) else part
+            elif depth <= _DEPTH and not isinstance(part, (str, type, nn.Module)):
                 below += getattr(part, "__dict__", {}).values()
-        if not below:
-            break
+        depth += 1
         level = below
     return found
 
