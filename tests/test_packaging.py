@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import os
 import re
 import subprocess
 import sys
@@ -42,6 +43,24 @@ def _marked_command(name: str) -> str:
 
 def test_the_package_and_setup_cfg_have_the_same_version(config):
     assert torch_dpsco.__version__ == config["metadata"]["version"]
+
+
+@pytest.mark.parametrize("home", ["", "https://example.org/we/torch_dpsco"])
+def test_the_description_of_a_wheel_has_no_link_that_needs_the_repository_beside_it(home):
+    said = subprocess.run(
+        [sys.executable, "setup.py", "-q", "--long-description"],
+        cwd=ROOT,
+        env={**os.environ, "HOME_PAGE": home},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    links = re.findall(r"\]\(([^)]*)\)", said)
+    assert all(link.startswith("https://") for link in links)
+    assert "<!--" not in said
+    assert "A table" in said
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(links) == (len(re.findall(r"\]\(", readme)) if home else 0)
 
 
 def test_the_changelog_has_an_entry_for_the_version(config):
@@ -88,6 +107,7 @@ def test_the_lowest_versions_that_are_run_are_those_that_are_declared(config):
         "accelerate",
         "lightning",
         "parquet",
+        "tables",
         "transformers",
     )
     wanted = "\n".join([config["options"]["install_requires"], *map(extras.get, names)])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import warnings
@@ -128,6 +129,33 @@ def test_a_second_writer_is_refused(path):
     first.authorize(STEP)
     first.close()
     assert len(Accountant(ledger_path=path)) == 2
+
+
+class Windows:
+    """Stands for the module `msvcrt`, whose locks keep others from reading the bytes that are locked."""
+
+    LK_NBLCK = 2
+
+    @staticmethod
+    def locking(fd: int, mode: int, count: int) -> None:
+        assert (mode, count) == (Windows.LK_NBLCK, 1)
+        assert os.lseek(fd, 0, os.SEEK_CUR) > 10**9  # beyond all lines, which others may read
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise PermissionError(errno.EACCES, "Permission denied") from error
+
+
+def test_a_second_writer_is_refused_on_windows_too(path, monkeypatch):
+    monkeypatch.setattr(ledger_file, "fcntl", None)
+    monkeypatch.setattr(ledger_file, "msvcrt", Windows, raising=False)
+    first = Accountant(ledger_path=path)
+    first.authorize(STEP)
+    assert "in use by another accountant or process" in refused(path)
+    first.authorize(STEP)
+    first.close()
+    assert len(Accountant(ledger_path=path)) == 2
+    assert [row["at"] for row in lines(path)[1:]] == [0, 1]  # written at the end of the file
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,16 @@ def test_a_stream_is_read_once_and_gives_its_records_again_and_again(tmp_path: P
         with pytest.raises(IndexError, match="index must be that of a record"):
             data[wrong]
     assert len(Spilled([])) == 0
+
+
+def test_threads_read_side_by_side_where_files_are_read_by_seeking(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(os, "pread")  # as on Windows
+    data = Spilled(Stream())
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(data.__getitem__, [k % N for k in range(50 * N)]))
+    assert [row[0].tolist() for row in found] == 50 * [[k, k] for k in range(N)]
 
 
 def test_nobody_finds_its_files(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from torch_dpsco.accounting.ledger import Book, Place, Row
 from torch_dpsco.errors import PrivacyError, UtilityWarning
 
 _SIZE = 256  # bytes: written at once, within one sector
+_BINARY = getattr(os, "O_BINARY", 0)  # Windows: else each line end would be written as two bytes
 
 
 class HighWater:
@@ -92,7 +93,7 @@ class HighWater:
             safe: wait until the mark is on the disk too.
         """
         if self._fd < 0:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | _BINARY, 0o600)
         os.lseek(self._fd, 0, os.SEEK_SET)
         os.write(self._fd, _content(place))
         if safe:
@@ -120,13 +121,20 @@ def _content(place: Place) -> bytes:
 
 
 fcntl: Any
+msvcrt: Any
 try:
     import fcntl
-except ImportError:  # Windows: no lock; a second writer is then found by the size of the file
+except ImportError:  # Windows
+    import msvcrt
+
     fcntl = None
 
+_FAR = (
+    1 << 40
+)  # the byte that is locked on Windows, where no other process may read a locked one
 _NOWHERE: Place = ("", 0, 0)
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND  # O_APPEND: no write can hit an earlier line
+# O_APPEND: no write can hit an earlier line
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | _BINARY
 
 
 class LedgerFile:
@@ -375,7 +383,7 @@ class LedgerCopy(LedgerFile):
         self._digest = ""
         self.is_open = False
         known = self._mark.read()  # before the lines: a mark is never ahead of them
-        self._fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        self._fd = os.open(self.path, os.O_RDONLY | _BINARY)
         try:
             self.book = self._read(known)
         finally:
@@ -407,11 +415,14 @@ def _opened(path: str) -> int:
 
 
 def _lock(fd: int, path: str) -> None:
-    if fcntl is None:
-        return
+    """Locks a file until it is closed; raises PrivacyError if another descriptor has locked it."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+        if fcntl is not None:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        else:
+            os.lseek(fd, _FAR, os.SEEK_SET)
+            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
+    except (BlockingIOError, PermissionError) as error:
         # PRIVACY: two writers would each see half of what is spent (test_a_second_writer_is_refused)
         raise PrivacyError(
             f"ledger file {path!r} is in use by another accountant or process (also a worker that"

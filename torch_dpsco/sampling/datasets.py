@@ -17,10 +17,11 @@ import copy
 import os
 import pickle
 import tempfile
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,7 @@ class Gathered(Dataset[Any], ABC):
 
 
 _PLACE = 8  # bytes of a place in the file
+_SEEKING = threading.Lock()
 
 
 class Spilled(Dataset[Any]):
@@ -95,10 +97,9 @@ class Spilled(Dataset[Any]):
             raise IndexError(
                 "index must be that of a record"
             )  # how many there are may be private
-        # which workers may do side by side
-        places = os.pread(self._places.fileno(), 2 * _PLACE, _PLACE * index)
+        places = _read_at(self._places, 2 * _PLACE, _PLACE * index)
         start, end = (int.from_bytes(places[k : k + _PLACE], "little") for k in (0, _PLACE))
-        return pickle.loads(os.pread(self._records.fileno(), end - start, start))
+        return pickle.loads(_read_at(self._records, end - start, start))
 
     def __repr__(self) -> str:
         return "Spilled(SECRET)"
@@ -107,6 +108,15 @@ class Spilled(Dataset[Any]):
         raise PrivacyError(
             "records of a stream must not be pickled: they are in files of this process"
         )
+
+
+def _read_at(file: IO[bytes], size: int, start: int) -> bytes:
+    """Returns bytes of a file, which threads and workers may read side by side."""
+    if hasattr(os, "pread"):
+        return os.pread(file.fileno(), size, start)
+    with _SEEKING:  # Windows, where no worker shares the descriptor
+        file.seek(start)
+        return file.read(size)
 
 
 _FIXED = (str, bytes, int, float, complex, bool, type(None))
