@@ -1,7 +1,7 @@
 """Builds the accelerator, torch_dpsco/_kernel.c, where there is a compiler; everything else is in setup.cfg.
 
 The library is loaded with ctypes (`torch_dpsco.native`) and needs no header of Python, so that one wheel serves all
-versions of it. Without a compiler setuptools prints a warning, and installation goes on; a wheel is for any machine then.
+versions of it. Without a compiler setuptools warns, and installation goes on; a wheel is then one for any machine.
 """
 
 import os
