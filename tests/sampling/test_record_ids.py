@@ -254,7 +254,7 @@ def test_ids_need_secret_draws() -> None:
         AssignedSampler(plain, ids=IDS)
     with pytest.raises(UnknownSamplerError, match="ids need secret draws"):
         built(amplification=False)[1].loader(DATA, ids=IDS)
-    with pytest.raises(UnknownSamplerError, match="design must be Assigned"):
+    with pytest.raises(UnknownSamplerError, match="ids must be left out"):
         one_pass.make_sampler(dp.Poisson(6, N), ids=IDS)
 
 
@@ -493,7 +493,7 @@ def test_fit_and_make_private_refuse_ids_before_anything_is_charged() -> None:
         with pytest.raises(UnitError, match="ids must"):
             private(ids=ids)
     assert (optimizer.steps, charged(optimizer)) == (0, [])
-    with pytest.raises(UnknownSamplerError, match="design must be Assigned"):
+    with pytest.raises(UnknownSamplerError, match="ids must be left out"):
         private(ids=IDS, sampling="poisson")
 
 

@@ -490,8 +490,9 @@ def make_sampler(
     if ids is not None:
         if not isinstance(design, Assigned):
             raise UnknownSamplerError(
-                "design must be Assigned for draws by ids, or of a stream: give"
-                f" sampling='allocated' (got {design})"
+                "ids must be left out, but for sampling='allocated', which draws by the id of each"
+                f" record (got {design}): people with several records are users, of"
+                " dp.UserClippedSGD"
             )
         return AssignedSampler(design, size=size, steps=steps, resume=resume, ids=ids)
     for sampler in _KINDS:
