@@ -181,7 +181,7 @@ class Units:
 
 # bound over the least one that is told apart
 _LEAST_RADIUS = 50
-_LEAST_SPREAD = 500
+_LEAST_SPREAD = 10**6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,8 +390,8 @@ _COUNT_ERROR, _COUNT_USELESS = (
     0.15,
 )  # std of the noise on a count over n: wanted, and not worth it
 RADIUS_COUNTS = 7
-LOCATION_COUNTS = 16
-SPREAD_COUNTS = 8
+LOCATION_COUNTS = 18
+SPREAD_COUNTS = 9
 NARROW = 0.3  # threshold of Huber's loss in spreads of the targets, for steps with momentum, which bear the curvature
 NARROW_OF_USERS = 0.5  # the same for users, who are fewer
 
