@@ -7,11 +7,13 @@ steps, so that a one-pass design uses each record once.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -20,6 +22,7 @@ import torch_dpsco as dp
 from tests.streams import seeded, seeded_sampler
 from torch_dpsco.accounting.designs import Assigned, Design, Draw, Parts
 from torch_dpsco.accounting.ledger import Ledger
+from torch_dpsco.errors import SequenceError, UtilityWarning
 from torch_dpsco.sampling import DesignSampler, PrivateLoader, UserLoader, make_sampler
 
 N, BATCH, STEPS, DIM = 24, 6, 4, 3
@@ -243,6 +246,17 @@ def same(first: Iterable[Tensor], second: Iterable[Tensor]) -> bool:
     """Returns whether two lists of tensors agree bit for bit, dtypes included."""
     pairs = list(zip(first, second, strict=True))
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+
+
+def assert_no_batches(run: Run) -> None:
+    """A loop after the last planned step has nothing to deliver, and says so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(
+            (UtilityWarning, SequenceError),
+            match=r"all planned steps are made: this loop has no|a one-pass loader is exhausted",
+        ):
+            run.train(1, seed=2)
 
 
 def assert_unchanged(

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torch_dpsco as dp
 from tests.problems import make_optimizer
 from torch_dpsco.accounting.designs import Design, Parts
-from torch_dpsco.errors import SequenceError
+from torch_dpsco.errors import SequenceError, UtilityWarning
 from torch_dpsco.sampling import make_sampler
 from torch_dpsco.step.oracle import Clipped, Phased
 
@@ -355,3 +355,32 @@ def test_a_permutation_that_was_begun_keeps_its_data_set(kind: str) -> None:
     step(
         model, opt, next(iter(loader(other)))[0]
     )  # another permutation, which is charged by itself
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("sampling", ["poisson", "fixed", "allocated"])
+def test_a_loop_ends_with_the_plan_in_the_middle_of_an_epoch(
+    sampling: str, workers: int
+) -> None:
+    model = dp.attach(nn.Linear(3, 1))
+    design: Any = sampling
+    if sampling == "allocated":
+        design = dp.Assigned(25, 100, passes=2)
+    sizes = {} if sampling == "allocated" else {"batch_size": 25, "steps": 6}
+    plan = dp.ClippedSGD.plan(
+        n=100, clip=1.0, noise_multiplier=1.0, sampling=design, lr=0.1, **sizes
+    )
+    optimizer = dp.ClippedSGD(model.parameters(), plan)
+    data = TensorDataset(torch.randn(100, 3), torch.randn(100, 1))
+    loader = optimizer.loader(data, num_workers=workers)
+    epochs = []
+    for _ in range(2):
+        before = optimizer.steps
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        epochs.append(optimizer.steps - before)
+    assert (epochs, optimizer.finalized) == ([4, plan.steps - 4], True)
+    with pytest.warns(UtilityWarning, match="this loop has no batches"):
+        assert list(loader) == []

@@ -338,7 +338,7 @@ class PrivateLoader:
         log.restart()
         # of this iteration only: nothing is left over when it is broken off
         chunks: deque[Chunk] = deque()
-        for batch in batches(self._split(chunks), chunks):
+        for batch in () if log.is_over() else batches(self._split(chunks), chunks):
             chunk = chunks.popleft()
             log.deliver(chunk)
             flat = isinstance(batch, _FilledUp)
@@ -355,6 +355,8 @@ class PrivateLoader:
             else:
                 parts = list(batch) if isinstance(batch, (tuple, list)) else [batch]
                 yield [*parts, chunk.users.clone()]
+            if log.is_over():
+                return
 
 
 def filled(batch: Any, slots: Tensor | slice, size: int, value: float = 0) -> Any:

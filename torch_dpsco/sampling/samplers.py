@@ -31,6 +31,7 @@ T 2^-512 in total variation and the security of the key, as for all draws of `no
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -61,7 +62,13 @@ from torch_dpsco.accounting.designs import (
     Shuffled,
 )
 from torch_dpsco.compat import tree_flatten
-from torch_dpsco.errors import PrivacyError, SequenceError, UnitError, UnknownSamplerError
+from torch_dpsco.errors import (
+    PrivacyError,
+    SequenceError,
+    UnitError,
+    UnknownSamplerError,
+    UtilityWarning,
+)
 from torch_dpsco.noise import Stream, rank_generator, sampling_generator
 from torch_dpsco.sampling.datasets import Gathered
 
@@ -155,10 +162,12 @@ class DesignSampler(Sampler[list[int]], ABC):
 
     def __iter__(self) -> Iterator[list[int]]:
         self.log.restart()
-        for drawn in self.dealt():
+        for drawn in () if self.log.is_over() else self.dealt():
             draw = replace(drawn[0])
             self.log.deliver(Chunk(draw, draw.size, draw.size, last=True, source=drawn))
             yield drawn[1].tolist()
+            if self.log.is_over():
+                return
 
 
 class PoissonSampler(DesignSampler):
@@ -520,6 +529,7 @@ class DrawLog:
         self.dataset: Any = None  # that is drawn from
         self.owner: Any = None  # whose steps use the draws
         self.on_restart: Callable[[], None] = lambda: None
+        self.is_over: Callable[[], bool] = lambda: False  # whether all planned steps are made
         self.on_delivery: Callable[[Chunk], None] = lambda chunk: None
         self._given_up = False
         self._replaced = False  # by the log of another loader
@@ -531,7 +541,7 @@ class DrawLog:
         return None if self.held is None else self.held.source
 
     def restart(self) -> None:
-        """Begins a new iteration.
+        """Begins a new iteration; warns if there is nothing to deliver, since all planned steps are made.
 
         Raises:
             SequenceError: the draw that was delivered last was neither used nor given up; another loader has taken the
@@ -544,6 +554,13 @@ class DrawLog:
             raise SequenceError(_UNUSED)
         self.on_restart()
         self.give_up()
+        if self.is_over():
+            warnings.warn(
+                "all planned steps are made: this loop has no batches; make a new optimizer for"
+                " another run",
+                UtilityWarning,
+                stacklevel=3,
+            )
 
     @staticmethod
     def _refuse_replaced() -> NoReturn:

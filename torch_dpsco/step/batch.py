@@ -95,12 +95,15 @@ class LogicalBatch:
         self.seen = 0  # rows of the chunk, with its filling
         self._draw_rows = 0  # rows seen of the draw
 
-    def bind(self, loader: Any, on_restart: Callable[[], None]) -> None:
+    def bind(
+        self, loader: Any, on_restart: Callable[[], None], is_over: Callable[[], bool]
+    ) -> None:
         """Takes draws from a loader of this design, and from no other loader any more.
 
         Args:
             loader: it.
             on_restart: called when an iteration over it begins.
+            is_over: whether all planned steps are made, so that an iteration ends.
 
         Raises:
             UnknownSamplerError: a foreign sampler.
@@ -135,6 +138,7 @@ class LogicalBatch:
             self._made = sampler.so_far.made
             self._loader = loader
         self._log.on_restart = on_restart
+        self._log.is_over = is_over
         self._log.on_delivery = lambda chunk: retire_forwards(
             self._params, None if chunk.slots is None else chunk.size
         )
