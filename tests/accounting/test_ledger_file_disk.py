@@ -213,3 +213,45 @@ def test_an_adjacency_that_was_open_in_the_file_is_filed_when_it_is_decided(path
     later.close()
     assert json.loads(path.read_bytes().splitlines()[-2])["config"]["adjacency"] == ADD_REMOVE
     assert Accountant(ledger_path=path).adjacency == ADD_REMOVE
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes other users")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_users_of_a_group_share_a_ledger_and_others_are_told_why_not(tmp_path: Path) -> None:
+    """Two users of one group charge in turn; a third one is refused by name, with a way out."""
+    tmp_path.chmod(0o777)
+    for parent in tmp_path.parents[:3]:
+        parent.chmod(parent.stat().st_mode | 0o011)
+    path = tmp_path / "shared.ledger"
+    path.touch()
+    os.chown(path, 4001, 5001)
+    path.chmod(0o660)
+
+    def charge_as(user: int, group: int) -> str:
+        read, write = os.pipe()
+        if (child := os.fork()) == 0:
+            try:
+                os.setgroups([])
+                os.setgid(group)
+                os.setuid(user)
+                accountant = Accountant(ledger_path=path)
+                accountant.authorize(STEP)
+                accountant.close()
+                os.write(write, b"charged")
+            except BaseException as error:
+                os.write(write, f"{type(error).__name__}: {error}".encode())
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        os.close(write)
+        with os.fdopen(read) as pipe:
+            return pipe.read()
+
+    assert [charge_as(user, 5001) for user in (4001, 4002, 4001)] == 3 * ["charged"]
+    assert stat.S_IMODE(path.with_name("shared.ledger.mark").stat().st_mode) == 0o660
+    refused = charge_as(4003, 5003)
+    assert refused.startswith("PrivacyError: ledger file")
+    assert "that this user may read and write" in refused
+    path.chmod(0o666)  # and the mark is forgotten
+    assert charge_as(4003, 5003).startswith("PrivacyError: mark")
+    assert len(Accountant(ledger_path=path)) == 3

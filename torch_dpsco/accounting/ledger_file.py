@@ -40,6 +40,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.ledger import Book, Place, Row
 from torch_dpsco.errors import PrivacyError, UtilityWarning
 
+_SUFFIX = ".mark"
 _SIZE = 256  # bytes: written at once, within one sector
 _BINARY = getattr(os, "O_BINARY", 0)  # Windows: else each line end would be written as two bytes
 
@@ -52,7 +53,7 @@ class HighWater:
     """
 
     def __init__(self, path: str) -> None:
-        self.path = f"{os.path.realpath(path)}.mark"
+        self.path = f"{os.path.realpath(path)}{_SUFFIX}"
         self._fd = -1
 
     def read(self) -> Place | None:
@@ -66,6 +67,12 @@ class HighWater:
                 content = file.read()
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise PrivacyError(
+                f"mark {self.path!r} of the ledger file cannot be read ({error}): how much was"
+                " spent is not known for certain; give this user the rights that the ledger file"
+                " has"
+            ) from error
         if not content:
             return None  # a crash between its making and its first write
         try:
@@ -93,11 +100,22 @@ class HighWater:
             safe: wait until the mark is on the disk too.
         """
         if self._fd < 0:
+            is_new = not os.path.exists(self.path)
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | _BINARY, 0o600)
+            if is_new:
+                self._share()
         os.lseek(self._fd, 0, os.SEEK_SET)
         os.write(self._fd, _content(place))
         if safe:
             os.fsync(self._fd)
+
+    def _share(self) -> None:
+        """Gives the mark the mode and group of the ledger file: who may charge must be able to move it."""
+        if not hasattr(os, "fchown"):  # Windows
+            return
+        ledger = os.stat(self.path.removesuffix(_SUFFIX))
+        os.fchown(self._fd, -1, ledger.st_gid)
+        os.fchmod(self._fd, stat.S_IMODE(ledger.st_mode))
 
     @property
     def is_named(self) -> bool:
@@ -177,8 +195,8 @@ class LedgerFile:
         except OSError as error:
             raise PrivacyError(
                 f"ledger file {self.path!r} cannot be opened for reading and writing ({error}):"
-                " without it nothing can be charged; name a file in a folder that exists, on a"
-                " disk that can be written"
+                " without it nothing can be charged; name a file that this user may read and write,"
+                " in a folder that exists, on a disk that can be written"
             ) from error
         self._closer = weakref.finalize(self, os.close, self._fd)
         self._mark_closer = weakref.finalize(self, self._mark.close)
