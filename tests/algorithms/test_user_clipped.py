@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from tests.algorithms import user_runs as runs
@@ -25,8 +27,8 @@ from torch_dpsco.errors import (
     BudgetExceeded,
     MissingConstantError,
     PrivacyError,
-    SequenceError,
     UnitError,
+    UtilityWarning,
 )
 from torch_dpsco.step.oracle import Clipped
 from torch_dpsco.step.plan import Plan
@@ -231,7 +233,7 @@ def test_a_calibrated_run_spends_the_budget_of_users_and_no_more(adjacency: str)
             runs.EPSILON, runs.DELTA, design=dp.Poisson(8, 40), steps=6, adjacency=adjacency
         )
     )
-    with pytest.raises(SequenceError, match="all 6 planned steps"):
+    with pytest.warns(UtilityWarning, match="all planned steps are made: this loop has no"):
         run.train(*runs.agreeing(40))
 
 
@@ -448,7 +450,9 @@ PEOPLE = dp.Budget(3.0, 1e-5, adjacency="add_remove", unit="user")
 
 
 def searched(n_users: int = 400, **changes: Any) -> Any:
-    return dp.UserClippedSGD.plan(**{"n_users": n_users, "budget": PEOPLE, "dim": 3, **changes})
+    return dp.UserClippedSGD.plan(
+        **{"n_users": n_users, "budget": PEOPLE, "dim": 3, "rows_per_user": 10, **changes}
+    )
 
 
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
@@ -493,6 +497,42 @@ def test_a_searched_clip_ends_at_a_low_quantile_of_the_lengths_of_users_or_below
     assert run.opt.report().epsilon == plan.epsilon()
 
 
+def test_the_quantile_follows_from_the_rows_that_users_are_known_to_have() -> None:
+    known = {None: 0.9, 1: 0.9, 2.9: 0.9, 3: 0.5, 7.5: 0.5, 8: 0.1, 500: 0.1}
+    for rows, quantile in known.items():
+        plan = searched(rows_per_user=rows)
+        assert plan.quantile == plan.oracle(plan.prox()).clipping.target == quantile
+    with pytest.raises(ValueError, match="rows_per_user must be"):
+        searched(rows_per_user=0)
+
+
+@pytest.mark.slow
+def test_users_of_one_row_get_probabilities_that_are_better_than_a_constant() -> None:
+    """3 of 4 labels are 0: at a low quantile their users outvote the others without end."""
+    draw = np.random.default_rng(0)
+    x = draw.uniform(-1, 1, (6_000, 3))
+    chance = 1 / (1 + np.exp(2.2 - x @ [2.0, -1.0, 0.0]))
+    y = draw.uniform(size=6_000) < chance
+    data = TensorDataset(torch.tensor(x).float(), torch.tensor(2.0 * y - 1).float()[:, None])
+    layer = nn.Linear(3, 1)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    plan = searched(6_000, rows_per_user=None, dim=layer)
+    optimizer = dp.UserClippedSGD(layer.parameters(), plan)
+    dp.fit(
+        layer,
+        optimizer,
+        data,
+        dp.losses.Logistic(),
+        users=torch.arange(6_000),
+        progress=False,
+    )
+    with torch.no_grad():
+        found = torch.sigmoid(layer(data.tensors[0])).numpy()[:, 0]
+    losses = [-np.log(np.where(y, p, 1 - p)).mean() for p in (found, y.mean(), chance)]
+    assert losses[0] - losses[2] < 0.5 * (losses[1] - losses[2])
+
+
 def test_steps_are_in_units_of_the_clip_of_their_release() -> None:
     data, ids = runs.agreeing(20, rows=6, dim=3)
     own = {"lr": 0.5, "momentum": 0.0, "average": "last"}
@@ -512,7 +552,7 @@ def test_steps_are_in_units_of_the_clip_of_their_release() -> None:
 
 @pytest.mark.slow
 def test_what_is_given_of_users_wins_one_by_one() -> None:
-    assert (searched(clip=0.2).clip, searched(clip=0.2).search) == (0.2, False)
+    assert (searched(clip=0.2).clip, searched(clip=0.2).quantile) == (0.2, None)
     assert searched(clip=0.2).lr == pytest.approx(searched(clip=0.4).lr * 2)
     assert (searched(lr=0.3).lr, searched(lr=0.3).momentum, searched(lr=0.3).average) == (
         0.3,

@@ -73,7 +73,8 @@ from torch_dpsco.step.plan import PlannedOptimizer, StepPlan, expected, noise_on
 _FULL_STEPS = 30
 _EPOCHS = 10
 _START = 0.03  # of a search: first clip
-_TARGET = 0.1  # and quantile
+_SAFE_QUANTILE = 0.9  # that the clip follows, of the lengths of users' gradients
+_QUANTILES = {8: 0.1, 3: 0.5}  # where users have at least so many rows
 _VOTES = 0.02  # and share of the squared budget
 
 
@@ -103,19 +104,20 @@ class UserClippedPlan(UserPlan):
         clip: of a user's mean gradient; the first one of a search.
         noise_multiplier: noise std on the sum over users over the clip; of a search that of a whole step, in which sum
             and votes are released together.
-        search: whether the clip follows a low quantile of the lengths of users' gradients (`oracles.AdaptiveClipped`);
-            then means are divided by the clip: lr is in its units.
+        quantile: of the lengths of users' gradients, which the clip follows (`oracles.AdaptiveClipped`); then means are
+            divided by the clip: lr is in its units. None: the clip is fixed.
     """
 
     clip: float
     noise_multiplier: float
-    search: bool = False
+    quantile: float | None = None
 
     def oracle(self, prox: Prox) -> UserClipped:
         """Returns a new oracle with the plan's numbers."""
         clipping: ClippedMean = Clipped(self.clip, self.noise_multiplier, self.batch_size)
-        if self.search:
-            count_noise = (1.0 - _TARGET) * self.noise_multiplier / math.sqrt(_VOTES)
+        if self.quantile is not None:
+            vote = max(self.quantile, 1.0 - self.quantile)
+            count_noise = vote * self.noise_multiplier / math.sqrt(_VOTES)
             spread = (
                 count_noise / self.batch_size
             )  # of the noise on the share of users below the clip
@@ -123,7 +125,7 @@ class UserClippedPlan(UserPlan):
                 self.clip,
                 None,
                 self.batch_size,
-                _TARGET,
+                self.quantile,
                 lr=0.1 / max(0.5, spread),
                 first=1.0 / max(1.0, spread),
                 count_noise=count_noise,
@@ -139,7 +141,7 @@ class UserClippedPlan(UserPlan):
         """Yields what is to be said beside the promise."""
         yield from super().lines()
         share = self.noise_multiplier / self.batch_size
-        if not self.search:
+        if self.quantile is None:
             yield noise_on_mean(share, self.clip)
         else:
             yield (
@@ -153,8 +155,8 @@ class UserClippedPlan(UserPlan):
                 "clip",
                 (
                     f"found in the run, for {_VOTES:.0%} of its squared budget: from {self.clip:g}"
-                    f" on it follows the {_TARGET:g} quantile of the lengths of users'"
-                    " mean gradients; a user should have some ten rows"
+                    f" on it follows the {self.quantile:g} quantile of the lengths of users' mean"
+                    " gradients (by rows_per_user)"
                 ),
             )
         yield "assumed", self.assumed
@@ -209,6 +211,7 @@ class UserClippedSGD(PlannedOptimizer):
         epochs: float | None = None,
         sampling: str | Design | None = None,
         min_items: int = 1,
+        rows_per_user: float | None = None,
         average: str | None = None,
         adjacency: Adjacency | None = None,
         dim: Any = None,
@@ -236,6 +239,8 @@ class UserClippedSGD(PlannedOptimizer):
                 users: "full"), "shuffled", "allocated" (each user once per pass, secretly: `Assigned`, at the price of
                 Poisson), "assigned" (one such pass) or "full"; or a design of users.
             min_items: rows that a user must have, public; others contribute 0.
+            rows_per_user: rows that most users have, by public knowledge: from 8 on there is less noise, since the clip
+                may be short; default unknown, which is as safe as 1.
             average: "last", "uniform" or "weighted"; default "last", or "weighted" where the rule chooses lr.
             adjacency: default the budget's, or "zero_out".
             dim: number of parameters, or the model: the step rule takes 64 without it. A warning tells where noise
@@ -285,15 +290,27 @@ class UserClippedSGD(PlannedOptimizer):
             secure=secure,
             clip=_START if clip is None else units,
             noise_multiplier=noise,
-            search=clip is None,
+            quantile=None if clip is not None else _quantile(rows_per_user),
             min_items=check.positive_count(min_items=min_items),
         )
 
     def _move(self, params: list[nn.Parameter], release: Release, phase: Phase, k: int) -> None:
-        if self._plan.search:  # the clip is a release as well
+        if self._plan.quantile is not None:  # the clip is a release as well
             clip = self.oracle.metrics()["clip"]
             release = release._replace(mean=[mean.div_(clip) for mean in release.mean])
         super()._move(params, release, phase, k)
+
+
+def _quantile(rows_per_user: float | None) -> float:
+    """Returns the quantile of users' lengths that the clip follows.
+
+    With a row or two gradients of the more frequent class are shorter, and a clip below them has its users outvote the
+    others without end (docs/proofs/steps.md#users).
+    """
+    if rows_per_user is None:
+        return _SAFE_QUANTILE
+    rows = check.positive(rows_per_user=rows_per_user)
+    return next((q for least, q in _QUANTILES.items() if rows >= least), _SAFE_QUANTILE)
 
 
 def _design(scale: UserScale | None, budget: Budget | None, given: Given) -> Draws:
