@@ -149,7 +149,7 @@ def clipped(
 
 
 def user_clipped(**numbers: float) -> Build:
-    """UserClippedSGD by default, or with the numbers of its documentation."""
+    """UserClippedSGD, which knows that users of these tables have tens of rows, or with the numbers of its page."""
 
     def build(
         table: Table, loss: dp.losses.Loss, model: nn.Linear, budget: dp.Budget
@@ -213,18 +213,22 @@ METHODS = (
         "UserClippedSGD, logistic",
         "user",
         CHANCES,
-        by_fit(user_clipped(), "logistic"),
+        by_fit(user_clipped(rows_per_user=10), "logistic"),
         users=True,
     ),
     Method(
         "UserClippedSGD, pinball",
         "user",
         ("mae",),
-        by_fit(user_clipped(), "pinball"),
+        by_fit(user_clipped(rows_per_user=10), "pinball"),
         users=True,
     ),
     Method(
-        "UserClippedSGD, Huber", "user", ("huber",), by_fit(user_clipped(), "huber"), users=True
+        "UserClippedSGD, Huber",
+        "user",
+        ("huber",),
+        by_fit(user_clipped(rows_per_user=10), "huber"),
+        users=True,
     ),
     Method(
         "UserClippedSGD, logistic, clip 0.2",
