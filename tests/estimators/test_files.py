@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import sys
-import threading
-import time
 import traceback
 from typing import Any
 
@@ -20,7 +17,7 @@ from hypothesis import strategies as st
 import torch_dpsco as dp
 from torch_dpsco import losses
 from torch_dpsco.errors import UnitError
-from torch_dpsco.estimators import Category, Number, Ordered, Schema
+from torch_dpsco.estimators import Category, Number, Ordered, Schema, files
 from torch_dpsco.estimators import reading as frames
 from torch_dpsco.estimators.schema import key
 
@@ -212,32 +209,16 @@ def test_a_record_of_many_lines_stays_one(tmp_path):
     assert len(schema.read(path).X) == len(rows)
 
 
-def test_no_row_of_a_slow_file_is_lost(tmp_path, monkeypatch):
-    """Threads of pyarrow read ahead; on a slow disk they read beside whoever reads the same file next."""
-    pytest.importorskip("pyarrow")
-    path = tmp_path / "table.csv"
-    path.write_text("v,y\n" + f"0.5,{'no'.ljust(60)}\n" * 50_000)  # some blocks of 1 MiB
-
-    class Slow(io.FileIO):
-        def read(self, size: int | None = -1, /) -> bytes:
-            if threading.current_thread() is not threading.main_thread():
-                time.sleep(0.02)
-            return super().read(size)
-
-    monkeypatch.setattr(frames, "open", lambda name, mode: Slow(name, mode), raising=False)
-    assert [len(BINARY.read(path).X) for _ in range(5)] == [50_000] * 5
-
-
 def test_a_file_that_is_written_while_it_is_read_is_refused(tmp_path, monkeypatch):
     pytest.importorskip("pyarrow")
     path = tmp_path / "table.csv"
     path.write_text("v,y\n0.5,no\n")
 
-    def changed(file: Any) -> bool:
-        path.write_text("w,y\n0.5,no\n0.7,yes\n")
-        return True
+    def changed(file: Any, dialect: Any) -> int:
+        path.write_text("v,y\n0.5,no\n0.7,yes\n")
+        return 0
 
-    monkeypatch.setattr(frames, "has_whole_cells", changed)
+    monkeypatch.setattr(files, "odd_quote", changed)
     with pytest.raises(
         ValueError, match="frame must be a file that nobody writes while it is read"
     ):

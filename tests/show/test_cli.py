@@ -15,7 +15,7 @@ import pytest
 import torch_dpsco as dp
 from torch_dpsco.accounting.events import PoissonGaussian
 from torch_dpsco.estimators.schema import Category, Number
-from torch_dpsco.show import cli
+from torch_dpsco.show import commands
 from torch_dpsco.show.cli import main
 from torch_dpsco.step.plan import Plan
 
@@ -133,7 +133,7 @@ def test_a_file_that_came_meanwhile_is_left_as_it_is(tmp_path):
     ledger = tmp_path / "run.ledger"
     ledger.write_bytes(b"spent")
     with pytest.raises(FileExistsError):
-        cli._write(str(ledger), b"answer")
+        commands.write(str(ledger), b"answer")
     assert ledger.read_bytes() == b"spent"
 
 
