@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import traceback
 from typing import Any
 
@@ -34,7 +33,9 @@ BINARY = Schema({"v": Number(0, 1)}, target="y", labels=["no", "yes"])
 # -- schemas ----------------------------------------------------------------------------------------------------------
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
-NAMES = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=8)
+NAMES = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=8).filter(
+    lambda name: name != "?"  # which asks for a name
+)
 ENDS = st.tuples(st.floats(-1e9, 0), st.floats(1, 1e9))
 LEVELS = st.lists(TEXT, min_size=2, max_size=4, unique_by=key)
 KINDS = st.one_of(
@@ -84,7 +85,7 @@ def test_other_fields_are_kept():
     [
         ({"colour": 1}, "colour must be left out"),
         ({"columns": 3}, "columns must be a table"),
-        ({"columns": {"age": {"kind": "date"}}}, "kind of column 'age'"),
+        ({"columns": {"age": {"kind": "day"}}}, "kind of column 'age'"),
         ({"columns": {"age": {"kind": ["number"]}}}, "kind of column 'age'"),
         ({"columns": {"age": {"kind": "number", "low": 1}}}, "column 'age'.*high"),
         (
@@ -108,7 +109,7 @@ def test_what_is_no_schema_is_refused(change, words):
 def test_a_broken_file_is_named(tmp_path):
     path = tmp_path / "schema.toml"
     path.write_bytes(b"\xff = 1")
-    with pytest.raises(ValueError, match="path must be that of a TOML file"):
+    with pytest.raises(ValueError, match="path must be a TOML file"):
         Schema.load(path)
 
 
@@ -230,7 +231,9 @@ def test_no_row_of_a_broken_file_is_quoted(tmp_path):
     path = tmp_path / "table.csv"
     for content in (b"v,y\n1,2\nsecret,1,1,1\n", b"v,y\n\xffsecret,1\n"):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"valid csv file") as caught:
+        with pytest.raises(
+            ValueError, match=r"as many cells in each row|file in utf-8"
+        ) as caught:
             Schema({"v": Number(0, 1)}, "y", target_range=(0, 1)).read(path)
         assert "secret" not in str(caught.value)
         assert "secret" not in "".join(traceback.format_exception(caught.value))
@@ -241,11 +244,11 @@ def test_no_row_of_a_broken_file_is_quoted(tmp_path):
     [
         (3, "frame must be a table"),
         ([1, 2], "frame must be a table"),
-        ("table.xlsx", "frame must be a table with named columns, or the path"),
-        ({"v": 3, "y": [1]}, "column 'v' of the frame must be a list or array"),
+        ("table.xls", "frame must be a table with named columns, or the path"),
+        ({"v": 3, "y": [1]}, "column 'v' of the table must be a list or array"),
         (
             {"v": np.zeros((2, 2)), "y": ["no", "yes"]},
-            "column 'v' of the frame must be a list or array",
+            "column 'v' of the table must be a list or array",
         ),
     ],
 )
@@ -255,13 +258,6 @@ def test_what_is_no_table_is_refused(wrong, words):
             read(wrong)
     with pytest.raises(FileNotFoundError, match="frame must be a file that is there"):
         BINARY.read("nowhere.csv")
-
-
-def test_files_need_pyarrow(monkeypatch, tmp_path):
-    (tmp_path / "t.csv").write_text("v,y\n1,no\n")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match="pyarrow"):
-        BINARY.read(tmp_path / "t.csv")
 
 
 # -- plans and loaders ------------------------------------------------------------------------------------------------

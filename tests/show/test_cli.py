@@ -309,7 +309,7 @@ def test_pictures_are_written_as_their_suffix_says(suffix, start, folder, capsys
         ("fit open.csv --schema schema.toml --epsilon 1 --out o", "quotes enclose whole cells"),
         (
             "fit table.csv --schema table.csv --epsilon 1 --out o",
-            "dpsco: 'table.csv': path must be that of a TOML file",
+            "--schema must be a TOML file",
         ),
         (
             "fit table.csv --schema schema.toml --epsilon 1 --out .",
@@ -335,7 +335,7 @@ def test_pictures_are_written_as_their_suffix_says(suffix, start, folder, capsys
         ),
         (
             "predict schema.toml new.csv",
-            "dpsco: 'schema.toml': path must be of JSON that Released.save wrote",
+            "MODEL.json must be of JSON that Released.save wrote",
         ),
         (
             "audit script.py:loud --delta 1e-5 --trials 2",

@@ -182,10 +182,6 @@ def _read_sheet(path: str, wanted: list[str] | None, dialect: Dialect) -> Cells:
             warnings.simplefilter("ignore")  # of what else is in the book
             book = excel.load_workbook(path, read_only=True, data_only=True)
             with closing(book):
-                if dialect.sheet and dialect.sheet not in book.sheetnames:
-                    raise FileError(
-                        f"sheet must be one of {', '.join(book.sheetnames)} (got {dialect.sheet!r})"
-                    )
                 sheet = book[dialect.sheet or book.sheetnames[0]]
                 sheet.reset_dimensions()  # which some writers get wrong
                 rows = sheet.iter_rows(values_only=True)
@@ -194,7 +190,8 @@ def _read_sheet(path: str, wanted: list[str] | None, dialect: Dialect) -> Cells:
                 return _cells(path, head, enumerate(whole, 2), wanted)
     except (BadZipFile, KeyError, ParseError):
         raise FileError(
-            f"frame must be a valid .xlsx file without a password (got {path!r})"
+            f"frame must be a valid .xlsx file without a password, with sheet {dialect.sheet!r}"
+            f" (got {path!r})"
         ) from None
 
 

@@ -483,8 +483,8 @@ def column(name: str, found: Any, dates: bool = False) -> Column:
     refused = _NEVER if dates else (*_NEVER, *_DATES)
     if not listed or kind.startswith(refused) or getattr(found, "ndim", 1) != 1:
         raise ValueError(
-            f"column {name!r} of the table must be a list or array (n,) of numbers or text"
-            f"{', or of dates' if dates else ': a column of dates is a Date'} (got {kind})"
+            f"column {name!r} of the table must be a list or array (n,) of numbers or text, or of"
+            f" dates where the schema says Date (got {kind})"
         )
     if kind.startswith("datetime64") and isinstance(found, np.ndarray):
         return list(

@@ -523,7 +523,7 @@ class Schema:
         if "target" not in state:
             raise ValueError("target must be given: the name of the column of targets")
         read = {name: _column(name, dict(column)) for name, column in columns.items()}
-        fields = {**state, "columns": read, "dialect": _dialect(state.get("dialect", {}))}
+        fields = {**state, "columns": read, "dialect": Dialect(**state.get("dialect", {}))}
         if fields.get("rows_per_unit") == _ALL:
             fields["rows_per_unit"] = None
         return cls(**fields)
@@ -556,7 +556,7 @@ class Schema:
                 state = tomllib.load(file)
             except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
                 raise ValueError(
-                    f"path must be that of a TOML file: {error} (got {os.fspath(path)!r})"
+                    f"path must be a TOML file: {error} (got {os.fspath(path)!r})"
                 ) from error
         return cls.from_dict(state)
 
@@ -681,13 +681,6 @@ def require_answers(state: Mapping[str, Any]) -> None:
             f'each "{OPEN}" must be answered from public knowledge, as a code book, and not by'
             f" looking at the table (open: {'; '.join(asked)})"
         )
-
-
-def _dialect(state: Any) -> Dialect:
-    try:
-        return Dialect(**state)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"dialect: {error}") from error
 
 
 def _column(name: str, state: dict[str, Any]) -> Number | Date | Category | Ordered:

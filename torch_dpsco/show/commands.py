@@ -58,7 +58,7 @@ def loaded(name: str, load: Callable[[str], Any], path: str) -> Any:
     there(name, path)
     try:
         return load(path)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         text = str(error)
         if text.startswith("path must be"):
             raise ValueError(text.replace("path", name, 1)) from error
