@@ -9,10 +9,9 @@ import argparse
 import importlib.util
 import inspect
 import json
-import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any, NoReturn
 from torch_dpsco.errors import AdjacencyError, PrivacyError, UnitError, UtilityWarning
 from torch_dpsco.show.commands import (
     Result,
+    by_option,
     command,
     option,
     require_new,
@@ -32,7 +32,6 @@ from torch_dpsco.show.commands import (
 from torch_dpsco.show.tables import add_tables
 
 _AUDIT = ("delta", "trials", "confidence", "seed")
-_PLACES = {"frame": "TABLE"}  # what a word without an option is called in the help
 _PICTURE = "write the picture too: .svg, .png or .pdf (needs matplotlib)"
 
 
@@ -53,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    known: Collection[str] | None = None
     try:
         for word in words:
             if "\0" in word:
@@ -60,11 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                     f"a word of a command must be text without null characters (got {word!r})"
                 )
         args = _parser().parse_args(words)
+        if args.run is not _plan:  # whose options are those of a class
+            known = vars(args)
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: say(sys.stderr, f"warning: {message}")
             result: Result = args.run(args)
     except (ValueError, TypeError, OSError, ImportError, AdjacencyError, UnitError) as error:
-        say(sys.stderr, f"dpsco: {_by_option(str(error))}")
+        say(sys.stderr, f"dpsco: {by_option(str(error), known)}")
         return 2
     except PrivacyError as error:
         say(sys.stderr, f"dpsco: {error}")
@@ -310,15 +312,6 @@ def _draw(make: Callable[[], Any], path: str | None) -> None:
     if (kind := Path(path).suffix.removeprefix(".")) not in ("svg", "png", "pdf"):
         raise ValueError(f"plot must end in .svg, .png or .pdf (got {path!r})")
     write(path, plots.encoded(make(), kind))
-
-
-def _by_option(message: str) -> str:
-    """Returns a message that names the option, or the place, instead of the field."""
-
-    def named(name: re.Match[str]) -> str:
-        return _PLACES.get(name[0], option(name[0]))
-
-    return re.sub(r"^[a-z]\w*(?= must | and \w+ must )", named, message)
 
 
 def _names(function: Callable[..., Any]) -> list[str]:

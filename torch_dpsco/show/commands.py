@@ -6,11 +6,16 @@ import argparse
 import ast
 import inspect
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 Result = tuple[str, int]  # what is printed, and the exit code
+_PLACES = {
+    "frame": "TABLE",
+    "ledger_path": "--ledger",
+}  # what a word without an option is called in the help
 
 
 def command(
@@ -34,6 +39,21 @@ def say(stream: Any, text: str) -> None:
 def option(name: str) -> str:
     """Returns the option of a field."""
     return f"--{name.replace('_', '-')}"
+
+
+def by_option(message: str, known: Collection[str] | None = None) -> str:
+    """Returns a message that names the option, or the place, instead of the field.
+
+    Args:
+        message: of an error.
+        known: fields that have an option; None for any.
+    """
+
+    def named(name: re.Match[str]) -> str:
+        is_known = known is None or name[0] in known
+        return _PLACES.get(name[0], option(name[0]) if is_known else name[0])
+
+    return re.sub(r"^[a-z]\w*(?= must | and \w+ must )", named, message)
 
 
 def value(text: str) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_dpsco.show.commands import (
     Result,
+    by_option,
     command,
     loaded,
     option,
@@ -134,7 +135,10 @@ def _init(args: argparse.Namespace) -> Result:
         _require_extras(path)
     public = None if args.public is None else there("public", args.public)
     given = {"target": args.target, "ids": args.ids, "public": public}
-    draft = drafted(there("TABLE", args.table), _dialect(args), **given)
+    try:
+        draft = drafted(there("TABLE", args.table), _dialect(args), **given)
+    except ValueError as error:
+        raise ValueError(_with_line(error)) from error
     text = str(draft)
     write(args.out, text.encode())
     asked = sum(line.partition("#")[0].count('"?"') for line in text.splitlines())
@@ -149,14 +153,11 @@ def _init(args: argparse.Namespace) -> Result:
 
 def _check(args: argparse.Namespace) -> Result:
     """Says what a schema cannot read of a table. NOT private: for who holds the table, and nobody else."""
-    from torch_dpsco.estimators.files import FileError
-
     schema = _schema(args)
     try:
         found = schema.check(args.table)
-    except FileError as error:
-        place = "" if error.line is None else f", line {error.line}"
-        raise ValueError(f"{error}{place}") from error
+    except ValueError as error:
+        return by_option(_with_line(error), vars(args)), 1
     stops = "dpsco fit would stop here, before anything is spent"
     goes_on = f"dpsco fit {args.table} --schema {args.schema} --epsilon 1 --out study"
     return f"{found}\n{stops if found.stops else f'next: {goes_on}'}", int(found.stops)
@@ -234,6 +235,12 @@ def _predict(args: argparse.Namespace) -> Result:
         return text.getvalue().rstrip("\n"), 0
     write(args.out, text.getvalue().encode())
     return f"{len(rows)} predictions written to {args.out}\n{note}", 0
+
+
+def _with_line(error: ValueError) -> str:
+    """Returns what is wrong with a table and in which line: for who holds it."""
+    line = getattr(error, "line", None)
+    return f"{error}{'' if line is None else f' (line {line})'}"
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
