@@ -241,7 +241,7 @@ def test_dates_of_frames_are_read_alike():
     ):
         assert one.read({"day": column, "y": [1, 2, 3]}).X.tobytes() == wanted.tobytes()
     other = Schema({"day": Number(0, 9)}, "y", target_range=(0, 9))
-    with pytest.raises(ValueError, match=r"'day' of the table must be .* Date \(got datetime64"):
+    with pytest.raises(ValueError, match=r"'day' of the frame must be .* Date \(got datetime64"):
         other.read({"day": stamps.to_numpy(), "y": [1, 2, 3]})
 
 

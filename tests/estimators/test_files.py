@@ -245,10 +245,10 @@ def test_no_row_of_a_broken_file_is_quoted(tmp_path):
         (3, "frame must be a table"),
         ([1, 2], "frame must be a table"),
         ("table.xls", "frame must be a table with named columns, or the path"),
-        ({"v": 3, "y": [1]}, "column 'v' of the table must be a list or array"),
+        ({"v": 3, "y": [1]}, "column 'v' of the frame must be a list or array"),
         (
             {"v": np.zeros((2, 2)), "y": ["no", "yes"]},
-            "column 'v' of the table must be a list or array",
+            "column 'v' of the frame must be a list or array",
         ),
     ],
 )

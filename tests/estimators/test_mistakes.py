@@ -185,7 +185,7 @@ TOLD: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "a column is there twice": (ValueError, "2 times", lambda: SCHEMA.read(twice())),
     "dates": (
         ValueError,
-        "column 'age' of the table must be a list or array",
+        "column 'age' of the frame must be a list or array",
         lambda: SCHEMA.read(
             CLEAN | {"age": np.array(["2001-01-01"] * N, dtype="datetime64[D]")}
         ),

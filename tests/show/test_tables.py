@@ -84,7 +84,7 @@ def test_four_commands_make_a_model_of_an_export_of_excel(ward, capsys):
     assert "separator ';', decimal ',', thousands '', quote '\"', encoding 'cp1252'" in out
     assert "ids        Patienten-Nr" in out
     assert "Aufnahme %d.%m.%Y" in out
-    assert "8 of them" in out
+    assert "8 questions are open in schema.toml" in out
     code, _, err = run(capsys, "check ward.csv --schema schema.toml")
     assert code == 2
     assert "labels; low and high of column 'Alter'; low and high of column 'Gewicht kg'" in err
@@ -126,7 +126,7 @@ def test_with_a_public_table_answers_are_those_of_it(ward, capsys):
     words = "init ward.csv --out schema.toml --target verstorben --public public.csv"
     code, out, err = run(capsys, words)
     assert (code, err) == (0, "")
-    assert "0 of them" in out
+    assert "0 questions are open" in out
     text = Path("schema.toml").read_text(encoding="utf-8")
     assert "# Ranges and levels are those of public.csv, which is public." in text
     schema = Schema.load("schema.toml")
@@ -221,10 +221,10 @@ BAD = {
     "huge.csv": (f"a,b\n1,{'x' * 200_000}\n", r"characters at most.* \(line 2\)"),
     "latin.csv": ("a,b\n1,ü\n", "file in utf-8"),
     "empty.csv": ("", "begin with a line of column names"),
-    "semicolons.csv": ("a;b\n1;2\n", "but one column: is its separator the schema's"),
+    "semicolons.csv": ("a;b\n1;2\n", "one column alone; see the separator"),
     "head.csv": ("a,b\n", "there are no rows"),
     "nul.csv": ("a,b\n1\0,yes\n2,no\n", "text that cannot be read, first in line 2"),
-    "other.csv": ("a,c\n1,2\n", "column 'b' must be in the table, once"),
+    "other.csv": ("a,c\n1,2\n", "column 'b' must be in TABLE, once"),
     "book.xlsx": ("PK", "valid .xlsx file without a password"),
 }
 

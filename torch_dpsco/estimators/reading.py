@@ -464,9 +464,9 @@ def columns_of(frame: Any, wanted: list[str], dates: Collection[str] = ()) -> di
     there = names(frame)
     for name in wanted:
         if (times := there.count(name)) != 1:
-            alone = ", which has but one column: is its separator the schema's?"
+            alone = ": there is one column alone; see the separator of a file"
             raise ValueError(
-                f"column {name!r} must be in the table, once (got it {times} times)"
+                f"column {name!r} must be in the frame, once (got it {times} times)"
                 f"{alone if len(there) == 1 else ''}"
             )
     columns = {name: column(name, frame[name], name in dates) for name in wanted}
@@ -483,7 +483,7 @@ def column(name: str, found: Any, dates: bool = False) -> Column:
     refused = _NEVER if dates else (*_NEVER, *_DATES)
     if not listed or kind.startswith(refused) or getattr(found, "ndim", 1) != 1:
         raise ValueError(
-            f"column {name!r} of the table must be a list or array (n,) of numbers or text, or of"
+            f"column {name!r} of the frame must be a list or array (n,) of numbers or text, or of"
             f" dates where the schema says Date (got {kind})"
         )
     if kind.startswith("datetime64") and isinstance(found, np.ndarray):

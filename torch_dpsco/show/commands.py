@@ -53,7 +53,8 @@ def by_option(message: str, known: Collection[str] | None = None) -> str:
         is_known = known is None or name[0] in known
         return _PLACES.get(name[0], option(name[0]) if is_known else name[0])
 
-    return re.sub(r"^[a-z]\w*(?= must | and \w+ must )", named, message)
+    text = re.sub(r"^[a-z]\w*(?= must | and \w+ must )", named, message)
+    return text.replace("the frame", _PLACES["frame"])
 
 
 def value(text: str) -> Any:

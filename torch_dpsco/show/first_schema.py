@@ -181,18 +181,18 @@ def _column(guess: Guess) -> Iterator[str]:
     """Yields the fields of a column."""
     if guess.kind == "category":
         yield 'kind = "category"  # or "ordered", with the lowest level first'
-        yield f"levels = {guess.answer('levels')}  # all that can occur; whatever else is there counts as missing"
+        yield f"levels = {guess.answer('levels')}  # all that can occur; all else counts as missing"
         return
     yield f"kind = {toml(guess.kind)}"
-    least = "lowest value"
-    most = "highest one"
+    least = "lowest possible value"
+    most = "highest possible value"
     if guess.kind == "date":
-        least = 'first day, as "1920-01-31",'
-        most = "last one"
+        least = 'first possible day, as "1920-01-31"'
+        most = "last possible day"
         why = "  # day or month first?" if guess.format == OPEN else ""
         yield f"format = {toml(guess.format)}{why}"
-    yield f"low = {guess.answer('low')}  # {least} that is possible; whatever is below counts as it"
-    yield f"high = {guess.answer('high')}  # {most} that is possible"
+    yield f"low = {guess.answer('low')}  # {least}; what is below counts as it"
+    yield f"high = {guess.answer('high')}  # {most}"
     yield "missing = true  # a second feature says that it is missing; false: such rows teach nothing"
 
 

@@ -143,9 +143,9 @@ def _init(args: argparse.Namespace) -> Result:
     write(args.out, text.encode())
     asked = sum(line.partition("#")[0].count('"?"') for line in text.splitlines())
     lines = [
-        f"Looked up in {args.table}, without noise; whoever sees {args.out}, or a model made by it, sees it",
+        f"Looked up in {args.table}, without noise. {args.out} and models made by it tell others:",
         *(f"  {name:10} {what}" for name, what in draft.looked_up.items()),
-        f'Written to {args.out}: answer each "?" in it from public knowledge, {asked} of them. Then',
+        f'{asked} questions are open in {args.out}: answer each "?" from public knowledge. Then',
         f"  dpsco check {args.table} --schema {args.out}",
     ]
     return "\n".join(lines), 0
