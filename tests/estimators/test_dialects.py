@@ -6,6 +6,7 @@ import datetime
 import math
 import sys
 import traceback
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -306,6 +307,20 @@ def test_the_sheet_is_that_of_the_dialect(tmp_path):
     path.write_bytes(b"PK\3\4 no book")
     with pytest.raises(files.FileError, match=r"valid \.xlsx file without a password"):
         one.read(path)
+
+
+def test_no_cell_of_a_broken_book_is_quoted(tmp_path):
+    path = book(tmp_path / "t.xlsx", ("a", [["v", "y"], [4711, 1]]))
+    with zipfile.ZipFile(path) as old:
+        parts = {name: old.read(name) for name in old.namelist()}
+    name = "xl/worksheets/sheet1.xml"
+    parts[name] = parts[name].replace(b"4711", b"secret")
+    with zipfile.ZipFile(path, "w") as new:
+        for part, content in parts.items():
+            new.writestr(part, content)
+    with pytest.raises(files.FileError) as caught:
+        Schema({"v": Number(0, 9)}, "y", target_range=(0, 9)).read(path)
+    assert "secret" not in "".join(traceback.format_exception(caught.value))
 
 
 # -- schemas ----------------------------------------------------------------------------------------------------------

@@ -303,3 +303,13 @@ def test_what_is_not_installed_is_said_in_one_line(ward, capsys, monkeypatch):
         assert (code, out) == (2, "")
         assert err == f"dpsco: {names} must be installed: pip install 'torch_dpsco[tables]'\n"
     assert not Path("o").exists()
+
+
+def test_a_record_is_no_line_of_names(ward, capsys):
+    """Without a line of names the first patient would be in the schema."""
+    excel("ward.csv", patients(40))
+    Path("bare.csv").write_bytes(Path("ward.csv").read_bytes().split(b"\r\n", 1)[1])
+    code, out, err = run(capsys, "init bare.csv --out schema.toml")
+    assert (code, out) == (2, "")
+    assert err.startswith("dpsco: TABLE must begin with a line of column names (got a number in")
+    assert not Path("schema.toml").exists()

@@ -188,7 +188,10 @@ def _read_sheet(path: str, wanted: list[str] | None, dialect: Dialect) -> Cells:
                 head = ["" if name is None else str(name) for name in next(rows, ())]
                 whole = (_as_long(row, len(head)) for row in rows)
                 return _cells(path, head, enumerate(whole, 2), wanted)
-    except (BadZipFile, KeyError, ParseError):
+    except (BadZipFile, KeyError, ParseError, TypeError, ValueError) as error:
+        if isinstance(error, FileError):
+            raise
+        # PRIVACY: openpyxl may quote a cell (test_no_cell_of_a_broken_book_is_quoted)
         raise FileError(
             f"frame must be a valid .xlsx file without a password, with sheet {dialect.sheet!r}"
             f" (got {path!r})"

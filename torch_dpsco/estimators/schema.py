@@ -667,7 +667,7 @@ _ALL = "all"  # rows of a unit: TOML has no null
 
 def require_answers(state: Mapping[str, Any]) -> None:
     """Raises ValueError, for all of them together, while public numbers and levels of a schema are asked for."""
-    columns = {f" of column {name!r}": one for name, one in state["columns"].items()}
+    columns = {f" of column {name!r}": dict(one) for name, one in state["columns"].items()}
     asked = []
     for place, table in {"": state, **columns}.items():
         names = [

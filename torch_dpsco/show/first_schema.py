@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +19,7 @@ from typing import Any
 
 from torch_dpsco.estimators.files import ALLOWED, TEXT, Cells, Dialect, opened
 from torch_dpsco.estimators.reading import names as names_of
-from torch_dpsco.estimators.schema import OPEN, Date, key, numbers, toml
+from torch_dpsco.estimators.schema import OPEN, Date, key, number, numbers, toml
 from torch_dpsco.show.look import ID_WORDS
 
 _NEARLY = 0.9  # of values that a kind can read
@@ -219,6 +220,11 @@ def drafted(
     dialect = guessed_dialect(table, given)
     frame = opened(table, None, dialect)
     there = names_of(frame)
+    if any(math.isfinite(number(dialect.number(name))) for name in there):
+        # PRIVACY: else the first record would be published as names (test_a_record_is_no_line_of_names)
+        raise ValueError(
+            f"frame must begin with a line of column names (got a number in it, in {table!r})"
+        )
     for name, value in (("target", target), ("ids", ids)):
         if value is not None and there.count(value) != 1:
             raise ValueError(f"{name} must be a column of {table!r} (got {value!r})")

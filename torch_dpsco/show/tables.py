@@ -48,7 +48,7 @@ def add_tables(commands: Any) -> None:
 
 def _add_dialect(parser: argparse.ArgumentParser) -> None:
     """Adds how the file writes its cells, in place of what the schema says about it."""
-    group = parser.add_argument_group("how TABLE is written, where the schema does not say it")
+    group = parser.add_argument_group("how TABLE is written, in place of what the schema says")
     for name, text in _DIALECT.items():
         group.add_argument(option(name), default=argparse.SUPPRESS, metavar="SIGN", help=text)
 
