@@ -148,8 +148,8 @@ def opened(frame: Any, wanted: list[str] | None, dialect: Dialect = DEFAULT) -> 
     except UnicodeError:
         # PRIVACY: the error holds the row (test_no_row_of_a_broken_file_is_quoted)
         raise FileError(
-            f"frame must be a file in {dialect.encoding} (got {path!r}): other encodings are"
-            f" {', '.join(ALLOWED['encoding'])}"
+            f"frame must be a file in {dialect.encoding}, as its dialect says (got {path!r}): other"
+            f" encodings are {', '.join(ALLOWED['encoding'])}"
         ) from None
 
 

@@ -263,9 +263,10 @@ def _schema(args: argparse.Namespace, *needed: str) -> Schema:
     from torch_dpsco.estimators.schema import Schema
 
     if args.schema is None or not Path(args.schema).is_file():
+        lacks = "given" if args.schema is None else f"a file that is there (got {args.schema!r})"
         raise ValueError(
-            f"schema must be a file that is there (got {args.schema!r}): dpsco init {args.table}"
-            f" --out {args.schema or 'schema.toml'} writes one, whose questions you answer"
+            f"schema must be {lacks}: dpsco init {args.table} --out"
+            f" {args.schema or 'schema.toml'} writes one, whose questions you answer"
         )
     found: Schema = loaded("schema", Schema.load, args.schema)
     _require_extras(there("TABLE", args.table), *needed)
