@@ -46,7 +46,7 @@ ORDER = (
     "statistics.held_out",
     "statistics.prepare",
     "statistics.study statistics.conformal statistics.search statistics.scores",
-    "show.cli __main__ integrations fast shuffle_model",
+    "show.cli show.tables __main__ integrations fast shuffle_model",
 )
 
 LEAVES = {f"{PACKAGE}.{name}" for name in ("_validate", "errors")}

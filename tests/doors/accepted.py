@@ -244,6 +244,7 @@ FINE = {
     },
     "OneRunResult.contradicts.epsilon": "zero part huge inf",
     "estimators.Number.low": "zero minus negative numpy",
+    "estimators.Dialect.sheet": "word",
     **dict.fromkeys(["estimators.Category.levels", "estimators.Ordered.levels"], "tuple"),
     "show.loggers.wandb.run": "Tensor",  # which has a method log
     "audit.OneRunAudit.dataset.base": "tuple list Tensor Array DataSet",

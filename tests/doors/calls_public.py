@@ -34,7 +34,7 @@ from torch_dpsco import estimators
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
 from torch_dpsco.accounting.analysis.risk import Risk
 from torch_dpsco.audits import OneRunAudit
-from torch_dpsco.estimators import Category, Number, Ordered
+from torch_dpsco.estimators import Category, Date, Dialect, Number, Ordered
 from torch_dpsco.estimators.released import Released
 from torch_dpsco.integrations import engines, lightning, opacus
 from torch_dpsco.integrations.accelerate import prepare
@@ -186,6 +186,10 @@ CALLS["estimators.Released.predict_proba"] = lambda: (
 # -- schemas ----------
 
 simple("estimators.Number", Number, low=0.0, high=1.0)
+simple("estimators.Date", Date, low="2020-01-01", high="2021-01-01", format="%d.%m.%Y")
+simple(
+    "estimators.Dialect", Dialect, separator=";", decimal=",", thousands=".", encoding="cp1252"
+)
 simple("estimators.Category", Category, levels=lambda: ["a", "b"])
 simple("estimators.Ordered", Ordered, levels=lambda: ["a", "b"])
 

@@ -242,5 +242,5 @@ def test_a_name_of_units_needs_ids_or_a_promise(words, fields):
 def test_the_code_of_the_page_runs():
     page = (Path(__file__).parents[2] / "docs" / "schema.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     exec(compile("\n".join(blocks), "docs/schema.md", "exec"), {})

@@ -37,6 +37,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from torch_dpsco.estimators.base import Facts as Facts
+    from torch_dpsco.estimators.files import Dialect as Dialect
     from torch_dpsco.estimators.models import (
         AdversarialClassifier,
         HuberRegressor,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from torch_dpsco.estimators.models import Regressor as Regressor
     from torch_dpsco.estimators.released import Released as Released
     from torch_dpsco.estimators.schema import Category as Category
+    from torch_dpsco.estimators.schema import Date as Date
     from torch_dpsco.estimators.schema import Number as Number
     from torch_dpsco.estimators.schema import Ordered as Ordered
     from torch_dpsco.estimators.schema import Schema as Schema
@@ -60,7 +62,8 @@ else:  # or type checkers would take every name for one that exists
         "base": ("Facts",),
         "models": (*__all__, "BinaryClassifier", "Regressor"),
         "released": ("Released",),
-        "schema": ("Category", "Number", "Ordered", "Schema", "Table"),
+        "files": ("Dialect",),
+        "schema": ("Category", "Date", "Number", "Ordered", "Schema", "Table"),
     }
     _HOME = {name: place for place, names in _HOMES.items() for name in names}
 

@@ -17,7 +17,8 @@ import os
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from datetime import date, datetime
 from typing import Any
 
 import numpy as np
@@ -31,12 +32,15 @@ from torch_dpsco.accounting.analysis.rounding import FloatArray
 from torch_dpsco.accounting.report import names_of
 from torch_dpsco.acts import act
 from torch_dpsco.errors import UnitError
+from torch_dpsco.estimators import files
 from torch_dpsco.estimators import reading as frames
+from torch_dpsco.estimators.files import Dialect
 from torch_dpsco.estimators.reading import Column
 from torch_dpsco.losses.base import Loss, TableLoss
 from torch_dpsco.problem import Problem
 
 ROW = "row"  # a unit without a name
+OPEN = "?"  # what a public number or level is where it is still asked for
 
 
 def number(value: Any) -> float:
@@ -143,6 +147,84 @@ class Number:
 
 
 @dataclass(frozen=True)
+class Date:
+    """A day, as the number of days since `low`, clipped and scaled like a `Number`.
+
+    Args:
+        low: first day that is possible, public: a date, or text such as "1920-01-01".
+        high: last one.
+        format: of days that are text, as `datetime.strptime` reads it; days that are dates need none.
+        missing: as in `Number`.
+
+    Example:
+        >>> Date("2020-01-01", "2020-12-31", "%d.%m.%Y").code(["01.01.2020", "31.12.2020", "2020"]).tolist()
+        [[-1.0], [1.0], [nan]]
+    """
+
+    low: date | str
+    high: date | str
+    format: str = "%Y-%m-%d"
+    missing: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("low", "high"):
+            object.__setattr__(self, name, _day(name, getattr(self, name)))
+        try:
+            told = datetime.strptime(_SOME_DAY.strftime(self.format), self.format).date()
+        except ValueError:
+            told = None
+        if told != _SOME_DAY:
+            raise ValueError(
+                f"format must say day, month and year, as %d.%m.%Y (got {self.format!r})"
+            )
+        if not self.low < self.high:  # type: ignore[operator]
+            raise ValueError(f"low must be before high (got {self.low}, {self.high})")
+
+    @property
+    def number(self) -> Number:
+        """The same as a number: days are counted from the year 1."""
+        ends = [_day(name, getattr(self, name)).toordinal() for name in ("low", "high")]
+        return Number(ends[0], ends[1], self.missing)
+
+    def names(self, column: str) -> list[str]:
+        """Returns the names of the features."""
+        return self.number.names(column)
+
+    def days(self, values: Column) -> list[float]:
+        """Returns the day of each value, counted from the year 1; NaN for what is none."""
+        written = {value for value in values if isinstance(value, (str, date))}
+        known = {value: self._count(value) for value in written}
+        return [known[value] if isinstance(value, (str, date)) else math.nan for value in values]
+
+    def _count(self, value: str | date) -> float:
+        try:
+            found = (
+                datetime.strptime(value.strip(), self.format)
+                if isinstance(value, str)
+                else value
+            )
+            return float(found.toordinal())
+        except ValueError:  # other text; pandas' NaT
+            return math.nan
+
+    def code(self, values: Column) -> FloatArray:
+        """Returns the features (n, 1 or 2), each row of its own value alone."""
+        return self.number.code(self.days(values))
+
+
+def _day(name: str, given: date | str) -> date:
+    try:
+        found = date.fromisoformat(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise ValueError(f"{name} must be a day, as 1920-01-31 (got {given!r})") from error
+    return found.date() if isinstance(found, datetime) else found
+
+
+_SOME_DAY = date(1987, 12, 31)
+
+
+@dataclass(frozen=True)
 class Category:
     """Levels without an order, one feature each; an unknown or missing value is 0 in all of them.
 
@@ -214,9 +296,10 @@ class Schema:
             name needs ids, or:
         one_row_per_unit: True promises that no unit has a second row, as a patient with a second stay would; the
             headline of reports says so.
+        dialect: how files of such tables write their cells; tables that are no files have no dialect.
     """
 
-    columns: Mapping[str, Number | Category | Ordered]
+    columns: Mapping[str, Number | Date | Category | Ordered]
     target: str
     labels: Sequence[Any] | None = None
     target_range: tuple[float, float] | None = None
@@ -224,6 +307,7 @@ class Schema:
     rows_per_unit: int | None = 1
     unit: str = ROW
     one_row_per_unit: bool = False
+    dialect: Dialect = files.DEFAULT
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -256,9 +340,9 @@ class Schema:
         if not self.columns:
             raise ValueError("columns must name at least one column (got none)")
         for name, kind in self.columns.items():
-            if not isinstance(kind, (Number, Category, Ordered)):
+            if not isinstance(kind, tuple(_KINDS.values())):
                 raise ValueError(
-                    f"column {name!r} must be a Number, Category or Ordered (got"
+                    f"column {name!r} must be a Number, Date, Category or Ordered (got"
                     f" {check.shown(kind)})"
                 )
         for name in self._wanted:
@@ -349,15 +433,16 @@ class Schema:
         """Codes a table. A value that cannot be read makes at most its own row a null record, and never raises.
 
         Args:
-            frame: pandas data frame, Arrow table, dict of columns, or the path of a .csv or .parquet file (with
-                pyarrow). All columns of a .csv file are read as text, so that no value decides how others are read.
+            frame: pandas data frame, Arrow table, dict of columns, or the path of a .csv (.tsv, .txt), .xlsx or
+                .parquet file. All columns of a .csv file are read as text, by the schema's dialect, so that no value
+                decides how others are read.
 
         Raises:
-            ImportError: pyarrow is not installed, for a path.
-            ValueError: a column is missing or doubled, of another length, or of dates; ids are truth values; or the
-                file cannot be read.
+            ImportError: openpyxl or pyarrow is not installed, for the path of a .xlsx or .parquet file.
+            ValueError: a column is missing or doubled, of another length, or of dates without being a `Date`; ids are
+                truth values; or the file cannot be read.
         """
-        columns = frames.columns_of(frames.opened(frame, self._wanted), self._wanted)
+        columns = self._columns(frame, self._wanted)
         features = self._features(columns)
         targets = self._targets(columns[self.target])
         if self.ids is None:
@@ -379,8 +464,7 @@ class Schema:
         Args:
             frame: as for `read`.
         """
-        wanted = list(self.columns)
-        return self._features(frames.columns_of(frames.opened(frame, wanted), wanted))
+        return self._features(self._columns(frame, list(self.columns)))
 
     def check(self, frame: Any) -> Any:
         """Returns what looks wrong in a table (`show.look.Check`). NOT private: for your eyes, on your machine.
@@ -388,15 +472,32 @@ class Schema:
         Args:
             frame: as for `read`, which raises what is wrong with names, lengths and dtypes.
         """
-        frame = frames.opened(frame, None)
-        columns = frames.columns_of(frame, self._wanted)
+        frame = files.opened(frame, None, self.dialect)
+        columns = self._columns(frame, self._wanted)
         others = {name: frame[name] for name in frames.names(frame) if name not in self._wanted}
-        return act("schema.check")(self, self.read(frame), columns, others)
+        lines = getattr(frame, "lines", None)
+        return act("schema.check")(self, self.read(frame), columns, others, lines)
+
+    def _columns(self, frame: Any, wanted: list[str]) -> dict[str, Column]:
+        """Returns columns of a table; in those of files, numbers as text are written as Python does it."""
+        found = files.opened(frame, wanted, self.dialect)
+        dates = [name for name, kind in self.columns.items() if isinstance(kind, Date)]
+        columns = frames.columns_of(found, wanted, dates)
+        if not isinstance(found, files.Cells) or self.dialect == files.DEFAULT:
+            return columns
+        levels = {name: getattr(kind, "levels", ()) for name, kind in self.columns.items()}
+        levels[self.target] = self.labels or ()
+        for name in levels.keys() & columns.keys() - {*dates}:
+            if not any(isinstance(level, str) for level in levels[name]):
+                columns[name] = [self.dialect.number(value) for value in columns[name]]
+        return columns
 
     def to_dict(self) -> dict[str, Any]:
         """Returns it as text, numbers, lists and dicts; `from_dict` reads it."""
         given = {name: getattr(self, name) for name in _FIELDS}
         kept = {name: _plain(value) for name, value in given.items() if value is not None}
+        if self.dialect != files.DEFAULT:
+            kept["dialect"] = asdict(self.dialect)
         words = {kind: word for word, kind in _KINDS.items()}
         columns = {}
         for name, kind in self.columns.items():
@@ -413,14 +514,16 @@ class Schema:
             raise ValueError(
                 f"columns must be a table of columns by name (got {check.shown(columns)})"
             )
-        for name in state.keys() - {*_FIELDS, "columns"}:
+        for name in state.keys() - {*_FIELDS, "columns", "dialect"}:
             raise ValueError(
-                f"{name} must be left out: a schema has {', '.join(('columns', *_FIELDS))}"
+                f"{name} must be left out: a schema has"
+                f" {', '.join(('columns', *_FIELDS, 'dialect'))}"
             )
+        require_answers(state)
         if "target" not in state:
             raise ValueError("target must be given: the name of the column of targets")
         read = {name: _column(name, dict(column)) for name, column in columns.items()}
-        fields = {**state, "columns": read}
+        fields = {**state, "columns": read, "dialect": Dialect(**state.get("dialect", {}))}
         if fields.get("rows_per_unit") == _ALL:
             fields["rows_per_unit"] = None
         return cls(**fields)
@@ -430,10 +533,16 @@ class Schema:
         """Writes it as TOML, to be read and edited by people; raises FileExistsError if the file is there."""
         state = self.to_dict()
         columns = state.pop("columns")
-        lines = [f"{name} = {_toml(value)}" for name, value in state.items()]
-        for name, column in columns.items():
-            lines += ["", f"[columns.{_toml(name)}]"]
-            lines += [f"{field} = {_toml(value)}" for field, value in column.items()]
+        tables = {f"columns.{toml(name)}": column for name, column in columns.items()}
+        if "dialect" in state:
+            tables = {"dialect": state.pop("dialect"), **tables}
+        lines = [f"{name} = {toml(value)}" for name, value in state.items()]
+        for name, table in tables.items():
+            lines += [
+                "",
+                f"[{name}]",
+                *(f"{key} = {toml(value)}" for key, value in table.items()),
+            ]
         text = "\n".join([*lines, ""])
         with open(path, "w" if overwrite else "x", encoding="utf-8") as file:
             file.write(text)
@@ -447,7 +556,7 @@ class Schema:
                 state = tomllib.load(file)
             except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
                 raise ValueError(
-                    f"path must be that of a TOML file: {error} (got {os.fspath(path)!r})"
+                    f"path must be a TOML file: {error} (got {os.fspath(path)!r})"
                 ) from error
         return cls.from_dict(state)
 
@@ -538,8 +647,9 @@ class Table:
         )
 
 
-_KINDS: dict[str, type[Number | Category | Ordered]] = {
+_KINDS: dict[str, type[Number | Date | Category | Ordered]] = {
     "number": Number,
+    "date": Date,
     "category": Category,
     "ordered": Ordered,
 }
@@ -555,7 +665,25 @@ _FIELDS = (
 _ALL = "all"  # rows of a unit: TOML has no null
 
 
-def _column(name: str, state: dict[str, Any]) -> Number | Category | Ordered:
+def require_answers(state: Mapping[str, Any]) -> None:
+    """Raises ValueError, for all of them together, while public numbers and levels of a schema are asked for."""
+    columns = {f" of column {name!r}": dict(one) for name, one in state["columns"].items()}
+    asked = []
+    for place, table in {"": state, **columns}.items():
+        names = [
+            name
+            for name, value in table.items()
+            if value == OPEN or (isinstance(value, list) and set(map(str, value)) == {OPEN})
+        ]
+        asked += [f"{' and '.join(names)}{place}"] if names else []
+    if asked:
+        raise ValueError(
+            f'each "{OPEN}" must be answered from public knowledge, as a code book, and not by'
+            f" looking at the table (open: {'; '.join(asked)})"
+        )
+
+
+def _column(name: str, state: dict[str, Any]) -> Number | Date | Category | Ordered:
     kind = _KINDS.get(word) if isinstance(word := state.pop("kind", None), str) else None
     if kind is None:
         raise ValueError(
@@ -567,9 +695,10 @@ def _column(name: str, state: dict[str, Any]) -> Number | Category | Ordered:
         raise ValueError(f"column {name!r}: {error}") from error
 
 
-def _toml(value: Any) -> str:
+def toml(value: Any) -> str:
+    """Returns a value as TOML writes it."""
     if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(toml, value))}]"
     if isinstance(value, str):  # strings of JSON are strings of TOML, but for one character
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return json.dumps(value, allow_nan=False)
@@ -578,4 +707,6 @@ def _toml(value: Any) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple, np.ndarray)):
         return [_plain(one) for one in value]
+    if isinstance(value, date):
+        return value.isoformat()
     return value.item() if isinstance(value, np.generic) else value

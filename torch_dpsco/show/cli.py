@@ -6,26 +6,32 @@ Exit codes: 0 all is well, 1 something wrong was found, 2 the command cannot be 
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib.util
 import inspect
 import json
-import os
-import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch_dpsco.errors import AdjacencyError, PrivacyError, UnitError, UtilityWarning
+from torch_dpsco.show.commands import (
+    Result,
+    by_option,
+    command,
+    option,
+    require_new,
+    say,
+    there,
+    value,
+    write,
+)
+from torch_dpsco.show.tables import add_tables
 
-Result = tuple[str, int]  # what is printed, and the exit code
 _AUDIT = ("delta", "trials", "confidence", "seed")
-_PLACES = {"frame": "TABLE"}  # what a word without an option is called in the help
 _PICTURE = "write the picture too: .svg, .png or .pdf (needs matplotlib)"
 
 
@@ -46,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    known: Collection[str] | None = None
     try:
         for word in words:
             if "\0" in word:
@@ -53,21 +60,19 @@ def main(argv: Sequence[str] | None = None) -> int:
                     f"a word of a command must be text without null characters (got {word!r})"
                 )
         args = _parser().parse_args(words)
+        if args.run is not _plan:  # whose options are those of a class
+            known = vars(args)
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_: _say(sys.stderr, f"warning: {message}")
+            warnings.showwarning = lambda message, *_: say(sys.stderr, f"warning: {message}")
             result: Result = args.run(args)
     except (ValueError, TypeError, OSError, ImportError, AdjacencyError, UnitError) as error:
-        _say(sys.stderr, f"dpsco: {_by_option(str(error))}")
+        say(sys.stderr, f"dpsco: {by_option(str(error), known)}")
         return 2
     except PrivacyError as error:
-        _say(sys.stderr, f"dpsco: {error}")
+        say(sys.stderr, f"dpsco: {error}")
         return 1
-    _say(sys.stdout, result[0])
+    say(sys.stdout, result[0])
     return result[1]
-
-
-def _say(stream: Any, text: str) -> None:
-    stream.write(f"{text}\n")
 
 
 def _parser() -> _Parser:
@@ -75,14 +80,14 @@ def _parser() -> _Parser:
         prog="dpsco", description="Plans and checks of differentially private fitting."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_plan, _add_fit, _add_predict, _add_ledger, _add_scripts):
+    for add in (add_tables, _add_plan, _add_ledger, _add_scripts):
         add(commands)
     return parser
 
 
 def _add_plan(commands: Any) -> None:
     """Adds `dpsco plan`."""
-    plan = _command(
+    plan = command(
         commands,
         _plan,
         "plan HolderSGD --loss logistic --bound-x 1 --n 10000 --epsilon 1 --delta 1e-6",
@@ -98,96 +103,38 @@ def _add_plan(commands: Any) -> None:
     )
 
 
-def _add_fit(commands: Any) -> None:
-    """Adds `dpsco fit`."""
-    fit = _command(commands, _fit, "fit table.csv --schema schema.toml --epsilon 1 --out study")
-    fit.add_argument("table", metavar="TABLE", help="private, .csv or .parquet (needs pyarrow)")
-    fit.add_argument(
-        "--schema",
-        required=True,
-        metavar="FILE",
-        help="what is public about it, as Schema.save writes it",
-    )
-    fit.add_argument("--epsilon", type=_value, required=True, help="> 0, of all of it together")
-    fit.add_argument(
-        "--out",
-        required=True,
-        metavar="FOLDER",
-        help="new or empty: model, card, summary and picture",
-    )
-    fit.add_argument("--delta", type=_value, default=1e-6, help="far below 1/n; default 1e-6")
-    fit.add_argument(
-        "--adjacency",
-        help="default zero_out, where the number of units is public",
-    )
-    fit.add_argument("--n", type=_value, help="public number of units, needed under add_remove")
-    fit.add_argument(
-        "--model", help="class of torch_dpsco.estimators; default by the schema's target"
-    )
-    fit.add_argument(
-        "--ledger",
-        metavar="FILE",
-        help="ledger file, kept for all that is released about these data",
-    )
-    fit.add_argument(
-        "--unchecked",
-        action="store_true",
-        help="do not look first whether the schema can read the table",
-    )
-    for name in ("metric", "holdout", "level", "intervals"):
-        fit.add_argument(
-            _option(name), type=_value, default=argparse.SUPPRESS, help="see dp.study"
-        )
-
-
-def _add_predict(commands: Any) -> None:
-    """Adds `dpsco predict`."""
-    predict = _command(
-        commands, _predict, "predict study/model.json new.csv --out predictions.csv"
-    )
-    predict.add_argument("model", metavar="MODEL.json", help="as dpsco fit writes it")
-    predict.add_argument(
-        "table", metavar="TABLE", help="public, .csv or .parquet (needs pyarrow)"
-    )
-    predict.add_argument(
-        "--out", metavar="FILE", help="new .csv file; else predictions are printed"
-    )
-
-
 def _add_ledger(commands: Any) -> None:
     """Adds `dpsco report` and `dpsco ledger check`."""
-    report = _command(commands, _report, "report run.ledger --delta 1e-6")
-    report.add_argument("--delta", type=_value, required=True, help="in [0, 1)")
+    report = command(commands, _report, "report run.ledger --delta 1e-6")
+    report.add_argument("--delta", type=value, required=True, help="in [0, 1)")
     report.add_argument("--adjacency", help="default that of the ledger")
     report.add_argument("--plot", metavar="FILE", help=_PICTURE)
     ledger = commands.add_parser(
         "ledger", help="See dpsco ledger check --help.", allow_abbrev=False
     )
-    check = _command(
+    check = command(
         ledger.add_subparsers(required=True, metavar="COMMAND"),
         _check,
         "ledger check run.ledger",
     )
-    for command in (report, check):
-        command.add_argument("ledger", metavar="LEDGER", help="the file")
+    for one in (report, check):
+        one.add_argument("ledger", metavar="LEDGER", help="the file")
     report.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_scripts(commands: Any) -> None:
     """Adds `dpsco doctor` and `dpsco audit`."""
-    doctor = _command(commands, _doctor, "doctor script.py:parts")
-    audit = _command(
+    doctor = command(commands, _doctor, "doctor script.py:parts")
+    audit = command(
         commands, _audit, "audit script.py:noisy --delta 1e-5 --trials 1000 --claim 1"
     )
-    for command in (doctor, audit):
-        command.add_argument(
-            "target", metavar="SCRIPT.py:FUNCTION", help="called without arguments"
-        )
+    for one in (doctor, audit):
+        one.add_argument("target", metavar="SCRIPT.py:FUNCTION", help="called without arguments")
     for name in _AUDIT:
         needed = name in ("delta", "trials")
         default = argparse.SUPPRESS
         audit.add_argument(
-            _option(name), type=_value, default=default, required=needed, help="of dp.audit"
+            option(name), type=value, default=default, required=needed, help="of dp.audit"
         )
     audit.add_argument(
         "--claim",
@@ -196,19 +143,6 @@ def _add_scripts(commands: Any) -> None:
         help="exit with 1 if the bound refutes this epsilon",
     )
     doctor.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _command(
-    commands: Any, run: Callable[[argparse.Namespace], Result], example: str
-) -> argparse.ArgumentParser:
-    """Returns the parser of a command, which is named and described by its function."""
-    text = inspect.getdoc(run)
-    example = f"example: dpsco {example}"
-    command: argparse.ArgumentParser = commands.add_parser(
-        run.__name__[1:], help=text, description=text, epilog=example, allow_abbrev=False
-    )
-    command.set_defaults(run=run)
-    return command
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
@@ -238,12 +172,12 @@ def _plan(args: argparse.Namespace) -> Result:
     parser = _options_of_plan(kind, own, losses if promises else {})
     given = vars(parser.parse_args(args.options))
     as_json, file, picture = (given.pop(name) for name in ("json", "save", "plot"))
-    _require_new(save=file, plot=picture)
+    require_new(save=file, plot=picture)
 
     plan = _made_plan(kind, given, promises, losses)
     text = json.dumps(plan.to_dict(), indent=2)
     if file:
-        _write(file, f"{text}\n".encode())
+        write(file, f"{text}\n".encode())
     _draw(plan.plot, picture)
     return text if as_json else str(plan), 0
 
@@ -259,9 +193,7 @@ def _options_of_plan(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for name in sorted(own):
-        parser.add_argument(
-            _option(name), type=_value, metavar="VALUE", default=argparse.SUPPRESS
-        )
+        parser.add_argument(option(name), type=value, metavar="VALUE", default=argparse.SUPPRESS)
     if losses:
         parser.add_argument("--loss", choices=losses, default=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print what --save writes")
@@ -294,102 +226,6 @@ def _made_plan(
     return plan
 
 
-def _fit(args: argparse.Namespace) -> Result:
-    """Fits a model to a private table by one budget, after showing the plan, and writes what may be published."""
-    import torch_dpsco as dp
-    from torch_dpsco import estimators
-    from torch_dpsco.show import plots
-
-    schema: dp.Schema = _loaded("schema", dp.Schema.load, args.schema)
-    unit = "example" if schema.rows_per_unit == 1 else "user"
-    budget = dp.Budget(args.epsilon, args.delta, args.adjacency, unit=unit)
-    given = {
-        name: vars(args)[name]
-        for name in ("metric", "holdout", "level", "intervals")
-        if name in args
-    }
-    if args.model is not None:
-        if args.model not in estimators.__all__:
-            raise ValueError(
-                f"model must be one of {', '.join(estimators.__all__)} (got {args.model!r})"
-            )
-        given["model"] = getattr(estimators, args.model)
-    plots.figure("", plots.words("", ""))  # raises, before anything is spent, without matplotlib
-    folder = Path(args.out)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"out must be a new or empty folder (got {args.out!r})")
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"out must be a folder that can be written to (got {args.out!r})")
-    show = partial(_say, sys.stdout)
-    table = _there("TABLE", args.table)
-    given |= {"n": args.n, "show": show, "ledger_path": args.ledger, "check": not args.unchecked}
-    study = dp.study(table, schema, budget, **given)
-    try:
-        study.save(folder)
-    except OSError:
-        _say(sys.stdout, study.released().json())  # what was paid for is not lost with the disk
-        raise
-    results = study.summary().removeprefix(str(study.plan)).lstrip("\n")
-    return f"{results}\nwritten to {args.out}: what is in this folder may be published", 0
-
-
-def _predict(args: argparse.Namespace) -> Result:
-    """Predicts the rows of a public table by a published model; a row that cannot be read has an empty line."""
-    import csv
-    import io
-
-    import numpy as np
-
-    from torch_dpsco.estimators.released import Released
-    from torch_dpsco.estimators.schema import Schema
-
-    _require_new(out=args.out)
-    model: Released = _loaded("MODEL.json", Released.load, args.model)
-    if model.schema is None:
-        raise ValueError(
-            f"MODEL.json must be one with a schema, as dpsco fit writes it (got {args.model!r})"
-        )
-    rows = Schema.from_dict(model.schema).features(_there("TABLE", args.table))
-    whole = np.asarray(np.isfinite(rows).all(1))
-    columns = {"prediction": model.predict(rows[whole])}
-    if model.kind in ("probabilities", "softmax"):
-        chances = model.predict_proba(rows[whole])
-        columns |= {
-            f"probability of {label}": chances[:, k] for k, label in enumerate(model.classes)
-        }
-    found = zip(*(column.tolist() for column in columns.values()), strict=True)
-    text = io.StringIO()
-    lines = csv.writer(text, lineterminator="\n")
-    lines.writerow(columns)
-    lines.writerows(next(found) if known else [""] * len(columns) for known in whole.tolist())
-    note = (
-        "of rows that the model was fitted to, predictions beside their targets are covered by"
-        " nothing"
-    )
-    if args.out is None:
-        _say(sys.stderr, f"note: {note}")
-        return text.getvalue().rstrip("\n"), 0
-    _write(args.out, text.getvalue().encode())
-    return f"{len(rows)} predictions written to {args.out}; {note}", 0
-
-
-def _there(name: str, path: str) -> str:
-    if not Path(path).is_file():
-        raise ValueError(f"{name} must be a file that is there (got {path!r})")
-    return path
-
-
-def _loaded(name: str, load: Callable[[str], Any], path: str) -> Any:
-    """Returns what a file holds; what is wrong inside of it is no option."""
-    _there(name, path)
-    try:
-        return load(path)
-    except ValueError as error:
-        raise ValueError(f"{path!r}: {error}") from error
-
-
 def _report(args: argparse.Namespace) -> Result:
     """Says what was spent, from a ledger file, which is left as it is."""
     from torch_dpsco.accounting.accountant import Accountant
@@ -399,8 +235,8 @@ def _report(args: argparse.Namespace) -> Result:
     from torch_dpsco.accounting.statement import finite
     from torch_dpsco.show import card
 
-    _require_new(plot=args.plot)
-    book = LedgerCopy(_there("LEDGER", args.ledger)).book
+    require_new(plot=args.plot)
+    book = LedgerCopy(there("LEDGER", args.ledger)).book
     if args.adjacency:
         book.config["adjacency"] = check_adjacency(args.adjacency)
     accountant = Accountant(
@@ -428,7 +264,7 @@ def _check(args: argparse.Namespace) -> Result:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UtilityWarning)  # no mark
         try:
-            book = LedgerCopy(_there("LEDGER", args.ledger)).book
+            book = LedgerCopy(there("LEDGER", args.ledger)).book
         except UtilityWarning as doubt:
             return str(doubt), 1
     return (
@@ -475,43 +311,7 @@ def _draw(make: Callable[[], Any], path: str | None) -> None:
         return
     if (kind := Path(path).suffix.removeprefix(".")) not in ("svg", "png", "pdf"):
         raise ValueError(f"plot must end in .svg, .png or .pdf (got {path!r})")
-    _write(path, plots.encoded(make(), kind))
-
-
-def _require_new(**paths: str | None) -> None:
-    """Raises ValueError, before anything else is done, for a file that is there: it may be a ledger."""
-    for option, path in paths.items():
-        if path is not None and os.path.lexists(path):
-            raise ValueError(f"{option} must be a new file (got {path!r}, which is there)")
-
-
-def _write(path: str, content: bytes) -> None:
-    # PRIVACY: a ledger that is overwritten forgets what was spent (test_a_file_that_came_meanwhile_is_left_as_it_is)
-    with open(path, "xb") as file:
-        file.write(content)
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _by_option(message: str) -> str:
-    """Returns a message that names the option, or the place, instead of the field."""
-
-    def named(name: re.Match[str]) -> str:
-        return _PLACES.get(name[0], _option(name[0]))
-
-    return re.sub(r"^[a-z]\w*(?= must | and \w+ must )", named, message)
-
-
-def _value(text: str) -> Any:
-    """Returns the number or list that a word stands for, or the word; what it must be, the function it is for says."""
-    for read in (int, float, ast.literal_eval):
-        try:
-            return read(text)
-        except (ValueError, SyntaxError):
-            continue
-    return text
+    write(path, plots.encoded(make(), kind))
 
 
 def _names(function: Callable[..., Any]) -> list[str]:

@@ -11,36 +11,43 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import date
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torch_dpsco.estimators.reading import Column, column
-from torch_dpsco.estimators.schema import ROW, Number, Ordered, key, numbers, unit_id
+from torch_dpsco.estimators.schema import ROW, Date, Number, Ordered, key, numbers, unit_id
 
 if TYPE_CHECKING:
     from torch_dpsco.estimators.schema import Schema, Table
 
 _SHARE = 0.05  # of values that may be odd, and of records that may be lost
 _MOST = 0.5  # of values of a column that may be clipped, or unknown
-_ID_WORDS = {"id", "ids", "uuid", "guid", "mrn", "ssn", "pseudonym"}
+ID_WORDS = {"id", "ids", "uuid", "guid", "mrn", "ssn", "pseudonym"}
 _NARROW = 0.02  # of a range, that holds nearly all values of a column in another unit
 _FINE = 0.25  # different values, as a share of rows, of a column by which records differ
 _SHOWN = 3
+_NO_VALUE = {"", "-", ".", "?", "na", "n/a", "#n/a", "nan", "null", "none", "missing", "k.a."}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that looks wrong: the column ("" for the table), what is seen, what to do, whether it stops a study."""
+    """Something that looks wrong: the column ("" for the table), what is seen, what to do, whether it stops a study.
+
+    `where` has the first rows in which it is seen.
+    """
 
     column: str
     seen: str
     advice: str
     stops: bool = False
+    where: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return (
@@ -80,6 +87,7 @@ def look(
     table: Table,
     columns: Mapping[str, Column],
     others: Mapping[str, Any],
+    lines: Sequence[int] | None = None,
 ) -> Check:
     """Returns what looks wrong; see `Schema.check`.
 
@@ -88,14 +96,17 @@ def look(
         table: as it was read.
         columns: each column of the schema.
         others: each column outside of the schema, as it is; what is no column is left out.
+        lines: of a file, that rows end in; None for a table that is no file.
     """
     found = [*_labels(schema, columns[schema.target])]
     for name, kind in schema.columns.items():
-        found += (
-            _numbers(name, kind, columns[name])
-            if isinstance(kind, Number)
-            else _levels(name, kind, columns[name])
-        )
+        if isinstance(kind, Number):
+            found += _numbers(name, kind, columns[name])
+        elif isinstance(kind, Date):
+            days = list(_days(kind, columns[name]))
+            found += _numbers(name, kind.number, days, _as_day)
+        else:
+            found += _levels(name, kind, columns[name])
     beside = {name: values for name in others for values in _readable(name, others[name])}
     units = [] if schema.ids is None else list(columns[schema.ids])
     if schema.ids is not None:
@@ -106,7 +117,36 @@ def look(
     found += _rows(table)
     for name, values in {**columns, **beside}.items():
         found += _line_breaks(name, values)
-    return Check(tuple(found))
+    return Check(tuple(_placed(finding, lines) for finding in found))
+
+
+def _placed(finding: Finding, lines: Sequence[int] | None) -> Finding:
+    """Returns a finding that says where it is seen: in which lines of a file, or rows of a table, the first being 0."""
+    if not finding.where:
+        return finding
+    places = finding.where if lines is None else [lines[row] for row in finding.where]
+    what = f"{'row' if lines is None else 'line'} {', '.join(map(str, places))}"
+    return replace(finding, seen=f"{finding.seen}, first in {what}")
+
+
+def _first(rows: Iterable[object]) -> tuple[int, ...]:
+    """Returns the first places of what is true."""
+    return tuple(islice((place for place, is_so in enumerate(rows) if is_so), _SHOWN))
+
+
+def _days(kind: Date, column: Column) -> Iterator[Any]:
+    """Yields days as numbers, text for what is no day, and None for what is missing."""
+    for value, day in zip(column, kind.days(column), strict=True):
+        is_text = isinstance(value, str) and value.strip()
+        yield day if day == day else "no day" if is_text else None
+
+
+def _as_day(number: float) -> str:
+    return date.fromordinal(round(number)).isoformat()
+
+
+def _as_number(number: float) -> str:
+    return f"{number:g}"
 
 
 def _readable(name: str, given: Any) -> Iterator[Column]:
@@ -116,11 +156,11 @@ def _readable(name: str, given: Any) -> Iterator[Column]:
 
 
 def _line_breaks(name: str, values: Column) -> Iterator[Finding]:
-    broken = sum(isinstance(one, str) and ("\n" in one or "\r" in one) for one in values)
-    if broken:
-        seen = f"{broken / len(values):.1%} of cells have line breaks"
+    broken = [isinstance(one, str) and ("\n" in one or "\r" in one) for one in values]
+    if any(broken):
+        seen = f"{sum(broken) / len(values):.1%} of cells have line breaks"
         advice = "See whether they are notes of several lines, or a quote swallows rows there"
-        yield Finding(name, seen, advice)
+        yield Finding(name, seen, advice, where=_first(broken))
 
 
 def _labels(schema: Schema, column: Any) -> Iterator[Finding]:
@@ -130,7 +170,8 @@ def _labels(schema: Schema, column: Any) -> Iterator[Finding]:
         yield from _numbers(name, Number(*schema.target_range), column)
         return
     seen = _counted(column)
-    yield from _unknown(name, {key(label) for label in schema.labels}, seen, "labels", _SHARE)
+    known = {key(label) for label in schema.labels}
+    yield from _unknown(name, known, column, "labels", _SHARE)
     absent = [label for label in schema.labels if seen and seen[key(label)] == 0]
     for label in absent:
         stops = len(schema.labels) - len(absent) < 2
@@ -143,12 +184,10 @@ def _labels(schema: Schema, column: Any) -> Iterator[Finding]:
 
 
 def _levels(name: str, kind: Any, column: Any) -> Iterator[Finding]:
-    seen = _counted(column)
     whole = isinstance(kind, Ordered) and not kind.missing  # the row is lost with the value
-    yield from _unknown(
-        name, {key(level) for level in kind.levels}, seen, "levels", _SHARE if whole else _MOST
-    )
-    if len(seen) == 1:
+    known = {key(level) for level in kind.levels}
+    yield from _unknown(name, known, column, "levels", _SHARE if whole else _MOST)
+    if len(_counted(column)) == 1:
         yield Finding(name, "all values are one", "Leave the column out")
 
 
@@ -166,8 +205,9 @@ def _counted(column: Any) -> Counter[Any]:
 
 
 def _unknown(
-    name: str, known: set[Any], seen: Counter[Any], what: str, most: float
+    name: str, known: set[Any], column: Any, what: str, most: float
 ) -> Iterator[Finding]:
+    seen = _counted(column)
     others = Counter({value: count for value, count in seen.items() if value not in known})
     rows = seen.total()
     missing = others.pop(None, 0) + others.pop("", 0)
@@ -181,61 +221,75 @@ def _unknown(
         )
         share = others.total() / rows
         text = f"{share:.1%} of values are none of the {what} ({shown}{hint})"
-        yield Finding(name, text, f"Mend {what}, or values", share > (_SHARE if hint else most))
+        stops = share > (_SHARE if hint else most)
+        where = _first(key(value) in others for value in column)
+        yield Finding(name, text, f"Mend {what}, or values", stops, where)
     if missing > _SHARE * rows:
         text = f"{missing / rows:.1%} of values are missing"
         yield Finding(name, text, f"Give them one of the {what}", missing > most * rows)
 
 
-def _numbers(name: str, kind: Number, column: Any) -> Iterator[Finding]:
-    values = [] if isinstance(column, np.ndarray) else column  # numbers, or text of them
+def _numbers(
+    name: str, kind: Number, column: Any, say: Callable[[float], str] = _as_number
+) -> Iterator[Finding]:
     array = numbers(column)
     known = array[np.isfinite(array)]
     lost = len(array) - len(known)
     rows = max(len(array), 1)
-    text = sum(
-        isinstance(one, str) and one.strip() != "" and np.isnan(value)
-        for one, value in zip(values, array, strict=False)
-    )
+    values = [] if isinstance(column, np.ndarray) else column  # numbers, or text of them
+    odd = [_is_odd(one) and np.isnan(value) for one, value in zip(values, array, strict=False)]
+    text = sum(odd)
     if kind.missing and not text and len(known):
         lost = 0  # what is missing is a feature
     if lost:
-        what = "missing, or text that is no number" if text else "missing"
+        what = "missing, or text that cannot be read" if text else "missing"
         advice = (
-            "Mend the text (a decimal point, no units), or take a Category"
+            "Mend the text (no units beside numbers), or how the schema says that it is written (the"
+            " decimal sign, the format of dates), or take a Category"
             if text
             else "Give missing=True"
         )
         stops = not len(known) or (text if kind.missing else lost) > _SHARE * rows
-        yield Finding(name, f"{lost / rows:.1%} of values are {what}", advice, stops)
+        seen = f"{lost / rows:.1%} of values are {what}"
+        yield Finding(name, seen, advice, stops, _first(odd if text else np.isnan(array)))
     if not len(known):
         return
-    yield from _range(name, kind, known)
-    yield from _unit(name, kind, known)
+    yield from _range(name, kind, array, say)
+    yield from _unit(name, kind, known, say)
 
 
-def _range(name: str, kind: Number, known: NDArray[np.float64]) -> Iterator[Finding]:
+def _is_odd(value: Any) -> bool:
+    """Whether a value is text that does not say that it is missing."""
+    return isinstance(value, str) and value.strip().casefold() not in _NO_VALUE
+
+
+def _range(
+    name: str, kind: Number, array: NDArray[np.float64], say: Callable[[float], str]
+) -> Iterator[Finding]:
     """Yields what looks wrong with the range of a column."""
-    outside = float(((known < kind.low) | (known > kind.high)).mean())
+    known = array[np.isfinite(array)]
+    beyond = (array < kind.low) | (array > kind.high)
+    outside = float(beyond.sum() / len(known))
+    ends = f"[{say(kind.low)}, {say(kind.high)}]"
     if outside > _SHARE:
-        low = known.min()
-        high = known.max()
         seen = (
-            f"{outside:.1%} of values are outside of [{kind.low:g}, {kind.high:g}] (they reach"
-            f" {low:g} to {high:g})"
+            f"{outside:.1%} of values are outside of {ends} (they reach {say(known.min())} to"
+            f" {say(known.max())})"
         )
         advice = "Mend the unit, or the range; codes such as -999 must be made missing"
-        yield Finding(name, seen, advice, outside > _MOST)
-    elif outside and len(rare := Counter(known[(known < kind.low) | (known > kind.high)])) <= 2:
-        shown = ", ".join(f"{value:g}" for value in rare)
+        yield Finding(name, seen, advice, outside > _MOST, _first(beyond))
+    elif outside and len(rare := Counter(array[beyond])) <= 2:
         yield Finding(
             name,
-            f"{outside:.2%} of values are {shown}, out of range",
+            f"{outside:.2%} of values are {', '.join(map(say, rare))}, out of range",
             "If it is a code, make it missing",
+            where=_first(beyond),
         )
 
 
-def _unit(name: str, kind: Number, known: NDArray[np.float64]) -> Iterator[Finding]:
+def _unit(
+    name: str, kind: Number, known: NDArray[np.float64], say: Callable[[float], str]
+) -> Iterator[Finding]:
     """Yields what looks wrong with the unit of a column."""
     different, counts = np.unique(known, return_counts=True)
     if len(different) == 1:
@@ -249,8 +303,8 @@ def _unit(name: str, kind: Number, known: NDArray[np.float64]) -> Iterator[Findi
     high = max(high, usual)
     if high - low < _NARROW * (kind.high - kind.low):
         seen = (
-            f"nearly all values are in [{low:g}, {high:g}], a small part of [{kind.low:g},"
-            f" {kind.high:g}]"
+            f"nearly all values are in [{say(low)}, {say(high)}], a small part of"
+            f" [{say(kind.low)}, {say(kind.high)}]"
         )
         yield Finding(name, seen, "Mend the unit (percent or share, thousands), or the range")
 
@@ -263,6 +317,7 @@ def _ids(schema: Schema, values: list[Any]) -> Iterator[Finding]:
             name,
             f"{lost / len(units):.1%} of rows have no id",
             "They are null records; give them ids",
+            where=_first(unit is None for unit in units),
         )
     known = [unit for unit in units if unit is not None]
     if known and schema.rows_per_unit != 1 and len(set(known)) == len(known):
@@ -276,7 +331,7 @@ def _ids(schema: Schema, values: list[Any]) -> Iterator[Finding]:
         yield Finding(
             name,
             f"{share:.1%} of rows are left out: of a {schema.unit} with several",
-            "Or rows_per_unit=None",
+            'Or rows_per_unit=None (in a file: "all")',
         )
 
 
@@ -287,7 +342,7 @@ def _other_ids(schema: Schema, name: str, values: list[Any]) -> Iterator[Finding
     if len(repeats) == len(known):
         return
     words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", str(name))}
-    named = bool(words & {*_ID_WORDS, *schema.unit.lower().split()} - {ROW})
+    named = bool(words & {*ID_WORDS, *schema.unit.lower().split()} - {ROW})
     text = all(
         isinstance(one, str) and key(one) == one for one in values if unit_id(one) is not None
     )
