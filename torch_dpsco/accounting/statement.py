@@ -87,6 +87,7 @@ class Statement:
         figures: the exact figures.
         run: the run that they are about.
         version: of the library that computed them.
+        title: of a card: what it is about.
 
     Example:
         >>> from torch_dpsco.accounting.accountant import Accountant
@@ -108,6 +109,7 @@ class Statement:
     figures: PrivacyReport
     run: Run
     version: str
+    title: str
 
     @property
     def epsilon(self) -> float:
@@ -124,21 +126,28 @@ class Statement:
             lines += [line for sentence in sentences for line in _wrapped(sentence, "  - ")]
         return "\n".join(lines)
 
+    @property
+    def in_short(self) -> tuple[str, ...]:
+        """The first section: the verdict, and what was made of which data, each as "Verdict: ..."."""
+        return self.sections[0].sentences
+
+    @property
+    def main(self) -> tuple[Section, ...]:
+        """The sections for everybody."""
+        return self.sections[1:-1]
+
+    @property
+    def appendix(self) -> tuple[Section, ...]:
+        """The sections for those who check figures."""
+        return self.sections[-1:]
+
     def markdown(self) -> str:
-        """Returns a privacy card: headline, table of epsilons, and the sections."""
-        head, *rows = (f"| {' | '.join(cells)} |" for cells in table(self.figures))
-        lines = [
-            "# Privacy statement",
-            "",
-            f"**{self.headline}**",
-            "",
-            head,
-            "|---|---|---|---|",
-            *rows,
-        ]
+        """Returns a privacy card: title, headline, the sections, and at the end the table of epsilons."""
+        lines = [f"# {self.title}", "", f"**{self.headline}**"]
         for title, sentences in self._all_sections():
             lines += ["", f"## {title}", "", *(f"- {sentence}" for sentence in sentences)]
-        return "\n".join(lines) + "\n"
+        head, *rows = (f"| {' | '.join(cells)} |" for cells in table(self.figures))
+        return "\n".join([*lines, "", head, "|---|---|---|---|", *rows]) + "\n"
 
     def json(self) -> str:
         """Returns exact figures and all sentences; `json.loads` reads it, infinity is the string "inf"."""
@@ -252,7 +261,8 @@ def make_statement(report: PrivacyReport, run: Run) -> Statement:
     # PRIVACY: nothing but these two values enters (test_no_private_number_appears)
     words = words_of(report, run, version)
     warnings = tuple(words.said("warnings"))
-    return Statement(words["headline"], warnings, tuple(sections(words)), report, run, version)
+    told = tuple(sections(words))
+    return Statement(words["headline"], warnings, told, report, run, version, words["title"])
 
 
 def _wrapped(text: str, bullet: str) -> list[str]:
@@ -297,6 +307,7 @@ def _facts(statement: Statement) -> dict[str, Any]:
         "schema": _SCHEMA,
         "schema_version": _SCHEMA_VERSION,
         "library": {"name": "torch_dpsco", "version": statement.version},
+        "title": statement.title,
         "guarantee": {"holds": holds} | {name: getattr(report, name) for name in _GUARANTEE},
         "epsilons": dict(report.epsilons),
         "budget": None
@@ -333,6 +344,7 @@ def _facts(statement: Statement) -> dict[str, Any]:
 
 
 GROUPS = (2, 10)  # sizes of the groups that are spelled out
+_STRONG = 1.0  # the scale of docs/choose_epsilon.md
 _WEAK = 10.0  # e^10 is 22026: hardly any conclusion is excluded
 _SLACK = 1.0 + 1e-14  # more than the rounding of the few operations below
 # of which the sentences say how they draw
@@ -410,11 +422,13 @@ def _of_report(report: PrivacyReport, run: Run) -> dict[str, Any]:
     planned = report.planned_epsilon
     return {adjacency: report.adjacency == adjacency for adjacency in ADJACENCIES} | {
         "endless": math.isinf(epsilon),
+        "strong": epsilon <= _STRONG,
         "weak": _WEAK < epsilon < math.inf,
         "pure": report.delta == 0,
         # publishing one uniformly random record is (0, 1/n)-DP
         "delta_large": declared and report.delta > 0 and report.delta >= 1.0 / run.design.n,
         "told_add_remove": ADD_REMOVE in report.epsilons,
+        "several": len(report.epsilons) > 1,
         "promised": report.rows_of_unit == PROMISED,
         "kept": report.rows_of_unit == KEPT,
         "example": report.unit == "example",
@@ -483,6 +497,7 @@ def _of_run(report: PrivacyReport, run: Run) -> dict[str, Any]:
         "planned_steps": _count(run.planned or 0, "planned step"),
         "released": "; the ".join(released),
         "releases": len(released),
+        "all_units": run.design.n + run.held if isinstance(run, StudyRun) else "",
         "rate": rounded_up(design.sample_rate, 6) if isinstance(design, Poisson) else "",
         "parts": len(parts),
         "cut_parts": [
