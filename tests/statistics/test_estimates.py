@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ from scipy import stats
 import torch_dpsco as dp
 from torch_dpsco.accounting.events import Gaussian, Pure
 from torch_dpsco.statistics import scores
-from torch_dpsco.statistics.scores import Estimate, bins_of, of_area, of_share, quietest
+from torch_dpsco.statistics.estimates import Estimate, bins_of, of_area, of_share
+from torch_dpsco.statistics.scores import quietest
 
 APART = 1.07  # of the means of two classes of normal log odds: AUC 0.775
 TRUE = float(stats.norm.cdf(APART / math.sqrt(2.0)))
@@ -116,7 +118,7 @@ def test_a_share_has_no_bias_beside_its_error_and_is_covered(share: float) -> No
 
 
 def test_what_noise_hides_is_in_the_middle_with_an_error_of_half_the_range() -> None:
-    hidden = Estimate(0.5, 0.5, 0.0)
+    hidden = Estimate(0.5, 0.5, 0.0, (0.0, 1.0))
     assert of_share(np.array([3.0, 4.0]), 25.0) == hidden
     assert of_share(np.zeros(2), 0.0) == hidden
     assert of_area(np.array([[900.0, 100.0], [5.0, 8.0]]), 100.0) == hidden
@@ -172,7 +174,10 @@ def test_a_score_is_shown_with_its_errors() -> None:
         Logistic(), X, y, "log_loss", bound=2.0, budget=dp.Budget(1.0, 1e-6, "replace_one")
     )
     assert found.error == math.hypot(found.noise_error, found.sampling_error)
-    assert str(found).startswith(f"log_loss {found.value:.4g} +- {found.error:.2g} (noise ")
+    assert re.fullmatch(r"log_loss 0\.\d+ \+- 0\.\d+ \(95 %: 0\.\d+ to 0\.\d+\)", str(found))
+    low, high = found.interval
+    assert 0 < low < found.value - found.error < found.value + found.error < high < 2.0
+    assert found.chance is found.base_rate is None  # the release does not tell them
     assert 2 * 0.5 / math.sqrt(1400) > found.sampling_error > 0
 
 

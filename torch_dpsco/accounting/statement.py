@@ -428,7 +428,6 @@ def _of_report(report: PrivacyReport, run: Run) -> dict[str, Any]:
         # publishing one uniformly random record is (0, 1/n)-DP
         "delta_large": declared and report.delta > 0 and report.delta >= 1.0 / run.design.n,
         "told_add_remove": ADD_REMOVE in report.epsilons,
-        "several": len(report.epsilons) > 1,
         "promised": report.rows_of_unit == PROMISED,
         "kept": report.rows_of_unit == KEPT,
         "example": report.unit == "example",

@@ -196,7 +196,8 @@ class Released:
         if threshold is not None:
             least = check.open_interval(0.0, 1.0, threshold=threshold)
             _require(len(self.classes) == 2, "threshold must be left out but for two labels")
-            return labels_of(self.classes)[(self.predict_proba(X)[:, 1] >= least).astype(int)]
+            chosen = self.predict_proba(X)[:, 1] >= least
+            return np.asarray(labels_of(self.classes)[chosen.astype(int)])
         if self.kind == "regressor":
             return self._scores(X)[:, 0]
         return labelled(labels_of(self.classes), self.decision_function(X))

@@ -181,7 +181,7 @@ def ranges(
 
     def panel(axes: Axes) -> None:
         arms = None if ends is None else np.abs(np.transpose(ends) - values)
-        look = {"fmt": "o", "color": LOOKS[0][0], "capsize": 4, "label": label}
+        look: dict[str, Any] = {"fmt": "o", "color": LOOKS[0][0], "capsize": 4, "label": label}
         axes.errorbar(values, range(len(rows)), xerr=arms, **look)
         for row, note in enumerate(notes):
             place: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "size": 8}

@@ -180,7 +180,7 @@ def _units(schema: Schema) -> Iterator[tuple[str, float, str]]:
 
 
 def _map(schema: Schema) -> Array:
-    """Returns the linear map (d + 1, d + 1) from coefficients of coded features, and an intercept, to the table's units."""
+    """Returns the linear map (d + 1, d + 1) from coefficients of coded features, and the intercept, to own units."""
     size = len(schema.names) + 1
     found = np.eye(size)
     place = 0

@@ -216,8 +216,8 @@ def _large(noisy: Counts, variance: float, wanted: float) -> bool:
 def _group(noisy: Counts, variance: float, low: float, high: float) -> Group:
     first, second = noisy.sum(1)
     share = of_share(np.array([second, first]), noisy.shape[1] * variance)
-    ends = (math.sin(0.5 * math.pi * place) ** 2 for place in (low, high))
-    return Group(*ends, float(first + second), share)
+    ends = [math.sin(0.5 * math.pi * place) ** 2 for place in (low, high)]
+    return Group(ends[0], ends[1], float(first + second), share)
 
 
 def bins_of(records: int, deviation: float) -> int:

@@ -100,7 +100,7 @@ class Study:
         return self.released().predict(frame, threshold=threshold)
 
     def predict_proba(self, frame: Any) -> NDArray[np.float64]:
-        """Returns probabilities of the labels (n, K), in the order of the schema; of logistic and softmax regression."""
+        """Returns probabilities (n, K) of the labels in the order of the schema; of a model that has them."""
         return self.released().predict_proba(frame)
 
     # -- results -----------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class Study:
 
     @typed
     def save_card(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Writes the report as a card with the pictures of the study: .html, .pdf, .md or .json; see `Statement.save`."""
+        """Writes the report as a card with the pictures of the study; see `Statement.save`."""
         card.save(self.report(), path, None, overwrite, self._panels())
 
     def try_out(self) -> None:

@@ -247,6 +247,13 @@ def score(
     noisy = noise.release(total, source)
     if kind == "auc":
         noisy = noisy.reshape(2, bins)
+    return _made(kind, limit, noisy, noise, ledger.report(delta))
+
+
+def _made(
+    kind: str, limit: float, noisy: Counts, noise: _Noise, privacy: PrivacyReport
+) -> PrivateScore:
+    """Returns the score of what was released."""
     found = (of_area if kind == "auc" else of_share)(noisy, noise.variance)
     low, high = found.interval
     return PrivateScore(
@@ -256,7 +263,7 @@ def score(
         sampling_error=limit * found.sampling,
         interval=(limit * low, limit * high),
         greater_is_better=kind not in LOSSES,
-        privacy=ledger.report(delta),
+        privacy=privacy,
         counts=noisy,
         noise_std=noise.deviation,
     )
