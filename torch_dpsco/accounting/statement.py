@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch_dpsco._validate import typed
+from torch_dpsco.accounting.analysis.risk import strength
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.designs import (
     Assigned,
@@ -307,7 +308,6 @@ def _facts(statement: Statement) -> dict[str, Any]:
         "schema": _SCHEMA,
         "schema_version": _SCHEMA_VERSION,
         "library": {"name": "torch_dpsco", "version": statement.version},
-        "title": statement.title,
         "guarantee": {"holds": holds} | {name: getattr(report, name) for name in _GUARANTEE},
         "epsilons": dict(report.epsilons),
         "budget": None
@@ -337,15 +337,12 @@ def _facts(statement: Statement) -> dict[str, Any]:
         ],
         "assumptions": report.assumptions,
         "ledger_id": report.ledger_id,
-        "headline": statement.headline,
-        "warnings": statement.warnings,
+        **{name: getattr(statement, name) for name in ("title", "headline", "warnings")},
         "sections": [section._asdict() for section in statement.sections],
     }
 
 
 GROUPS = (2, 10)  # sizes of the groups that are spelled out
-_STRONG = 1.0  # the scale of docs/choose_epsilon.md
-_WEAK = 10.0  # e^10 is 22026: hardly any conclusion is excluded
 _SLACK = 1.0 + 1e-14  # more than the rounding of the few operations below
 # of which the sentences say how they draw
 DESIGNS: tuple[type[Design], ...] = (
@@ -422,8 +419,7 @@ def _of_report(report: PrivacyReport, run: Run) -> dict[str, Any]:
     planned = report.planned_epsilon
     return {adjacency: report.adjacency == adjacency for adjacency in ADJACENCIES} | {
         "endless": math.isinf(epsilon),
-        "strong": epsilon <= _STRONG,
-        "weak": _WEAK < epsilon < math.inf,
+        "weak": strength(epsilon) == "weak" and epsilon < math.inf,
         "pure": report.delta == 0,
         # publishing one uniformly random record is (0, 1/n)-DP
         "delta_large": declared and report.delta > 0 and report.delta >= 1.0 / run.design.n,
@@ -442,6 +438,7 @@ def _of_report(report: PrivacyReport, run: Run) -> dict[str, Any]:
         "record": record,
         "records": records,
         "epsilon": rounded_up(epsilon),
+        "level": strength(epsilon),
         "delta": rounded_up(report.delta),
         "odds": _odds(epsilon),
         "odds_twice": _odds(epsilon, 2.0),
