@@ -236,31 +236,33 @@ def _markdown(statement: Statement, date: datetime, results: Sequence[plots.Pane
 
 def _pdf(statement: Statement, date: datetime, results: Sequence[plots.Panel]) -> bytes:
     report = statement.figures
-    blocks: list[pages.Block] = [
-        pages.Text(statement.title, 17.0, True),
-        pages.Text(statement.headline, 10.0, above=8.0),
-        *_listed("Read this first", statement.warnings),
-        pages.heading("In short"),
-        pages.Table(list(map(_pair, statement.in_short)), (0.16, 0.84)),
-        pages.Pictures([*results, *panels(report)]),
-        *(block for section in statement.main for block in _listed(*section)),
-        pages.End(),
-        pages.Text(f"Appendix: {_APPENDIX}", 14.0, True),
-        pages.Table(table(report), (0.24, 0.5, 0.13, 0.13), headed=True),
-    ]
-    if pictures := list(accounts(report)):
-        blocks.append(pages.Pictures(pictures))
-    for section in statement.appendix:
-        blocks += _listed(*section)
-    blocks.append(pages.Text(_made(statement, date), 7.5, above=12.0))
-    return pages.typeset(statement.title, blocks, date)
+
+    def write(paper: pages.Paper) -> None:
+        paper.heading(statement.title, 17.0)
+        paper.text(statement.headline, 10.0)
+        _list(paper, "Read this first", statement.warnings)
+        paper.heading("In short")
+        paper.table([_pair(line) for line in statement.in_short], (0.16, 0.84), headed=False)
+        paper.pictures([*results, *panels(report)])
+        for section in statement.main:
+            _list(paper, *section)
+        paper.turn()
+        paper.heading(f"Appendix: {_APPENDIX}", 14.0)
+        paper.table(table(report), (0.24, 0.5, 0.13, 0.13), headed=True)
+        if drawn := list(accounts(report)):
+            paper.pictures(drawn)
+        for section in statement.appendix:
+            _list(paper, *section)
+        paper.text(_made(statement, date), 7.5)
+
+    return pages.typeset(statement.title, write, date)
 
 
-def _listed(title: str, sentences: Sequence[str]) -> Iterator[pages.Text]:
+def _list(paper: pages.Paper, title: str, sentences: Sequence[str]) -> None:
     if sentences:
-        yield pages.heading(title)
+        paper.heading(title)
     for sentence in sentences:
-        yield pages.Text(sentence, mark="\N{EN DASH}")
+        paper.text(sentence, mark="\N{EN DASH}")
 
 
 def _html(statement: Statement, date: datetime, results: Sequence[plots.Panel]) -> bytes:

@@ -6,69 +6,34 @@ Drawn by matplotlib, in the proportional font that it comes with: what pictures 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from torch_dpsco.show import plots
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_WIDE, _HIGH = 595.0, 842.0  # points
+_WIDE = 595.0  # points
+_HIGH = 842.0
 _LEFT = 64.0
 _TOP = 62.0
 _BOTTOM = 64.0
 _FOOT = 36.0  # of the page's number
 _ROOM = _WIDE - 2 * _LEFT
+_SIZE = 8.5  # of the font
 _LINE = 1.4  # line heights, in sizes of the font
 _PANEL = 205.0  # height of a row of pictures
 
 
-class Text(NamedTuple):
-    """A paragraph, with a mark before it and some room above it; a heading stays with what follows."""
-
-    words: str
-    size: float = 8.5
-    bold: bool = False
-    mark: str = ""
-    above: float = 3.0
-    follows: float = 0.0
-
-
-class Table(NamedTuple):
-    """Rows of cells, whose columns have shares of the width; the first column is bold, or the first row."""
-
-    rows: Sequence[Sequence[str]]
-    shares: Sequence[float]
-    headed: bool = False
-
-
-class Pictures(NamedTuple):
-    """Panels, two in a row; one such block on a page."""
-
-    panels: Sequence[plots.Panel]
-
-
-class End(NamedTuple):
-    """The end of a page."""
-
-
-Block: TypeAlias = Text | Table | Pictures | End
-
-
-def heading(words: str, size: float = 11.0) -> Text:
-    """Returns a heading, which is not left alone at the foot of a page."""
-    return Text(words, size, True, above=1.1 * size, follows=40.0)
-
-
-def typeset(title: str, blocks: Sequence[Block], date: datetime) -> bytes:
+def typeset(title: str, write: Callable[[Paper], None], date: datetime) -> bytes:
     """Returns a PDF.
 
     Args:
         title: at the foot of each page, beside its number.
-        blocks: from the top down.
+        write: what fills the pages.
         date: of the file.
 
     Raises:
@@ -80,11 +45,10 @@ def typeset(title: str, blocks: Sequence[Block], date: datetime) -> bytes:
     file = io.BytesIO()
     told = {"CreationDate": date, "Title": title}
     with style.context(plots.PRINTED), PdfPages(file, metadata=told) as pages:
-        paper = _Paper()
-        for block in blocks:
-            paper.put(block)
+        paper = Paper()
+        write(paper)
+        said: dict[str, Any] = {"size": 7.5, "color": "#666666", "parse_math": False}
         for number, page in enumerate(paper.pages, 1):
-            said: dict[str, Any] = {"size": 7.5, "color": "#666666", "parse_math": False}
             page.text(_LEFT / _WIDE, _FOOT / _HIGH, title, **said)
             count = f"{number} / {len(paper.pages)}"
             page.text(1.0 - _LEFT / _WIDE, _FOOT / _HIGH, count, ha="right", **said)
@@ -92,95 +56,91 @@ def typeset(title: str, blocks: Sequence[Block], date: datetime) -> bytes:
     return file.getvalue()
 
 
-class _Paper:
+class Paper:
     """Pages that fill from the top down."""
 
     def __init__(self) -> None:
         self.pages: list[Figure] = []
-        self._turn()
+        self.turn()
 
-    def put(self, block: Block) -> None:
-        """Writes a block below the last one."""
-        if isinstance(block, Text):
-            self._write(block)
-        elif isinstance(block, Table):
-            self._tabulate(block)
-        elif isinstance(block, Pictures):
-            self._draw(block)
-        else:
-            self._turn()
-
-    def _turn(self) -> None:
+    def turn(self) -> None:
+        """Begins a page."""
         _, figures = plots.matplotlib()
         self.pages.append(figures.Figure(figsize=(_WIDE / 72.0, _HIGH / 72.0)))
         self._at = _TOP
         self._drawn = False
 
+    def heading(self, words: str, size: float = 11.0) -> None:
+        """Writes a heading, which is not left alone at the foot of a page."""
+        self._at += 1.1 * size
+        self._need(_LINE * size + 40.0)
+        self._lines(words, _LEFT, _ROOM, True, size)
+
+    def text(self, words: str, size: float = _SIZE, mark: str = "") -> None:
+        """Writes a paragraph, with a mark before it if there is one."""
+        self._at += 3.0
+        self._need(_LINE * size)
+        indent = 10.0 if mark else 0.0
+        self._line(mark, _LEFT, size, False)
+        self._lines(words, _LEFT + indent, _ROOM - indent, False, size)
+
+    def table(
+        self, rows: Sequence[Sequence[str]], shares: Sequence[float], headed: bool
+    ) -> None:
+        """Writes rows of cells, whose columns have shares of the width; the first row is bold, or the first column."""
+        self._at += 4.0
+        for number, row in enumerate(rows):
+            bold = [number == 0 if headed else column == 0 for column in range(len(row))]
+            wide = [share * _ROOM for share in shares]
+            cells = zip(row, wide, bold, strict=True)
+            lines = max(len(list(_wrapped(cell, w - 8.0, _SIZE, b))) for cell, w, b in cells)
+            self._need(_LINE * _SIZE * lines + 6.0)
+            self._rule()
+            top = self._at + 3.0
+            for column, words in enumerate(row):
+                self._at = top
+                left = _LEFT + sum(wide[:column])
+                self._lines(words, left, wide[column] - 8.0, bold[column], _SIZE)
+            self._at = top + _LINE * _SIZE * lines + 3.0
+        self._rule()
+
+    def pictures(self, panels: Sequence[plots.Panel]) -> None:
+        """Draws panels, two in a row; once on a page, which has one layout."""
+        high = -(-len(panels) // 2) * _PANEL
+        if self._drawn:
+            self.turn()
+        self._need(high + 8.0)
+        page: Any = self.pages[-1]
+        bottom = 1.0 - (self._at + 8.0 + high) / _HIGH
+        frame = (_LEFT / _WIDE, bottom, _ROOM / _WIDE, high / _HIGH)
+        page.set_layout_engine("constrained", rect=frame, hspace=0.06, wspace=0.06)
+        grid = page.add_gridspec(-(-len(panels) // 2), 2)
+        for k, panel in enumerate(panels):
+            panel(page.add_subplot(grid[divmod(k, 2)]))
+        self._at += high + 14.0
+        self._drawn = True
+
     def _need(self, height: float) -> None:
         if self._at + height > _HIGH - _BOTTOM and self._at > _TOP:
-            self._turn()
+            self.turn()
+
+    def _lines(self, words: str, left: float, room: float, bold: bool, size: float) -> None:
+        for line in _wrapped(words, room, size, bold):
+            self._need(_LINE * size)
+            self._line(line, left, size, bold)
+            self._at += _LINE * size
 
     def _line(self, words: str, left: float, size: float, bold: bool) -> None:
         place = left / _WIDE, 1.0 - (self._at + size) / _HIGH
         weight = "bold" if bold else "normal"
         self.pages[-1].text(*place, words, size=size, weight=weight, parse_math=False)
 
-    def _write(self, block: Text) -> None:
-        indent = 10.0 if block.mark else 0.0
-        self._need(block.above + _LINE * block.size + block.follows)
-        self._at += block.above
-        mark = block.mark
-        for line in _wrapped(block.words, _ROOM - indent, block.size, block.bold):
-            self._need(_LINE * block.size)
-            self._line(mark, _LEFT, block.size, False)
-            self._line(line, _LEFT + indent, block.size, block.bold)
-            self._at += _LINE * block.size
-            mark = ""
-
-    def _tabulate(self, block: Table) -> None:
-        size = 8.5
-        for number, row in enumerate(block.rows):
-            cells = []
-            for column, (words, share) in enumerate(zip(row, block.shares, strict=True)):
-                bold = number == 0 if block.headed else column == 0
-                cells.append((list(_wrapped(words, share * _ROOM - 8.0, size, bold)), bold))
-            height = _LINE * size * max(len(lines) for lines, _ in cells) + 6.0
-            self._need(height)
-            self._rule()
-            self._at += 3.0
-            top, left = self._at, _LEFT
-            for (lines, bold), share in zip(cells, block.shares, strict=True):
-                self._at = top
-                for line in lines:
-                    self._line(line, left, size, bold)
-                    self._at += _LINE * size
-                left += share * _ROOM
-            self._at = top + height - 3.0
-        self._rule()
-        self._at += 4.0
-
     def _rule(self) -> None:
         from matplotlib.lines import Line2D
 
-        height = 1.0 - self._at / _HIGH
         ends = [_LEFT / _WIDE, 1.0 - _LEFT / _WIDE]
+        height = 1.0 - self._at / _HIGH
         self.pages[-1].add_artist(Line2D(ends, [height, height], color="#bbbbbb", linewidth=0.6))
-
-    def _draw(self, block: Pictures) -> None:
-        rows = -(-len(block.panels) // 2)
-        if self._drawn:
-            self._turn()
-        self._need(rows * _PANEL + 8.0)
-        self._at += 8.0
-        page: Any = self.pages[-1]
-        bottom = 1.0 - (self._at + rows * _PANEL) / _HIGH
-        frame = (_LEFT / _WIDE, bottom, _ROOM / _WIDE, rows * _PANEL / _HIGH)
-        page.set_layout_engine("constrained", rect=frame, hspace=0.06, wspace=0.06)
-        grid = page.add_gridspec(rows, 2)
-        for k, panel in enumerate(block.panels):
-            panel(page.add_subplot(grid[divmod(k, 2)]))
-        self._at += rows * _PANEL + 6.0
-        self._drawn = True
 
 
 def _wrapped(words: str, room: float, size: float, bold: bool) -> Iterator[str]:

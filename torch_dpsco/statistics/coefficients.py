@@ -5,7 +5,7 @@ Post-processing of what a fit released, by public numbers of the schema: nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,11 +28,10 @@ class Coefficients:
     Args:
         moves: what a coefficient adds to, in words.
         names: of features, intercepts last; of softmax regression with the label before.
-        units: what a value is of, in words: "per 1", "against 'f'".
+        units: what a value is of, in words: "per 1 of 17 to 90", "against 'f'".
         values: in these units; where intervals were paid for, without the pull of the regularizer to 0.
         scaled: the same for the features as they are coded, a number from -1 to 1.
         spans: of each column in its units, 1 for a level: values times spans can be compared. 0 for an intercept.
-        places: what a span reaches over, in words.
         inference: standard errors, p-values and intervals in these units; None where they were not paid for.
         why_not: there are none.
     """
@@ -43,7 +42,6 @@ class Coefficients:
     values: Array
     scaled: Array
     spans: Array
-    places: tuple[str, ...]
     inference: Summary | None = None
     why_not: str = ""
 
@@ -68,40 +66,38 @@ class Coefficients:
             return "\n".join([*lines, f"no intervals: {self.why_not}"])
         return "\n".join([*lines, *self.inference.notes()])
 
-    def lines(self, places: Any) -> list[str]:
+    def lines(self, places: Iterable[int]) -> list[str]:
         """Returns a table of some of them."""
-        rows = [("", "", "value", *self._of_inference(), "scaled")]
+        found = self.inference
+        rows = [["", "", "value", "scaled"]]
+        if found is not None:
+            rows[0] += [f"{100 * found.level:g} % interval", "p", "of noise"]
         for k in places:
-            own = self._of_inference(k)
-            value, scaled = f"{self.values[k]:.3g}", f"{self.scaled[k]:.3g}"
-            rows.append((self.names[k], self.units[k], value, *own, scaled))
+            row = [
+                self.names[k],
+                self.units[k],
+                f"{self.values[k]:.3g}",
+                f"{self.scaled[k]:.3g}",
+            ]
+            if found is not None:
+                low, high = found.intervals[k]
+                row.append(f"{low:.3g} to {high:.3g}")
+                row += [f"{found.p_values[k]:.2g}", f"{100 * found.privacy[k]:.0f} %"]
+            rows.append(row)
         wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        sides = "<<" + ">" * (len(wide) - 2)
         return [
             "  ".join(
-                [*(f"{cell:{w}}" for cell, w in zip(row[:2], wide, strict=False))]
-                + [f"{cell:>{w}}" for cell, w in zip(row[2:], wide[2:], strict=True)]
+                f"{cell:{side}{w}}" for cell, side, w in zip(row, sides, wide, strict=True)
             )
             for row in rows
         ]
 
-    def _of_inference(self, place: int | None = None) -> tuple[str, ...]:
-        found = self.inference
-        if found is None:
-            return ()
-        if place is None:
-            return (f"{100 * found.level:g} % interval", "p", "of noise")
-        low, high = found.intervals[place]
-        p, share = found.p_values[place], found.privacy[place]
-        return (f"{low:.3g} to {high:.3g}", f"{p:.2g}", f"{100 * share:.0f} %")
-
     def panel(self) -> plots.Panel:
         """Returns a picture of the strongest: what each adds over the whole of its column, with intervals if any."""
         chosen = self.strongest[:_SHOWN]
-        rows = [f"{self.names[k]}\n{self.places[k]}" for k in chosen]
-        notes = [
-            f"{self.values[k]:+.2g}{'' if self.spans[k] == 1 else f' {self.units[k]}'}"
-            for k in chosen
-        ]
+        rows = [f"{self.names[k]}\n{self.units[k]}" for k in chosen]
+        notes = [f"{self.values[k]:+.2g}" for k in chosen]
         spans = self.spans[chosen]
         ends = None if self.intervals is None else self.intervals[chosen] * spans[:, None]
         what = "released"
@@ -146,7 +142,7 @@ def _released(model: Any, schema: Schema) -> Coefficients:
     if labels is not None:
         of = "each label, against the average one" if several else repr(labels[-1])
         moves = f"{'log-odds' if hasattr(model, 'predict_proba') else 'score'} of {of}"
-    units, spans, places = zip(*_units(schema), strict=True)
+    units, spans = zip(*_units(schema), strict=True)
     return Coefficients(
         moves=moves,
         names=tuple(names),
@@ -154,7 +150,6 @@ def _released(model: Any, schema: Schema) -> Coefficients:
         values=np.ravel(raw @ _map(schema).T),
         scaled=np.ravel(raw),
         spans=np.tile(spans, len(raw)).astype(np.float64),
-        places=places * len(raw),
     )
 
 
@@ -162,21 +157,21 @@ def _ends(kind: Number | Ordered) -> tuple[float, float]:
     return (kind.low, kind.high) if isinstance(kind, Number) else (0.0, len(kind.levels) - 1.0)
 
 
-def _units(schema: Schema) -> Iterator[tuple[str, float, str]]:
-    """Yields the unit, the span and what it reaches over, of each feature and of the intercept."""
+def _units(schema: Schema) -> Iterator[tuple[str, float]]:
+    """Yields the unit and the span of each feature and of the intercept."""
     for kind in schema.columns.values():
         if isinstance(kind, Category):
             of = f"against {kind.levels[0]!r}" if kind.baseline else "against the average level"
-            yield from [(of, 1.0, of)] * (len(kind.levels) - kind.baseline)
+            yield from [(of, 1.0)] * (len(kind.levels) - kind.baseline)
             continue
         low, high = _ends(kind)
         if isinstance(kind, Number):
-            yield "per 1", high - low, f"{low:g} to {high:g}"
+            yield f"per 1 of {low:g} to {high:g}", high - low
         else:
-            yield "per level", high, f"{kind.levels[0]} to {kind.levels[-1]}"
+            yield f"per level of {kind.levels[0]} to {kind.levels[-1]}", high
         if kind.missing:
-            yield "against the middle", 1.0, "against the middle"
-    yield "where all numbers are 0", 0.0, ""
+            yield "against the middle", 1.0
+    yield "where numbers are 0", 0.0
 
 
 def _map(schema: Schema) -> Array:
