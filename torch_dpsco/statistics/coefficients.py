@@ -105,7 +105,7 @@ class Coefficients:
             what = f"estimate and {100 * self.inference.level:g} % interval"
         return plots.ranges(
             "What the model says",
-            f"adds to the {self.moves}",
+            f"over the whole column, adds to the {self.moves}",
             rows,
             self.values[chosen] * spans,
             ends,

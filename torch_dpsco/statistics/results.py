@@ -202,7 +202,7 @@ class Study:
             np.array([score.value]),
             np.array([score.interval]),
             "95 %, of noise and of the choice of those held out",
-            line=None if score.chance is None else ("by chance", score.chance),
+            line=None if score.chance is None else (f"by chance: {score.chance}", score.chance),
             notes=[f"{value} +- {error}"],
             within=(0.0, None if loss else 1.03),
         )
