@@ -381,7 +381,7 @@ def test_a_study_is_drawn(schema):
     figure = made(schema).plot()
     assert [axes.get_title() for axes in figure.axes] == [
         "What the model says",
-        "How good it is, on 800 examples held out",
+        "How good it is, on those held out",
         "What can be found out about one example",
     ]
     tops = [axes.get_subplotspec().rowspan.start for axes in figure.axes]
