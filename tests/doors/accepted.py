@@ -229,7 +229,11 @@ FINE = {
     **dict.fromkeys(["Risk.posterior.prior", "Risk.words.prior"], SHARE),
     "Risk.words.unit": TEXT,
     **dict.fromkeys(
-        ["Statement.named.unit", "Statement.named.plural", "statistics.study.Study.save.folder"],
+        [
+            "Statement.named.unit",
+            "Statement.named.plural",
+            "statistics.results.Study.save.folder",
+        ],
         TEXT,
     ),
     **dict.fromkeys(

@@ -161,11 +161,24 @@ CALLS["StudyPlan.preview"] = lambda: (
     plan_study(**studied()).preview,
     {"frame": people(), "runs": 3, "epsilons": (9.0,)},
 )
-CALLS["statistics.study.Study.predict"] = lambda: (
+CALLS["statistics.results.Study.predict"] = lambda: (
     a_study().predict,
     {"frame": {"age": [30, 40]}},
 )
-CALLS["statistics.study.Study.save"] = lambda: (a_study().save, {"folder": somewhere()})
+CALLS["statistics.results.Study.predict[threshold]"] = lambda: (
+    a_study().predict,
+    {"frame": {"age": [30, 40]}, "threshold": 0.3},
+)
+CALLS["statistics.results.Study.predict_proba"] = lambda: (
+    a_study().predict_proba,
+    {"frame": {"age": [30, 40]}},
+)
+CALLS["statistics.results.Study.coefficients"] = lambda: (a_study().coefficients, {"level": 0.9})
+CALLS["statistics.results.Study.save_card"] = lambda: (
+    a_study().save_card,
+    {"path": somewhere(".md")},
+)
+CALLS["statistics.results.Study.save"] = lambda: (a_study().save, {"folder": somewhere()})
 CALLS["estimators.Released.load"] = lambda: (
     Released.load,
     {"path": saved(Released.of(a_fit()), ".json")},

@@ -51,7 +51,7 @@ EXEMPT = {
     ),
     *(
         "statistics.search.SearchPlan",
-        "statistics.study.Study",
+        "statistics.results.Study",
         "statistics.study.StudyPlan",
         "show.look.Check",
         "show.look.Finding",
@@ -126,10 +126,9 @@ EXEMPT = {
     *("estimators.*.make_loss", "estimators.*.task_options"),
     # of solvers and objectives
     "estimators.solvers.Solution",
-    # what needs an engine, a study that pays for intervals, or 200 canaries: test_engines, test_studies, test_canaries
+    # what needs an engine or 200 canaries: test_engines, test_canaries
     *(
         "integrations.engines.ray_partitions",
-        "statistics.study.Study.coefficients",
         "audits.check_training",
     ),
 }
@@ -498,7 +497,8 @@ PATHS = {
     "estimators.Released.save": "path",
     "estimators.Released.load": "path",
     "Statement.save": "path",
-    "statistics.study.Study.save": "folder",
+    "statistics.results.Study.save": "folder",
+    "statistics.results.Study.save_card": "path",
     "opacus.PrivacyEngine.save_checkpoint": "path",
     "opacus.PrivacyEngine.load_checkpoint": "path",
     "parquet.parquet_blocks": "source",
