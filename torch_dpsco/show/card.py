@@ -315,7 +315,7 @@ def _picture(panel: plots.Panel) -> str:
     dark = _encoded(plots.figure("", panel, dark=True))
     alt = escape(drawn.axes[0].get_title())
     return (
-        f'<picture><source media="(prefers-color-scheme:dark)" srcset="{dark}">'
+        f'<picture><source media="screen and (prefers-color-scheme:dark)" srcset="{dark}">'
         f'<img alt="{alt}" src="{_encoded(drawn)}"></picture>'
     )
 
