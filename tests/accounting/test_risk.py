@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.gaussian import gaussian_delta
-from torch_dpsco.accounting.analysis.risk import Risk
+from torch_dpsco.accounting.analysis.risk import Risk, strength
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
@@ -29,6 +29,21 @@ from torch_dpsco.show.card import trade_off
 
 RATES = st.floats(0.0, 1.0) | st.sampled_from([1e-9, 1e-4, 0.01, 1 - 1e-6])
 PARTS = st.floats(1e-6, 1 - 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "word"),
+    [(0.0, "strong"), (1.0, "strong"), (1.0 + 1e-12, "moderate"), (10.0, "moderate")]
+    + [(10.0 + 1e-12, "weak"), (math.inf, "weak")],
+)
+def test_an_epsilon_has_one_word(epsilon, word):
+    assert strength(epsilon) == word
+
+
+@pytest.mark.parametrize("epsilon", [-1e-12, math.nan, "1", None])
+def test_what_is_no_epsilon_has_no_word(epsilon):
+    with pytest.raises((TypeError, ValueError), match="epsilon"):
+        strength(epsilon)
 
 
 def gaussian(mu: float) -> Risk:

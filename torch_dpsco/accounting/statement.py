@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch_dpsco._validate import typed
+from torch_dpsco.accounting.analysis.risk import strength
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.designs import (
     Assigned,
@@ -333,7 +334,6 @@ def _facts(statement: Statement) -> dict[str, Any]:
 
 
 GROUPS = (2, 10)  # sizes of the groups that are spelled out
-_WEAK = 10.0  # e^10 is 22026: hardly any conclusion is excluded
 _SLACK = 1.0 + 1e-14  # more than the rounding of the few operations below
 # of which the sentences say how they draw
 DESIGNS: tuple[type[Design], ...] = (
@@ -410,7 +410,7 @@ def _of_report(report: PrivacyReport, run: Run) -> dict[str, Any]:
     planned = report.planned_epsilon
     return {adjacency: report.adjacency == adjacency for adjacency in ADJACENCIES} | {
         "endless": math.isinf(epsilon),
-        "weak": _WEAK < epsilon < math.inf,
+        "weak": strength(epsilon) == "weak" and epsilon < math.inf,
         "pure": report.delta == 0,
         # publishing one uniformly random record is (0, 1/n)-DP
         "delta_large": declared and report.delta > 0 and report.delta >= 1.0 / run.design.n,
