@@ -120,7 +120,7 @@ class Setting(NamedTuple):
 def clipped(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
     """User-level DP-SGD on all aircraft."""
     plan = dp.UserClippedSGD.plan(
-        n_users=setting.n_users,
+        n=setting.n_users,
         budget=setting.budget,
         clip=CLIP,
         lr=LR[setting.loss],
@@ -134,7 +134,7 @@ def clipped(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
 def filtered(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
     """The outlier filter on all aircraft; raises if nothing is proved for so few."""
     plan = dp.UserFilteredSGD.plan(
-        n_users=setting.n_users,
+        n=setting.n_users,
         budget=setting.budget,
         pair_radius=setting.pair_radius,
         lr=FILTER_LR[setting.loss],
@@ -147,7 +147,7 @@ def filtered(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
 def localized(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
     """As many phases as are proved private; raises if not even one is."""
     plan = dp.LocalizedUserSGD.plan(
-        n_users=setting.n_users,
+        n=setting.n_users,
         budget=setting.budget,
         problem=dp.Problem(lipschitz=LIPSCHITZ[setting.loss], radius=RADIUS),
         reg=REG,  # makes the loss strongly convex

@@ -36,10 +36,6 @@ ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: dp.ClippedSGD.plan(n=9, max_grad_norm=1.0, eps=1.0),
         "no max_grad_norm: take clip .*no eps: take b",
     ),
-    "users": (
-        lambda: dp.UserClippedSGD.plan(n=100, clip=1.0),
-        "no n: take n_users .the public number of users",
-    ),
     "make_private": (
         lambda: dp.make_private(
             nn.Linear(1, 1), None, None, noise_multiplier=1.0, max_grad_norm=1.0

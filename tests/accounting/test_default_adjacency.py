@@ -53,7 +53,7 @@ def unsaid(**more: Any) -> dp.Budget:
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 USER = {"unit": "user"}
-FILTERED = {"n_users": 1000, "pair_radius": 1.0, "reg": 0.1, "dim": 2, "max_steps": 5}
+FILTERED = {"n": 1000, "pair_radius": 1.0, "reg": 0.1, "dim": 2, "max_steps": 5}
 LINEAR = {"model": nn.Linear(2, 1), "loss": dp.losses.Logistic(), "n": 1000, "bound_x": 1.0}
 STEPS = {"n": 1000, "clip": 1.0, "steps": 4}
 PLANS: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -91,17 +91,17 @@ PLANS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "OutputPerturbation": (dp.OutputPerturbation, LINEAR, ZERO_OUT),
     "UserClippedSGD": (
         dp.UserClippedSGD,
-        {"n_users": 1000, "clip": 1.0, "lr": 0.1, "steps": 5},
+        {"n": 1000, "clip": 1.0, "lr": 0.1, "steps": 5},
         ZERO_OUT,
     ),
     "UserFilteredSGD": (
         dp.UserFilteredSGD,
-        {"n_users": 1000, "pair_radius": 1.0, "lr": 1.0, "steps": 3},
+        {"n": 1000, "pair_radius": 1.0, "lr": 1.0, "steps": 3},
         REPLACE_ONE,
     ),
     "LocalizedUserSGD": (
         dp.LocalizedUserSGD,
-        FILTERED | {"n_users": 10_000, "problem": dp.Problem(lipschitz=1.0, radius=1.0)},
+        FILTERED | {"n": 10_000, "problem": dp.Problem(lipschitz=1.0, radius=1.0)},
         REPLACE_ONE,
     ),
 }
@@ -457,7 +457,7 @@ def test_a_plan_of_the_command_line_is_of_zero_out(adjacency: str | None) -> Non
 
 
 def test_a_plan_of_the_command_line_for_filtered_users_is_of_replace_one() -> None:
-    words = "plan UserFilteredSGD --n-users 1000 --pair-radius 1 --lr 1 --steps 3 --epsilon 2"
+    words = "plan UserFilteredSGD --n 1000 --pair-radius 1 --lr 1 --steps 3 --epsilon 2"
     text = io.StringIO()
     with redirect_stdout(text):
         assert main([*words.split(), "--delta", "1e-5", "--json"]) == 0

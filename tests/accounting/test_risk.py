@@ -33,8 +33,14 @@ PARTS = st.floats(1e-6, 1 - 1e-6)
 
 @pytest.mark.parametrize(
     ("epsilon", "word"),
-    [(0.0, "strong"), (1.0, "strong"), (1.0 + 1e-12, "moderate"), (10.0, "moderate")]
-    + [(10.0 + 1e-12, "weak"), (math.inf, "weak")],
+    [
+        (0.0, "strong"),
+        (1.0, "strong"),
+        (1.0 + 1e-12, "moderate"),
+        (10.0, "moderate"),
+        (10.0 + 1e-12, "weak"),
+        (math.inf, "weak"),
+    ],
 )
 def test_an_epsilon_has_one_word(epsilon, word):
     assert strength(epsilon) == word

@@ -166,7 +166,7 @@ def test_rates_follow_a_schedule_of_epochs(parts: int) -> None:
 def test_users_are_drawn_and_steps_never_see_their_ids() -> None:
     users = [f"user {k % 20}" for k in range(N)]
     plan = dp.UserClippedSGD.plan(
-        n_users=20,
+        n=20,
         budget=dp.Budget(4.0, DELTA, unit="user"),
         batch_size=10,
         steps=4,

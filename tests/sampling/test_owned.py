@@ -151,7 +151,7 @@ def test_a_user_of_a_data_set_that_fills_one_tensor_has_its_own_records() -> Non
     plan = dp.UserClippedSGD.plan(
         clip=1.0,
         noise_multiplier=1e-9,
-        n_users=N,
+        n=N,
         batch_size=N,
         sampling=dp.Full(N),
         steps=1,

@@ -379,7 +379,7 @@ def test_no_id_shows_anywhere() -> None:
 
 def test_users_have_no_ids_of_records() -> None:
     plan = dp.UserClippedSGD.plan(
-        n_users=N,
+        n=N,
         clip=1.0,
         lr=0.1,
         noise_multiplier=2.0,

@@ -183,7 +183,7 @@ class UserClippedSGD(PlannedOptimizer):
         >>> model = dp.attach(torch.nn.Linear(3, 1))
         >>> data = torch.utils.data.TensorDataset(torch.randn(90, 3), torch.ones(90, 1))
         >>> plan = dp.UserClippedSGD.plan(
-        ...     n_users=30, budget=dp.Budget(2.0, 1e-4, unit="user"), clip=1.0, lr=0.5, steps=4)
+        ...     n=30, budget=dp.Budget(2.0, 1e-4, unit="user"), clip=1.0, lr=0.5, steps=4)
         >>> optimizer = dp.UserClippedSGD(model.parameters(), plan)
         >>> for x, y, users in optimizer.loader(data, users=torch.arange(90) % 30):
         ...     optimizer.zero_grad()
@@ -199,7 +199,7 @@ class UserClippedSGD(PlannedOptimizer):
     def plan(
         cls,
         *,
-        n_users: int,
+        n: int,
         clip: float | None = None,
         lr: float | None = None,
         budget: Budget | None = None,
@@ -220,7 +220,7 @@ class UserClippedSGD(PlannedOptimizer):
         What is not given follows from the number of users and the budget alone (docs/proofs/steps.md#users).
 
         Args:
-            n_users: public number of users (a reference under add_remove).
+            n: public number of users (a reference under add_remove).
             clip: C > 0, of each user's mean gradient, public; default a search in the run, whose cost is in the noise.
             lr: step size, > 0, without momentum; default by the step rule. With a search in units of the clip.
             budget: target, of unit "user"; the noise is chosen for it unless it is given, and then the budget only
@@ -250,7 +250,7 @@ class UserClippedSGD(PlannedOptimizer):
         """
         budget, adjacency = agreed(budget, adjacency, "user")
         given = Given(
-            n=check.positive_count(n_users=n_users),
+            n=check.positive_count(n=n),
             adjacency=adjacency,
             sampling=sampling,
             batch_size=batch_size,
@@ -272,7 +272,7 @@ class UserClippedSGD(PlannedOptimizer):
         noise = choose_noise(budget, *draws, given)
         pace = choose_pace(scale, draws, noise) if lr is None else Pace(lr)
         warn_if_buried(
-            None if noise_multiplier is not None else budget, draws, noise, n_users, scale.dim
+            None if noise_multiplier is not None else budget, draws, noise, n, scale.dim
         )
         return UserClippedPlan(
             budget=budget,
@@ -387,7 +387,7 @@ class UserFilteredSGD(PlannedOptimizer):
         >>> model = dp.attach(torch.nn.Linear(3, 1), loss_reduction="sum")
         >>> data = torch.utils.data.TensorDataset(torch.randn(4000, 3), torch.ones(4000, 1))
         >>> plan = dp.UserFilteredSGD.plan(
-        ...     n_users=2000, budget=dp.Budget(4.0, 1e-4, unit="user"), pair_radius=3.0, lr=0.1, steps=3)
+        ...     n=2000, budget=dp.Budget(4.0, 1e-4, unit="user"), pair_radius=3.0, lr=0.1, steps=3)
         >>> optimizer = dp.UserFilteredSGD(model.parameters(), plan)
         >>> for x, y, users in optimizer.loader(data, users=torch.arange(4000) % 2000):
         ...     optimizer.zero_grad()
@@ -404,7 +404,7 @@ class UserFilteredSGD(PlannedOptimizer):
     def plan(
         cls,
         *,
-        n_users: int,
+        n: int,
         budget: Budget,
         problem: Problem | None = None,
         min_items: int = 1,
@@ -421,23 +421,23 @@ class UserFilteredSGD(PlannedOptimizer):
         """Returns the filter's public numbers and the step size, before anything is spent.
 
         Args:
-            n_users: public number of users, all of whom are in each step.
+            n: public number of users, all of whom are in each step.
             budget: of unit "user", replace_one.
             problem: promises: lipschitz and radius choose what of pair_radius, lr and steps is not given.
             min_items: rows that a user must have, public: m of the theory; others are isolated.
             pair_radius: tau, public; None for `pair_radius_iid`.
             lr: step size; None for that of the bound.
             steps: number of steps; None for as many as help, up to max_steps.
-            max_steps: see steps; a step costs n_users^2 dim operations.
+            max_steps: see steps; a step costs n^2 dim operations.
             distance: bound on |w_0 - w*|; default the diameter of the problem's ball.
-            score_share: public guess of the score of honest users over n_users, see `calibrate_filter`.
+            score_share: public guess of the score of honest users over n, see `calibrate_filter`.
             halt_probability: see there.
             average: "uniform" (as in the theorem), "last" or "weighted".
             dim: number of parameters, or the model; needed to choose lr or steps, and for a warning where noise buries
                 the signal.
 
         Raises:
-            InfeasibleError: nothing is proved; names n, T, epsilon and the smallest n_users that works.
+            InfeasibleError: nothing is proved; names n, T, epsilon and the smallest n that works.
             MissingConstantError: promises are missing; says which, and how to do without.
             UnitError: the budget is of another unit.
             AdjacencyError: the budget is not of replace_one.
@@ -450,10 +450,10 @@ class UserFilteredSGD(PlannedOptimizer):
         tau = pair_radius
         if tau is None:
             failure = check.open_interval(0.0, 1.0, halt_probability=halt_probability) / most
-            tau = pair_radius_iid(lipschitz_of(problem, "pair_radius"), items, n_users, failure)
+            tau = pair_radius_iid(lipschitz_of(problem, "pair_radius"), items, n, failure)
         calibrated = partial(
             calibrate_filter,
-            n_users=n_users,
+            n_users=n,
             epsilon=budget.epsilon,
             delta=budget.delta,
             pair_radius=tau,
@@ -462,16 +462,16 @@ class UserFilteredSGD(PlannedOptimizer):
         )
         if steps is None:
             bound = lipschitz_of(problem, "steps")
-            made = suited(calibrated, bound, n_users * items, _needed(dim, "steps"), most)
+            made = suited(calibrated, bound, n * items, _needed(dim, "steps"), most)
         else:
             made = calibrated(steps=steps)
         _require_hope(made)
-        lr, risk_bound = _pace(lr, problem, distance, n_users * items, dim, made)
-        warn_if_users_are_buried([made], problem, n_users, dim, budget)
+        lr, risk_bound = _pace(lr, problem, distance, n * items, dim, made)
+        warn_if_users_are_buried([made], problem, n, dim, budget)
         return UserFilteredPlan(
             budget=budget,
             adjacency=REPLACE_ONE,
-            design=Full(n_users),
+            design=Full(n),
             steps=made.steps,
             lr=lr,
             radius=math.inf if problem is None else problem.radius,
@@ -587,7 +587,7 @@ class LocalizedUserSGD(PlannedOptimizer):
     Example:
         >>> import torch_dpsco as dp
         >>> plan = dp.LocalizedUserSGD.plan(
-        ...     n_users=4000, budget=dp.Budget(4.0, 1e-4, unit="user"), dim=4, reg=0.1,
+        ...     n=4000, budget=dp.Budget(4.0, 1e-4, unit="user"), dim=4, reg=0.1,
         ...     problem=dp.Problem(lipschitz=2.0, radius=1.0), pair_radius=1.0, max_steps=20)
         >>> [phase.filter.n_users for phase in plan.phases]
         [250, 500, 1000, 2000]
@@ -600,7 +600,7 @@ class LocalizedUserSGD(PlannedOptimizer):
     def plan(
         cls,
         *,
-        n_users: int,
+        n: int,
         budget: Budget,
         problem: Problem,
         phases: int | None = None,
@@ -616,7 +616,7 @@ class LocalizedUserSGD(PlannedOptimizer):
         """Returns the phases, as many as are provably private, before anything is spent.
 
         Args:
-            n_users: public number of users.
+            n: public number of users.
             budget: of unit "user", replace_one.
             phases: their number; None for the largest that is feasible.
             problem: promises: lipschitz; strong_convexity unless there is `reg`; radius with `reg`.
@@ -638,7 +638,7 @@ class LocalizedUserSGD(PlannedOptimizer):
         check.nonnegative(reg=reg)
         lipschitz, convexity = _constants(problem, reg)
         made = UserPhases(
-            n_users=check.positive_count(n_users=n_users),
+            n_users=check.positive_count(n=n),
             items_per_user=check.positive_count(min_items=min_items),
             dim=dim,
             epsilon=budget.epsilon,
@@ -652,9 +652,9 @@ class LocalizedUserSGD(PlannedOptimizer):
             max_steps=check.positive_count(max_steps=max_steps),
         ).planned(phases)
         filters = [phase.filter for phase in made]
-        warn_if_users_are_buried(filters, problem, n_users, dim, budget)
+        warn_if_users_are_buried(filters, problem, n, dim, budget)
         # PRIVACY: a user in two phases would pay for both (test_no_user_is_in_two_phases)
-        parts = Parts(tuple((Full(own.n_users), own.steps) for own in filters), n_users)
+        parts = Parts(tuple((Full(own.n_users), own.steps) for own in filters), n)
         return UserLocalizedPlan(
             budget=budget,
             adjacency=REPLACE_ONE,
@@ -696,7 +696,7 @@ def near(plan: UserFilter) -> str:
 def warn_if_users_are_buried(
     plans: Sequence[UserFilter],
     problem: Problem | None,
-    n_users: int,
+    n: int,
     dim: int | None,
     budget: Budget,
 ) -> None:
@@ -707,7 +707,7 @@ def warn_if_users_are_buried(
         bound = lipschitz_of(problem, "a warning")
         noise = min(plan.noise_std / math.sqrt(plan.steps) for plan in plans)
         checks.warn_if_buried(
-            noise, bound, n=n_users, dim=dim, epsilon=budget.epsilon, of="the mean of all steps"
+            noise, bound, n=n, dim=dim, epsilon=budget.epsilon, of="the mean of all steps"
         )
 
 

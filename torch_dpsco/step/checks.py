@@ -135,10 +135,10 @@ def problem_of_users(users: int, design: Design, adjacency: Adjacency) -> str:
     if users <= design.n:
         return ""
     if adjacency != ADD_REMOVE:
-        return f"users must be < n_users={design.n} (got a larger id, or more users)"
+        return f"users must be < n={design.n} (got a larger id, or more users)"
     return (
-        f"users must be numbered below n_users={design.n}, the reference (got a larger id, or more"
-        " users): number them without gaps, and give an n_users that is large enough"
+        f"users must be numbered below n={design.n}, the reference (got a larger id, or more"
+        " users): number them without gaps, and give an n that is large enough"
     )
 
 

@@ -337,7 +337,7 @@ class Ranks(World):
             # (test_a_record_of_two_ranks_is_refused, test_a_user_of_two_ranks_is_refused)
             raise UnitError(SEVERAL if users is None else SPREAD)
         if users is not None and len(every) > users:
-            raise UnitError(f"users of all ranks must be at most n_users={users} (got more)")
+            raise UnitError(f"users of all ranks must be at most n={users} (got more)")
 
     def sampler(
         self,

@@ -175,8 +175,8 @@ class RunOptimizer(CommonOptimizer):
             dataset: map-style data set; tensors in memory (TensorDataset) are gathered fastest. Or a stream, as
                 `sampling.Spilled`.
             users: where users are protected, and only there, the id of the user of each record: users are drawn, and
-                all their rows are delivered with their ids. Integers in [0, n_users), or strings (and other things that
-                hash), which are numbered in order of appearance. Under replace_one and zero_out n_users is the public
+                all their rows are delivered with their ids. Integers in [0, n), or strings (and other things that
+                hash), which are numbered in order of appearance. Under replace_one and zero_out n is the public
                 universe, and users without a record are legal; under add_remove users are numbered without gaps.
             ids: for passes of random allocation, a unique id per record (integers, strings or bytes): a record picks
                 its batches by a keyed hash of it, so that the order of records may change, and each of several
