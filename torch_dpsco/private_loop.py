@@ -71,7 +71,7 @@ def make_private(
     loss_reduction: str = "mean",
     rows: str = "auto",
     sampling: str | Design = "poisson",
-    ids: Any = None,
+    record_ids: Any = None,
     average: str | None = None,
     prox: Prox | None = None,
     reg: float = 0.0,
@@ -107,8 +107,8 @@ def make_private(
         rows: see `attach`.
         sampling: as in `HolderSGD.plan`: "poisson", or "allocated": an iteration of the loader is a pass, in which
             each record is in one batch, drawn anew and secretly (`dp.Assigned`), at the same price.
-        ids: see `PrivateOptimizer.loader`: with sampling="allocated", a unique id of each record, in the order of the
-            data set.
+        record_ids: see `PrivateOptimizer.loader`: with sampling="allocated", a unique id of each record, in the order
+            of the data set.
         average: see `rules.UpdateRule`; default "last", with recipe "ema".
         prox: constraint or penalty.
         reg: see `PrivateOptimizer`.
@@ -157,7 +157,7 @@ def make_private(
     private = stepped_by(optimizer, public, rest, problem, clip, average, recipe=recipe)
     loader = private.loader(
         data_loader.dataset,
-        ids=ids,
+        record_ids=record_ids,
         collate_fn=data_loader.collate_fn,
         num_workers=data_loader.num_workers,
         pin_memory=data_loader.pin_memory,

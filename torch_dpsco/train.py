@@ -78,7 +78,7 @@ def fit(
     n: int | None = None,
     accountant: Accountant | None = None,
     users: Any = None,
-    ids: Any = None,
+    record_ids: Any = None,
     shard: int | None = None,
     steps: int | None = None,
     loss_reduction: str | None = None,
@@ -112,7 +112,7 @@ def fit(
         n: PUBLIC number of records; asked for under add_remove alone, else that of the data set.
         accountant: ledger to charge, without an optimizer; default a new one.
         users: for optimizers that protect users: the id of the user of each record.
-        ids: see `PrivateOptimizer.loader`: a unique id of each record.
+        record_ids: see `PrivateOptimizer.loader`: a unique id of each record.
         shard: see `PrivateOptimizer.loader`: where each of several processes has records of its own.
         steps: number of steps; default all that are left of the plan.
         loss_reduction: "mean" or "sum": how loss_fn reduces; default that of `per_record`, as the model was attached,
@@ -164,7 +164,7 @@ def fit(
         _require_left_out(optimizer, asked)
     loss_fn = as_module(loss_fn)
     tell: Callable[[Any], None] = log or (lambda optimizer: None)
-    drawn = {"users": users, "ids": ids, "shard": shard, "isolation": isolation}
+    drawn = {"users": users, "record_ids": record_ids, "shard": shard, "isolation": isolation}
     drawn["physical_batch_size"] = physical_batch_size
     if isinstance(optimizer, RowFreeOptimizer):
         fixed = {"steps": steps, "loss_reduction": loss_reduction, "checkpoint": checkpoint}
@@ -207,7 +207,9 @@ def _require_left_out(optimizer: Optimizer, fixed: dict[str, Any]) -> None:
     for name, value in fixed.items():
         if value is not None:
             # PRIVACY: of ids the kind alone, they may be names (test_no_refusal_quotes_an_id)
-            shown = type(value).__name__ if name in ("users", "ids") else check.shown(value)
+            shown = (
+                type(value).__name__ if name in ("users", "record_ids") else check.shown(value)
+            )
             raise ValueError(
                 f"{name} must not be given (got {shown}): the plan of"
                 f" {type(optimizer).__name__} fixes it"

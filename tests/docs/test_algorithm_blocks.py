@@ -85,6 +85,7 @@ def words() -> dict[str, Any]:
         ]
         * 2,
         "n": N,
+        "n_users": USERS,
         "T": 10,
         "passes": 2,
         "c": (1.0, 0.5),

@@ -427,7 +427,7 @@ class World:
         if shard and ids is not None and not isinstance(run.design, Assigned):
             ids.require_unique()
             ids = None
-        return make_sampler(run.design, size=size, steps=steps, resume=resume, ids=ids)
+        return make_sampler(run.design, size=size, steps=steps, resume=resume, record_ids=ids)
 
     def require_own_draws(self, loader: Any) -> None:
         """Raises UnknownSamplerError for a loader that draws what other processes may draw too, or only a part."""

@@ -85,7 +85,7 @@ _ADVICE = {
         " and load a checkpoint on all of them"
     ),
     "data": (
-        "give every rank the whole data set, its records in the same order, or shard= (and ids=) on"
+        "give every rank the whole data set, its records in the same order, or shard= (and record_ids=) on"
         " all ranks"
     ),
     "draw": "iterate over the loader and call optimizer.discard() in the same way on every rank",
@@ -376,7 +376,9 @@ class Ranks(World):
             "own": shard,
         }
         if isinstance(run.design, Assigned):
-            self._sampler = RankAssignedSampler(run.design, **place, resume=resume, ids=ids)
+            self._sampler = RankAssignedSampler(
+                run.design, **place, resume=resume, record_ids=ids
+            )
         else:
             self._sampler = RankSampler(run.design, **place)
         return self._sampler
