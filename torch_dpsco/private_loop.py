@@ -76,7 +76,7 @@ def make_private(
     prox: Prox | None = None,
     reg: float = 0.0,
     accountant: Accountant | None = None,
-    verbose: bool = True,
+    show: Callable[[str], Any] | None = print,
 ) -> tuple[_Model, PrivateOptimizer, PrivateLoader]:
     """Returns private counterparts of a model, its torch optimizer and its data loader.
 
@@ -113,7 +113,7 @@ def make_private(
         prox: constraint or penalty.
         reg: see `PrivateOptimizer`.
         accountant: ledger to charge; default a new one with this budget.
-        verbose: whether to print the plan, which is `optimizer.plan` too.
+        show: what is called with the plan in words (`optimizer.plan`); None for nothing.
 
     Returns:
         (model, private optimizer, private loader).
@@ -130,7 +130,7 @@ def make_private(
         >>> model = torch.nn.Linear(3, 1)
         >>> model, optimizer, loader = dp.make_private(
         ...     model, torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.DataLoader(data, 16, shuffle=True),
-        ...     epsilon=1.0, delta=1e-3, epochs=1, verbose=False)
+        ...     epsilon=1.0, delta=1e-3, epochs=1, show=None)
         >>> type(optimizer).__name__, len(loader), optimizer.plan.batch_size
         ('NetSGD', 4, 16)
     """
@@ -163,8 +163,8 @@ def make_private(
         pin_memory=data_loader.pin_memory,
     )
     attach_sound(model, loss, loader, loss_reduction=loss_reduction, rows=rows)
-    if verbose and is_first():
-        print(private.plan)
+    if show is not None and is_first():
+        show(str(private.plan))
     return model, private, loader
 
 
@@ -255,23 +255,23 @@ def note_probed(model: nn.Module, optimizer: PrivateOptimizer) -> None:
     optimizer.note_checks(first_step.verdicts)
 
 
-def loss_of(model: nn.Module, loss_fn: Callable[..., Any], inputs: Any, targets: Any) -> Any:
-    """Returns loss_fn(model(inputs), targets); where they do not go together says what shapes and dtypes met."""
+def loss_of(model: nn.Module, loss: Callable[..., Any], inputs: Any, targets: Any) -> Any:
+    """Returns loss(model(inputs), targets); where they do not go together says what shapes and dtypes met."""
     try:
-        loss = loss_fn(*read_for(loss_fn, model(inputs), targets))
+        found = loss(*read_for(loss, model(inputs), targets))
     except (DpscoError, torch.OutOfMemoryError):
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
         # PRIVACY: shapes of a record: the size of a batch is private (test_records_that_do_not_fit_are_described)
         raise ValueError(
-            f"dataset, model and loss_fn must go together (got inputs {_kinds_of(inputs)} and"
+            f"dataset, model and loss must go together (got inputs {_kinds_of(inputs)} and"
             f" targets {_kinds_of(targets)}, where parameters are"
             f" {_kinds_of(next(model.parameters()).detach()[None])}): match dtypes by x.to(dtype)"
             " in the data set, or model.to(dtype), and shapes with what model and loss take"
         ) from error
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise ValueError(f"loss_fn must return a scalar tensor (got {type(loss).__name__})")
-    return loss
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        raise ValueError(f"loss must return a scalar tensor (got {type(found).__name__})")
+    return found
 
 
 def _kinds_of(batch: Any) -> str:
