@@ -109,8 +109,7 @@ PLANS: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 def planned(name: str, budget: dp.Budget | None = None) -> tuple[Any, str]:
     kind, settings, default = PLANS[name]
-    more = USER if "User" in name else {}
-    return kind.plan(budget=budget or dp.Budget(2.0, DELTA, **more), **settings), default
+    return kind.plan(budget=budget or dp.Budget(2.0, DELTA), **settings), default
 
 
 def test_every_optimizer_with_a_plan_is_here() -> None:
@@ -120,6 +119,28 @@ def test_every_optimizer_with_a_plan_is_here() -> None:
         if inspect.isclass(kind) and hasattr(kind, "plan") and hasattr(kind, "plans")
     }
     assert named == {kind for kind, *_ in PLANS.values()}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_epsilon_and_delta_are_a_budget(name: str) -> None:
+    kind, settings, _ = PLANS[name]
+    plan, _ = planned(name)
+    assert kind.plan(epsilon=2.0, delta=DELTA, **settings) == plan
+    for given in ({"epsilon": 2.0}, {"delta": DELTA}):
+        with pytest.raises(ValueError, match="epsilon and delta must be given"):
+            kind.plan(**given, **settings)
+        with pytest.raises(ValueError, match="epsilon and delta must be given"):
+            kind.plan(**given, budget=dp.Budget(2.0, DELTA), **settings)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_says_who_is_protected_where_its_budget_does_not(name: str) -> None:
+    kind, settings, _ = PLANS[name]
+    plan, _ = planned(name)
+    assert plan.budget.unit == plan.unit
+    other = "user" if plan.unit == "example" else "example"
+    with pytest.raises(UnitError, match=f"unit {plan.unit!r}"):
+        kind.plan(budget=dp.Budget(2.0, DELTA, unit=other), **settings)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -166,7 +187,7 @@ def test_the_adjacency_of_a_plan_is_agreed_upon() -> None:
     assert agreed(unsaid(), None, default=REPLACE_ONE)[1] == REPLACE_ONE
     assert agreed(dp.Budget(1.0, DELTA, ADD_REMOVE), None, default=REPLACE_ONE)[1] == ADD_REMOVE
     with pytest.raises(UnitError):
-        agreed(unsaid(), None, "user")
+        agreed(dp.Budget(1.0, DELTA, unit="example"), None, unit="user")
 
 
 def optimizer(design: Any = None, **more: Any) -> dp.PrivateOptimizer:

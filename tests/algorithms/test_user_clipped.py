@@ -257,7 +257,9 @@ def test_figures_of_examples_and_of_users_never_mix() -> None:
         runs.clipped(10, noise_multiplier=9.0, accountant=dp.Accountant())
     layer = runs.model()
     with pytest.raises(UnitError, match="budget must be of unit 'user'"):
-        dp.UserClippedSGD.plan(n=10, budget=dp.Budget(1.0, 1e-3), clip=1.0, lr=1.0)
+        dp.UserClippedSGD.plan(
+            n=10, budget=dp.Budget(1.0, 1e-3, unit="example"), clip=1.0, lr=1.0
+        )
     people = dp.Accountant(unit="user")
     plan = dp.ClippedSGD.plan(
         lr=1.0, clip=1.0, noise_multiplier=9.0, sampling=dp.Disjoint(5, 10)

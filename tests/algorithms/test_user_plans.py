@@ -254,7 +254,7 @@ def test_wrong_inputs_are_named(name: str) -> None:
     ("changes", "error", "message"),
     [
         ({"budget": ADDED}, AdjacencyError, "replace_one"),
-        ({"budget": dp.Budget(1.0, 1e-4)}, UnitError, "unit 'user'"),
+        ({"budget": dp.Budget(1.0, 1e-4, unit="example")}, UnitError, "unit 'user'"),
         ({"reg": 0.0}, MissingConstantError, "give reg="),
         ({"problem": dp.Problem(lipschitz=1.0)}, MissingConstantError, "radius"),
         ({"problem": dp.Problem(radius=1.0)}, MissingConstantError, "lipschitz"),

@@ -36,7 +36,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.budgets import Budget, one_budget
 from torch_dpsco.accounting.designs import Design, Full, Parts
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency
 from torch_dpsco.algorithms.clips import AdaptiveClipped
@@ -202,6 +202,8 @@ class UserClippedSGD(PlannedOptimizer):
         n: int,
         clip: float | None = None,
         lr: float | None = None,
+        epsilon: float | None = None,
+        delta: float | None = None,
         budget: Budget | None = None,
         noise_multiplier: float | None = None,
         batch_size: int | None = None,
@@ -223,7 +225,9 @@ class UserClippedSGD(PlannedOptimizer):
             n: public number of users (a reference under add_remove).
             clip: C > 0, of each user's mean gradient, public; default a search in the run, whose cost is in the noise.
             lr: step size, > 0, without momentum; default by the step rule. With a search in units of the clip.
-            budget: target, of unit "user"; the noise is chosen for it unless it is given, and then the budget only
+            epsilon: of a budget, beside delta, in place of `budget`.
+            delta: of a budget, beside epsilon.
+            budget: target; the noise is chosen for it unless it is given, and then the budget only
                 limits the run.
             noise_multiplier: z >= 0, noise std on the sum over users over C; 0 is not private.
             batch_size: expected number of users of a batch, the public divisor; default all of them, or at least 1024
@@ -248,7 +252,7 @@ class UserClippedSGD(PlannedOptimizer):
             UnitError: the budget is of another unit.
             AdjacencyError: sampling and adjacency do not go together.
         """
-        budget, adjacency = agreed(budget, adjacency, "user")
+        budget, adjacency = agreed(budget, adjacency, epsilon, delta, unit="user")
         given = Given(
             n=check.positive_count(n=n),
             adjacency=adjacency,
@@ -405,7 +409,9 @@ class UserFilteredSGD(PlannedOptimizer):
         cls,
         *,
         n: int,
-        budget: Budget,
+        epsilon: float | None = None,
+        delta: float | None = None,
+        budget: Budget | None = None,
         problem: Problem | None = None,
         min_items: int = 1,
         pair_radius: float | None = None,
@@ -422,7 +428,9 @@ class UserFilteredSGD(PlannedOptimizer):
 
         Args:
             n: public number of users, all of whom are in each step.
-            budget: of unit "user", replace_one.
+            epsilon: of a budget, beside delta, in place of `budget`.
+            delta: of a budget, beside epsilon.
+            budget: target, replace_one.
             problem: promises: lipschitz and radius choose what of pair_radius, lr and steps is not given.
             min_items: rows that a user must have, public: m of the theory; others are isolated.
             pair_radius: tau, public; None for `pair_radius_iid`.
@@ -442,7 +450,7 @@ class UserFilteredSGD(PlannedOptimizer):
             UnitError: the budget is of another unit.
             AdjacencyError: the budget is not of replace_one.
         """
-        budget = _replaced(budget, "or use UserClippedSGD")
+        budget = _replaced(budget, epsilon, delta, "or use UserClippedSGD")
         items = check.positive_count(min_items=min_items)
         most = max_steps if steps is None else check.positive_count(steps=steps)
         check.positive_count(max_steps=max_steps)
@@ -522,9 +530,12 @@ def _require_hope(made: UserFilter) -> None:
         )
 
 
-def _replaced(budget: Budget, way: str) -> Budget:
+def _replaced(
+    budget: Budget | None, epsilon: float | None, delta: float | None, way: str
+) -> Budget:
     """Returns the budget; raises AdjacencyError unless it is of replace_one, which the filter is proved for."""
-    made, adjacency = agreed(budget, None, "user", REPLACE_ONE)
+    made = one_budget(budget, epsilon, delta)
+    made, adjacency = agreed(made, None, unit="user", default=REPLACE_ONE)
     if made is None or adjacency != REPLACE_ONE:
         raise AdjacencyError(f"budget must be of replace_one, {way} (got {adjacency})")
     return made
@@ -601,7 +612,9 @@ class LocalizedUserSGD(PlannedOptimizer):
         cls,
         *,
         n: int,
-        budget: Budget,
+        epsilon: float | None = None,
+        delta: float | None = None,
+        budget: Budget | None = None,
         problem: Problem,
         phases: int | None = None,
         reg: float = 0.0,
@@ -617,7 +630,9 @@ class LocalizedUserSGD(PlannedOptimizer):
 
         Args:
             n: public number of users.
-            budget: of unit "user", replace_one.
+            epsilon: of a budget, beside delta, in place of `budget`.
+            delta: of a budget, beside epsilon.
+            budget: target, replace_one.
             phases: their number; None for the largest that is feasible.
             problem: promises: lipschitz; strong_convexity unless there is `reg`; radius with `reg`.
             reg: lambda of the term (lambda/2) |w|^2, which adds to the strong convexity; the optimizer has it too.
@@ -633,7 +648,7 @@ class LocalizedUserSGD(PlannedOptimizer):
             InfeasibleError: names the phase, its users and steps, and the smallest number of users that works.
             MissingConstantError: promises are missing.
         """
-        budget = _replaced(budget, "as the filter on all users is")
+        budget = _replaced(budget, epsilon, delta, "as the filter on all users is")
         dim = _needed(dimension(dim), "steps")
         check.nonnegative(reg=reg)
         lipschitz, convexity = _constants(problem, reg)

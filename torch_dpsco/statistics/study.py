@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.budgets import Budget, parts, warn_of_delta
+from torch_dpsco.accounting.budgets import Budget, one_budget, parts, warn_of_delta
 from torch_dpsco.accounting.events import ADD_REMOVE, Event, Parallel, in_words
 from torch_dpsco.accounting.report import HELD, PrivacyReport, StudyRun
 from torch_dpsco.accounting.statement import Statement, make_statement
@@ -462,8 +462,10 @@ class Study:
 @typed
 def plan_study(
     schema: Schema,
-    budget: Budget,
+    budget: Budget | None = None,
     *,
+    epsilon: float | None = None,
+    delta: float | None = None,
     n: int,
     model: type[LinearModel] | None = None,
     metric: str | None = None,
@@ -476,8 +478,11 @@ def plan_study(
     """Plans a study.
 
     Args:
-        schema: what is public about the table; with `rows_per_unit` other than 1 the budget's unit is "user".
-        budget: of all of it together, of mode "planned".
+        schema: what is public about the table.
+        budget: of all of it together, of mode "planned"; what it does not say follows: the unit is "user" where the
+            schema keeps several rows of a unit.
+        epsilon: of a budget, beside delta, in place of `budget`.
+        delta: of a budget, beside epsilon.
         n: public number of units: the true one under replace_one and zero_out, a guess under add_remove.
         model: class of the model; None for logistic or softmax regression by the number of labels, and Ridge (of
             users: HuberRegressor) for a real target.
@@ -496,6 +501,7 @@ def plan_study(
         UnitError: schema and budget protect different units.
         ValueError: a setting.
     """
+    budget = _budget_of(schema, budget, epsilon, delta)
     if (budget.unit == "user") != (schema.rows_per_unit != 1):
         raise UnitError(
             "budget must be of unit 'user' where the schema keeps several rows of a unit, and only"
@@ -532,6 +538,14 @@ def plan_study(
     plan = StudyPlan(schema, budget, count, fitted, metric, held, level)
     plan.fit_event()  # raises before anything is spent
     return plan
+
+
+def _budget_of(
+    schema: Schema, budget: Budget | None, epsilon: float | None, delta: float | None
+) -> Budget:
+    """Returns the budget, of users where the schema keeps several rows of a unit and the budget does not say."""
+    unit = "example" if schema.rows_per_unit == 1 else "user"
+    return one_budget(budget, epsilon, delta).under(unit=unit)
 
 
 def _metric(classes: int, metric: str | None) -> str:
@@ -659,9 +673,17 @@ def _rows(table: Table, chosen: NDArray[np.bool_]) -> dict[str, Any]:
 def study(
     frame: Any,
     schema: Schema,
-    budget: Budget,
+    budget: Budget | None = None,
     *,
+    epsilon: float | None = None,
+    delta: float | None = None,
     n: int | None = None,
+    model: type[LinearModel] | None = None,
+    metric: str | None = None,
+    holdout: float = 0.2,
+    level: float | None = 0.9,
+    candidates: Mapping[str, Mapping[str, Any]] | None = None,
+    trials: float | None = None,
     show: Callable[[str], Any] | None = print,
     ledger_path: str | os.PathLike[str] | None = None,
     check: bool = True,
@@ -673,14 +695,22 @@ def study(
     Args:
         frame: the private table, as `Schema.read` takes it.
         schema: what is public about it.
-        budget: of all of it together.
+        budget: of all of it together, see `plan_study`.
+        epsilon: of a budget, beside delta, in place of `budget`.
+        delta: of a budget, beside epsilon.
         n: public number of units; None for that of the table, where it is public (replace_one, zero_out).
+        model: see `plan_study`, as metric, holdout, level, candidates and trials.
+        metric: that the model is scored by.
+        holdout: share of units that are held out.
+        level: that predictions are to cover; None for no sets of predictions.
+        candidates: settings to search among.
+        trials: of the search, on average.
         show: what is called with the plan in words before anything is spent; None for nothing.
         ledger_path: of the ledger file; None keeps the ledger in memory.
         check: whether the table is looked at first, without noise and on your machine: what does not fit its schema is
             written to standard error, and nothing is spent on a table that cannot be read (`require_readable`).
         progress: see `StudyPlan.run`.
-        settings: see `plan_study`.
+        settings: further public settings of the model, as intervals=0.3 of `LogisticRegression`.
 
     Guarantee:
         The budget, for all that the study holds together, predictions for public rows included. Running time is not
@@ -689,13 +719,25 @@ def study(
     """
     if check:
         require_readable(schema, frame)
+    budget = _budget_of(schema, budget, epsilon, delta)
     if n is None:
         if budget.adjacency == ADD_REMOVE:
             raise ValueError(
                 "n must be given under add_remove, where the number of units is private (got None)"
             )
         n = units_of(schema.read(frame))[0]
-    plan = plan_study(schema, budget, n=n, **settings)
+    plan = plan_study(
+        schema,
+        budget,
+        n=n,
+        model=model,
+        metric=metric,
+        holdout=holdout,
+        level=level,
+        candidates=candidates,
+        trials=trials,
+        **settings,
+    )
     if show is not None:
         show(str(plan))
     return plan.run(frame, ledger_path=ledger_path, check=False, progress=progress)

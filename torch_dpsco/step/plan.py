@@ -91,7 +91,7 @@ class Plan(ABC):
         check_fields(self)
         check.ranges(self, self.ranges)
         if self.budget is not None:
-            object.__setattr__(self, "budget", self.budget.under(self.adjacency))
+            object.__setattr__(self, "budget", self.budget.under(self.adjacency, self.unit))
         promised = (
             (self.adjacency, self.unit)
             if self.budget is None
