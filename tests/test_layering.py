@@ -583,3 +583,19 @@ def test_foreign_packages_are_told_from_the_standard_library():
 
 def test_the_package_is_where_this_test_looks():
     assert {PACKAGE, ANALYSIS, *LEAVES} <= set(FILES)
+
+
+@pytest.mark.parametrize(
+    "name", ["", *(f".{name}" for name in torch_dpsco.__all__ if name.islower())]
+)
+def test_dir_is_what_exists_and_is_public(name: str) -> None:
+    place = torch_dpsco if not name else getattr(torch_dpsco, name[1:])
+    if not isinstance(place, ModuleType):
+        return
+    shown = [word for word in dir(place) if not word.startswith("__")]
+    assert shown
+    for word in shown:
+        assert not word.startswith("_")
+        value = getattr(place, word)
+        home = value.__name__ if isinstance(value, ModuleType) else value.__module__
+        assert home.startswith(PACKAGE), word

@@ -40,6 +40,7 @@ EXEMPT = {
         "show.preview.*",
         "statistics.[!p]*",
         "audits.OneRunResult",
+        "audits.Audit",
         "step.plan.Plan",
     ),
     "accounting.report.PrivacyReport",

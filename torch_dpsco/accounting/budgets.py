@@ -45,6 +45,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -212,9 +213,9 @@ class Budget:
             >>> Budget(1.0, 1e-5, "add_remove").under("replace_one", "user")
             Budget(epsilon=1.0, delta=1e-05, adjacency='add_remove', unit='user', mode='planned')
         """
-        said = {"adjacency": adjacency, "unit": unit}
-        open_ones = {name: said[name] for name in vars(self)["_unsaid"]}
-        return replace(self, **open_ones) if any(open_ones.values()) else self
+        said: dict[str, Any] = {"adjacency": adjacency, "unit": unit}
+        left_open = {name: said[name] for name in vars(self)["_unsaid"]}
+        return replace(self, **left_open) if any(left_open.values()) else self
 
     @property
     def says_adjacency(self) -> bool:

@@ -534,8 +534,8 @@ def _replaced(
     budget: Budget | None, epsilon: float | None, delta: float | None, way: str
 ) -> Budget:
     """Returns the budget; raises AdjacencyError unless it is of replace_one, which the filter is proved for."""
-    made = one_budget(budget, epsilon, delta)
-    made, adjacency = agreed(made, None, unit="user", default=REPLACE_ONE)
+    found = one_budget(budget, epsilon, delta)
+    made, adjacency = agreed(found, None, unit="user", default=REPLACE_ONE)
     if made is None or adjacency != REPLACE_ONE:
         raise AdjacencyError(f"budget must be of replace_one, {way} (got {adjacency})")
     return made

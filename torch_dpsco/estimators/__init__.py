@@ -68,3 +68,6 @@ else:  # or type checkers would take every name for one that exists
         if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+    def __dir__() -> list[str]:
+        return sorted({*_HOME, *(name for name in globals() if name.startswith("__"))})
