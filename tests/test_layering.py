@@ -30,7 +30,7 @@ size = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(size)  # type: ignore[union-attr]
 # Files import from their own row or from rows above it (but for those that gather public names).
 ORDER = (
-    "errors acts _validate compat native",
+    "errors acts shown _validate compat native",
     "accounting.analysis",
     "algorithms.correlated_numbers"
     " algorithms.heavy_tailed_numbers algorithms.holder_numbers algorithms.localized_numbers"

@@ -51,13 +51,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from torch_dpsco import _validate as check
+from torch_dpsco import shown
 from torch_dpsco._validate import check_fields, in_our_words
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.analysis.rdp import FloatArray, curve_of
 from torch_dpsco.accounting.analysis.risk import line_of_advantage, line_of_rates
 from torch_dpsco.accounting.calibrate import MOST, largest, rounded_up
 from torch_dpsco.accounting.curves import orders_at
-from torch_dpsco.accounting.events import ZERO_OUT, Adjacency, Event
+from torch_dpsco.accounting.events import ZERO_OUT, Adjacency, Event, in_words
 from torch_dpsco.accounting.ledger import Ledger, impurity
 from torch_dpsco.errors import InfeasibleError, outside, warn
 
@@ -225,12 +226,18 @@ class Budget:
     def __repr__(self) -> str:
         extra = ("advantage", "tpr", "fpr")
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        shown = [
+        fields_shown = [
             f"{name}={value!r}"
             for name, value in values.items()
             if name not in extra or value is not None
         ]
-        return f"Budget({', '.join(shown)})"
+        return f"Budget({', '.join(fields_shown)})"
+
+    def _repr_html_(self) -> str:
+        rows = [("target", self.target), ("adjacency", in_words(self.adjacency))]
+        return shown.table(
+            "Budget", [*rows, ("protects", f"one {self.unit}"), ("mode", self.mode)]
+        )
 
 
 def quoted(epsilon: float, delta: float, budget: Budget | None) -> float:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
 from torch_dpsco import _validate as check
+from torch_dpsco import shown
 from torch_dpsco._validate import check_fields, typed
 from torch_dpsco.accounting.analysis.rounding import FloatArray
 from torch_dpsco.accounting.report import names_of
@@ -289,6 +290,18 @@ class Schema:
                 "one_row_per_unit must be left out with ids, which say it, and for a unit without"
                 f" a name (got unit {self.unit!r}, ids {self.ids!r})"
             )
+
+    def __repr__(self) -> str:
+        columns = f"{len(self.columns)} columns ({', '.join(self.columns)})"
+        target = self.target_range or self.labels
+        ids = "" if self.ids is None else f", ids {self.ids!r}"
+        return shown.line(self, f"target {self.target!r} {target}{ids}, {columns}")
+
+    def _repr_html_(self) -> str:
+        rows = [(name, repr(kind)) for name, kind in self.columns.items()]
+        target = ("target", f"{self.target}: {self.target_range or self.labels}")
+        unit = ("unit", self.unit if self.ids is None else f"{self.unit}, by {self.ids}")
+        return shown.table("Schema", [target, unit, *rows])
 
     @property
     def names(self) -> list[str]:

@@ -30,6 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
+from torch_dpsco import shown
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
@@ -83,6 +84,9 @@ class ConformalSets:
     threshold: float
     classes: tuple[Any, ...]
     privacy: PrivacyReport
+
+    def __repr__(self) -> str:
+        return shown.line(self, f"of level {self.level:g}, scores up to {self.threshold:.4g}")
 
     def sets(self, X: Any) -> list[tuple[Any, ...]]:
         """Returns the labels of each row that pass, possibly none.

@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco import shown
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
@@ -107,6 +108,17 @@ class PrivateScore:
 
     def __float__(self) -> float:
         return self.value
+
+    def __repr__(self) -> str:
+        return shown.line(self, str(self))
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (self.metric, f"{self.value:.4g} +- {self.error:.2g}"),
+            ("noise", f"{self.noise_error:.2g}"),
+            ("sampling", f"{self.sampling_error:.2g}"),
+        ]
+        return shown.table("Private score", rows, str(self.privacy))
 
     def __str__(self) -> str:
         parts = f"noise {self.noise_error:.2g}, sampling {self.sampling_error:.2g}"

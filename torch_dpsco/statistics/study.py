@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
+from torch_dpsco import shown
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget, one_budget, parts, warn_of_delta
@@ -89,6 +90,19 @@ class StudyPlan:
     metric: str
     held: int
     level: float | None
+
+    def __repr__(self) -> str:
+        return shown.line(self, f"{self._about}; {self.budget.target}; print it")
+
+    def _repr_html_(self) -> str:
+        rows = [("target", self.budget.target), ("adjacency", in_words(self.budget.adjacency))]
+        rows += [("fit to", f"{self.n - self.held}"), ("held out", f"{self.held}")]
+        return shown.table(self._about, rows, str(self))
+
+    @property
+    def _about(self) -> str:
+        kind = type(self.model).__name__
+        return f"study of {self.schema.target!r} by {kind}, {self.n} {self._unit}s"
 
     def __str__(self) -> str:
         about = "about " if self.budget.adjacency == ADD_REMOVE else ""
@@ -382,6 +396,17 @@ class Study:
             except ConditionError as buried:
                 lines.append(f"no intervals: {buried}")
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return shown.line(self, f"{self._title}; {self.plan.budget.target}; print it")
+
+    def _repr_html_(self) -> str:
+        rows = [
+            ("model", type(self.model).__name__),
+            (self.score.metric, f"{self.score.value:.4g} +- {self.score.error:.2g}"),
+            ("privacy", self.report().headline),
+        ]
+        return shown.table(f"study of {self.plan.schema.target!r}", rows, str(self))
 
     def __str__(self) -> str:
         return self.summary()
