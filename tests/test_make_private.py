@@ -273,6 +273,15 @@ def test_a_loss_that_sums_trains_as_one_that_averages() -> None:
     torch.testing.assert_close(values(first), values(second))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_reduction_of_a_probed_criterion_is_read_from_it(reduction: str) -> None:
+    model, _, _ = private(linear(), loss=nn.BCEWithLogitsLoss(reduction=reduction))
+    assert model._dpsco.mean is (reduction == "mean")
+    other = {"mean": "sum", "sum": "mean"}[reduction]
+    with pytest.raises(ValueError, match=f"loss_reduction must be {reduction!r}, that of loss"):
+        private(linear(), loss=nn.BCEWithLogitsLoss(reduction=reduction), loss_reduction=other)
+
+
 # -- the loader -------------------------------------------------------------------------------------------------------
 
 

@@ -41,6 +41,7 @@ from torch_dpsco.compat import tree_leaves
 from torch_dpsco.diagnosis import Diagnosis, doctor
 from torch_dpsco.errors import DpscoError, SequenceError, UnknownSamplerError, warn
 from torch_dpsco.losses.base import read_for
+from torch_dpsco.losses.per_record import PerRecord
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.rows.attach import attach, detach, first_step_of, is_attached
@@ -68,7 +69,7 @@ def make_private(
     problem: Problem | None = None,
     n: int | None = None,
     loss: Callable[..., Any] | None = None,
-    loss_reduction: str = "mean",
+    loss_reduction: str | None = None,
     rows: str = "auto",
     sampling: str | Design = "poisson",
     record_ids: Any = None,
@@ -103,7 +104,7 @@ def make_private(
             asked for, and a reference.
         loss: the training loss, only to be probed by `doctor`, whose argument it is, before the loop begins. Without it
             model and loss are looked at in the first step; see `attach`.
-        loss_reduction: see `attach`.
+        loss_reduction: see `attach`; default that of a `loss` that says it, as torch's criteria do, or "mean".
         rows: see `attach`.
         sampling: as in `HolderSGD.plan`: "poisson", or "allocated": an iteration of the loader is a pass, in which
             each record is in one batch, drawn anew and secretly (`dp.Assigned`), at the same price.
@@ -162,7 +163,8 @@ def make_private(
         num_workers=data_loader.num_workers,
         pin_memory=data_loader.pin_memory,
     )
-    attach_sound(model, loss, loader, loss_reduction=loss_reduction, rows=rows)
+    reduction = reduction_of(loss, loss_reduction) or "mean"
+    attach_sound(model, loss, loader, loss_reduction=reduction, rows=rows)
     if show is not None and is_first():
         show(str(private.plan))
     return model, private, loader
@@ -203,6 +205,17 @@ def size_of(dataset: Dataset[Any], n: int | None, budget: Budget) -> int:
             " number of about so many records"
         )
     return number_of_records(dataset) if n is None else n
+
+
+def reduction_of(loss: Any, asked: str | None) -> str | None:
+    """Returns how a loss reduces, which torch's criteria and `per_record` say; raises where another is asked for."""
+    says = isinstance(loss, (PerRecord, nn.modules.loss._Loss))
+    own = loss.reduction if says else None
+    if own not in ("mean", "sum"):
+        return asked
+    if asked not in (None, own):
+        raise ValueError(f"loss_reduction must be {own!r}, that of loss (got {asked!r})")
+    return str(own)
 
 
 def attach_sound(

@@ -43,11 +43,11 @@ from torch_dpsco.errors import (
 )
 from torch_dpsco.estimators.solved import SolvedOptimizer
 from torch_dpsco.losses.base import as_module
-from torch_dpsco.losses.per_record import PerRecord
 from torch_dpsco.private_loop import (
     attach_sound,
     loss_of,
     note_probed,
+    reduction_of,
     require_sound,
     size_of,
 )
@@ -115,8 +115,8 @@ def fit(
         record_ids: see `PrivateOptimizer.loader`: a unique id of each record.
         shard: see `PrivateOptimizer.loader`: where each of several processes has records of its own.
         steps: number of steps; default all that are left of the plan.
-        loss_reduction: "mean" or "sum": how loss reduces; default that of `per_record`, as the model was attached,
-            or "mean".
+        loss_reduction: "mean" or "sum": how loss reduces; default what torch's criteria and `per_record` say
+            themselves, as the model was attached, or "mean".
         physical_batch_size: see `PrivateOptimizer.loader`.
         num_workers: see `PrivateOptimizer.loader`.
         progress: whether to show the bar (that of rank 0, in several processes).
@@ -399,12 +399,7 @@ def steps_to_make(optimizer: PrivateOptimizer, steps: int | None) -> int:
 
 def _agreed_reduction(model: nn.Module, asked: str | None, loss: _LossFn) -> str:
     """Returns the loss reduction by which rows are scaled: that of `attach`, if it was called."""
-    if isinstance(loss, PerRecord):
-        if asked not in (None, loss.reduction):
-            raise ValueError(
-                f"loss_reduction must be {loss.reduction!r}, that of loss (got {asked!r})"
-            )
-        asked = loss.reduction
+    asked = reduction_of(loss, asked)
     if not is_attached(model):
         return check.choice(("mean", "sum"), loss_reduction=asked or "mean")
     attached = "mean" if model._dpsco.mean else "sum"
