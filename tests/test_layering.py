@@ -45,7 +45,7 @@ ORDER = (
     "show train private_loop statistics",
     "statistics.held_out",
     "statistics.prepare",
-    "statistics.study statistics.conformal statistics.search statistics.scores",
+    "statistics.study statistics.results statistics.conformal statistics.search statistics.scores",
     "show.cli __main__ integrations fast shuffle_model",
 )
 

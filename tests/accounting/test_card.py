@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import math
+import re
 from datetime import UTC, datetime
 
+import numpy as np
 import pytest
 
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Full
-from torch_dpsco.accounting.events import Gaussian, Parallel, clipped_gaussian
+from torch_dpsco.accounting.events import Gaussian, NonPrivate, Parallel, Pure, clipped_gaussian
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.report import Run
 from torch_dpsco.accounting.statement import make_statement
+from torch_dpsco.estimators import LogisticRegression
 
 pytest.importorskip("matplotlib")
 DELTA, DATE = 1e-5, datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -68,7 +73,9 @@ def test_the_html_needs_no_network_and_escapes_text(tmp_path):
     assert "http:" not in text
     assert "https:" not in text
     assert "default-src 'none'" in text
-    assert text.count("data:image/svg+xml;base64,") == 3
+    assert (
+        text.count("data:image/svg+xml;base64,") == 2 * 3
+    )  # for light pages, and for dark ones
 
 
 def test_json_is_that_of_the_statement_and_more(tmp_path):
@@ -86,7 +93,7 @@ def test_other_suffixes_and_other_files_are_left_alone(tmp_path):
         stated().save(path)
     assert path.read_text() == "mine"
     stated().save(path, overwrite=True)
-    assert path.read_text(encoding="utf-8").startswith("# Privacy statement")
+    assert path.read_text(encoding="utf-8").startswith("# Privacy card: NoisyGD")
     with pytest.raises(
         ValueError, match=r"path must end in .html, .pdf, .md, .json \(got 'card.docx'\)"
     ):
@@ -138,6 +145,73 @@ def test_the_html_has_a_table_of_what_is_compared_and_fits_a_phone(tmp_path):
     )
     assert '<meta name="viewport" content="width=device-width' in text
     assert 'alt="What was spent"' in text
+
+
+def sentences(statement):
+    return [line for _, lines in statement.sections for line in lines]
+
+
+def test_no_line_of_a_card_is_said_twice():
+    for statement in (stated(), fit().report()):
+        lines = [*statement.warnings, *sentences(statement)]
+        assert len(set(lines)) == len(lines)
+        text = statement.markdown()
+        assert text.count("won") + text.count("wins") == 1  # an even bet
+        assert text.count("hosen without look") + text.count("without a look at these data") <= 1
+
+
+def fit():
+    X = np.linspace(-1, 1, 400).reshape(-1, 1)
+    model = LogisticRegression(epsilon=1.0, n=400, bound_x=1.0, classes=(0, 1))
+    return model.fit(X, (X[:, 0] > 0).astype(int))
+
+
+def test_a_card_begins_with_a_verdict_and_ends_with_the_accounts():
+    for epsilon, word in ((0.5, "strong"), (1.0, "strong"), (5.0, "moderate"), (40.0, "weak")):
+        accountant = Accountant()
+        accountant.authorize(Pure(epsilon, ("zero_out",)), 1)
+        run = Run("NoisyGD", Full(50), STEP, steps=1, planned=1, finalized=True)
+        statement = make_statement(accountant.report(0.0), run)
+        verdict = statement.in_short[0]
+        assert verdict.startswith(f"Verdict: {word} protection.")
+        right = float(re.search(r"wins at most ([\d.]+) %", verdict)[1])
+        assert 0 <= right - 100 / (1 + math.exp(-epsilon)) < 0.11
+        assert [title for title, _ in statement.appendix] == ["How it was computed"]
+        assert not any("Charged" in line for _, lines in statement.main for line in lines)
+
+
+def test_no_guarantee_is_no_protection():
+    accountant = Accountant()
+    accountant.authorize(NonPrivate(), 1)
+    run = Run("NoisyGD", Full(50), STEP, steps=1, planned=1, finalized=True)
+    assert make_statement(accountant.report(DELTA), run).in_short[0] == (
+        "Verdict: no protection. What was released may tell all about one example."
+    )
+
+
+def test_accounts_are_behind_a_link_and_at_the_end(tmp_path):
+    statement = stated()
+    for suffix, mark in ((".html", "<details>"), (".md", "## How it was computed")):
+        statement.save(tmp_path / f"card{suffix}")
+        text = (tmp_path / f"card{suffix}").read_text(encoding="utf-8")
+        before, after = text.split(mark)
+        assert "Charged" not in before
+        assert "What was spent" not in before
+        assert "Charged: 4 x Gaussian" in after
+        assert "two worlds" in after
+    assert 'alt="What was spent"' in (tmp_path / "card.html").read_text(encoding="utf-8")
+
+
+def test_pictures_have_a_dark_form_without_a_background(tmp_path):
+    stated().save(tmp_path / "card.html")
+    text = (tmp_path / "card.html").read_text(encoding="utf-8")
+    for kind, dark in (("srcset", True), ("src", False)):
+        drawn = re.findall(rf' {kind}="data:image/svg\+xml;base64,([^"]+)"', text)
+        assert len(drawn) == 3
+        for encoded in drawn:
+            svg = base64.b64decode(encoded).decode()
+            assert ("#dddddd" in svg) == dark
+            assert ("fill: #ffffff" in svg) != dark
 
 
 def test_an_adaptive_card_draws_no_sums():

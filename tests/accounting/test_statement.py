@@ -157,7 +157,7 @@ def test_the_statement_names_guarantee_unit_worlds_and_sampling(design, adjacenc
         "example": "One example is one row of the training data.",
         "user": "One user is everything that one person",
     }
-    assert section(statement, "What is protected").startswith(first[unit])
+    assert f"Protected: {first[unit]}" in section(statement, "In short")
     whose = {
         "example": "One record per example.",
         "user": "All rows of a user carry its id, and no other does.",
@@ -316,7 +316,7 @@ def test_an_astronomic_epsilon_is_stated_without_overflow():
     statement = stated(Full(1000), event=clipped_gaussian(0.05))
     assert 700 < statement.figures.epsilon < math.inf
     assert "e^epsilon is more than 1e304" in statement.warnings[0]
-    assert "guess right at most 100 % of the time" in section(statement, "What it means")
+    assert "wins at most 100 % of the time" in section(statement, "In short")
     assert "k = 2: none; k = 10: none" in section(statement, "What is protected")
 
 
@@ -442,7 +442,8 @@ def figures(statement: Statement) -> dict[str, float]:
         "odds": rf"at most e\^epsilon \({number}\)",
         "twice": rf"2 e\^epsilon \({number}\)",
         "two_delta": rf"2 delta \({number}\)",
-        "percent": rf"right at most {number} %",
+        "percent": rf"wins at most {number} %",
+        "verdict": rf"Epsilon is {number}:",
         "pair": rf"k = 2: \({number}, {number}\)",
         "ten": rf"k = 10: \({number}, {number}\)",
     }
@@ -469,6 +470,7 @@ def test_no_figure_of_the_text_is_rounded_down(noise, delta, adjacency):
             "odds0": mpmath.exp(spent),
             "twice0": 2 * mpmath.exp(spent),
             "two_delta0": 2 * mpmath.mpf(delta),
+            "verdict0": spent,
             "percent0": 50 + 50 * mpmath.erf(mu / mpmath.sqrt(8)),
             "pair0": 2 * spent,
             "pair1": 2 * mpmath.exp(spent) * mpmath.mpf(delta),
@@ -482,6 +484,7 @@ def test_no_figure_of_the_text_is_rounded_down(noise, delta, adjacency):
             "twice0",
             "two_delta0",
             "percent0",
+            "verdict0",
         }
         for name, value in shown.items():
             assert exact[name] <= value <= exact[name] * 1.0025, name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ from scipy import stats
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.events import Gaussian, Pure
-from torch_dpsco.statistics import scores
-from torch_dpsco.statistics.scores import Estimate, bins_of, of_area, of_share, quietest
+from torch_dpsco.statistics import estimates, scores
+from torch_dpsco.statistics.estimates import Estimate, bins_of, of_area, of_share
+from torch_dpsco.statistics.scores import quietest
 
 APART = 1.07  # of the means of two classes of normal log odds: AUC 0.775
 TRUE = float(stats.norm.cdf(APART / math.sqrt(2.0)))
@@ -116,7 +118,7 @@ def test_a_share_has_no_bias_beside_its_error_and_is_covered(share: float) -> No
 
 
 def test_what_noise_hides_is_in_the_middle_with_an_error_of_half_the_range() -> None:
-    hidden = Estimate(0.5, 0.5, 0.0)
+    hidden = Estimate(0.5, 0.5, 0.0, (0.0, 1.0))
     assert of_share(np.array([3.0, 4.0]), 25.0) == hidden
     assert of_share(np.zeros(2), 0.0) == hidden
     assert of_area(np.array([[900.0, 100.0], [5.0, 8.0]]), 100.0) == hidden
@@ -172,7 +174,10 @@ def test_a_score_is_shown_with_its_errors() -> None:
         Logistic(), X, y, "log_loss", bound=2.0, budget=dp.Budget(1.0, 1e-6, "replace_one")
     )
     assert found.error == math.hypot(found.noise_error, found.sampling_error)
-    assert str(found).startswith(f"log_loss {found.value:.4g} +- {found.error:.2g} (noise ")
+    assert re.fullmatch(r"log_loss 0\.\d+ \+- 0\.\d+ \(95 %: 0\.\d+ to 0\.\d+\)", str(found))
+    low, high = found.interval
+    assert 0 < low < found.value - found.error < found.value + found.error < high < 2.0
+    assert found.chance is found.base_rate is None  # the release does not tell them
     assert 2 * 0.5 / math.sqrt(1400) > found.sampling_error > 0
 
 
@@ -212,3 +217,154 @@ def test_the_deviation_of_pure_noise_is_what_is_drawn() -> None:
     noise = scores._Noise(dp.Budget(1.0, 0.0, "replace_one"))
     drawn = noise.release(np.zeros(4000, dtype=np.int64), scores.noise_generator("cpu", None))
     assert (drawn**2).mean() == pytest.approx(noise.variance, rel=6 * math.sqrt(5 / 4000))
+
+
+# -- intervals -------------------------------------------------------------------------------------------------------
+
+
+def normal(rng: np.random.Generator, first: int, second: int) -> tuple[Any, Any, float]:
+    return *log_odds(rng, first, second), TRUE
+
+
+def bimodal(rng: np.random.Generator, first: int, second: int) -> tuple[Any, Any, float]:
+    """Of the second class 60 % are above all of the first, and 40 % below."""
+    side = np.where(rng.random(second) < 0.6, 3.0, -3.0)
+    return rng.normal(0.0, 0.5, first), rng.normal(side, 0.5), 0.6
+
+
+def few(rng: np.random.Generator, first: int, second: int) -> tuple[Any, Any, float]:
+    """Three values, with ties."""
+    values = [-2.0, 0.0, 2.0]
+    drawn = (
+        rng.choice(values, first, p=[0.5, 0.3, 0.2]),
+        rng.choice(values, second, p=[0.2, 0.3, 0.5]),
+    )
+    return *drawn, 0.5 * 0.8 + 0.3 * 0.5 + 0.5 * (0.5 * 0.2 + 0.3 * 0.3 + 0.2 * 0.5)
+
+
+def noise_of(rng: np.random.Generator, kind: str, shape: Any) -> Any:
+    return rng.normal(size=shape) if kind == "normal" else rng.laplace(size=shape) / 2**0.5
+
+
+def covered(law: Any, kind: str, sizes: tuple[int, int], std: float, draws: int) -> int:
+    """Returns how often the interval holds the area of the population: classes, records and noise are drawn anew."""
+    rng, n, often = np.random.default_rng(), sum(sizes), 0
+    for _ in range(draws):
+        second = rng.binomial(n, sizes[1] / n)
+        *records, truth = law(rng, n - second, second)
+        counts = histograms(*records, bins_of(n, std))
+        low, high = of_area(counts + std * noise_of(rng, kind, counts.shape), std**2).interval
+        often += low <= truth <= high
+    return often
+
+
+@pytest.mark.cases(2, 4)
+@pytest.mark.parametrize(
+    ("law", "kind", "sizes", "std"),
+    [
+        (normal, "laplace", (400, 400), 2.8),
+        (bimodal, "laplace", (700, 100), 0.5),
+        (few, "normal", (5000, 5000), 11.0),
+        (normal, "normal", (1258, 142), 11.4),
+        (bimodal, "normal", (1258, 142), 11.4),
+        (few, "laplace", (60, 40), 1.4),
+    ],
+)
+def test_the_interval_of_an_area_covers_records_and_noise(
+    law: Any, kind: str, sizes: tuple[int, int], std: float
+) -> None:
+    """Of 300 fresh draws at least as many as 94 % leave with a false alarm of 1e-7."""
+    draws = 300
+    assert covered(law, kind, sizes, std, draws) >= stats.binom.ppf(1e-7, draws, 0.94)
+
+
+def test_an_interval_that_supposes_exponential_scores_is_refuted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def supposed(noisy: Any, variance: float, area: float) -> float:
+        return estimates._hanley(area, float(noisy[0].sum()), float(noisy[1].sum()))
+
+    monkeypatch.setattr(estimates, "_sampling_of_pairs", supposed)
+    often = covered(bimodal, "laplace", (700, 100), 0.5, 600)
+    assert often < stats.binom.ppf(
+        1e-4, 600, 0.94
+    )  # 83 %, and not 94: by chance with less than 1e-8
+
+
+@pytest.mark.parametrize(
+    ("share", "n", "std"), [(0.0, 20, 0.0), (0.05, 60, 5.7), (0.5, 800, 11.4)]
+)
+@pytest.mark.parametrize("kind", ["normal", "laplace"])
+def test_the_interval_of_a_share_covers_records_and_noise(
+    kind: str, share: float, n: int, std: float
+) -> None:
+    """Of 2000 fresh draws at least as many as 94.5 % leave with a false alarm of 1e-7."""
+    rng, draws, often = np.random.default_rng(), 2000, 0
+    for first in rng.binomial(n, share, draws):
+        noisy = np.array([first, n - first]) + std * noise_of(rng, kind, 2)
+        low, high = of_share(noisy, std**2).interval
+        often += low <= share <= high
+    assert often >= stats.binom.ppf(1e-7, draws, 0.945)
+
+
+@pytest.mark.parametrize("counts", [[0.0, 900.0], [-40.0, 900.0], [900.0, 0.0], [930.0, -20.0]])
+def test_an_interval_of_a_share_lies_in_its_range_and_has_its_value(counts: list[float]) -> None:
+    for variance in (0.0, 30.0**2):
+        found = of_share(np.array(counts), variance)
+        low, high = found.interval
+        assert 0 <= low <= found.value <= high <= 1
+        assert high - low < 0.3
+
+
+def test_an_interval_of_a_perfect_area_is_not_a_point() -> None:
+    """As sure as 50 of each class are, and no surer."""
+    apart = np.zeros((2, 8))
+    apart[0, 0] = apart[1, 7] = 50.0
+    low, high = of_area(apart, 0.0).interval
+    assert 0.9 < low < 0.98
+    assert high == 1.0
+    flipped, _ = of_area(apart[::-1], 0.0).interval
+    assert flipped == 0.0
+
+
+def test_the_calibration_says_how_often_it_came_true() -> None:
+    """Log odds of the truth are a third of those of the model; all records are in some group."""
+    rng = np.random.default_rng(5)
+    said = rng.normal(0, 3, 40_000)
+    truth = rng.random(40_000) < 1 / (1 + np.exp(-said / 3))
+    counts = histograms(said[~truth], said[truth], 64)
+    groups = estimates.calibration(counts + rng.normal(size=counts.shape), 1.0)
+    assert 2 <= len(groups) <= 5
+    assert groups[0].low == 0
+    assert groups[-1].high == pytest.approx(1)
+    assert [one.high for one in groups[:-1]] == [one.low for one in groups[1:]]
+    assert sum(one.records for one in groups) == pytest.approx(40_000, abs=100)
+    for one in groups:
+        inside = (1 / (1 + np.exp(-said)) >= one.low) & (1 / (1 + np.exp(-said)) < one.high)
+        low, high = one.share.interval
+        assert low <= truth[inside].mean() <= high
+    assert groups[0].share.interval[0] > groups[0].high  # which this model is too sure of
+    hidden = estimates.calibration(np.ones((2, 8)), 100.0)
+    assert hidden == ()
+
+
+def test_a_score_tells_its_base_rate_and_calibration_for_auc_only() -> None:
+    X, y = rare()
+    found = dp.score(Logistic(), X, y, "auc", budget=dp.Budget(2.0, 1e-6, "replace_one"))
+    low, high = found.base_rate.interval
+    assert low < 142 / 1400 < high < 0.2
+    assert found.chance == 0.5
+    assert str(found).endswith("; by chance 0.5)")
+    assert found.counts.shape[0] == 2
+    assert sum(one.records for one in found.calibration()) == pytest.approx(found.counts.sum())
+    plain = dp.score(Logistic(), X, y, "log_loss", bound=2.0, budget=dp.Budget(2.0, 1e-6))
+    with pytest.raises(dp.errors.ConditionError, match=r"metric must be 'auc' .*got 'log_loss'"):
+        plain.calibration()
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(0.0312, "0.67"), (0.018, "0.671"), (0.2, "0.7"), (12.0, "1"), (0.0, "0.6712")],
+)
+def test_a_value_is_as_long_as_its_error(error: float, text: str) -> None:
+    assert estimates.rounded(error, 0.6712) == [text]

@@ -19,7 +19,8 @@ from torch_dpsco.estimators.solvers import needed_eigenvalue
 from torch_dpsco.show import plots
 from torch_dpsco.show.cli import main
 from torch_dpsco.statistics import study as module
-from torch_dpsco.statistics.study import Study, study
+from torch_dpsco.statistics.results import Study
+from torch_dpsco.statistics.study import study
 
 N = 300
 RNG = np.random.default_rng(7)

@@ -21,7 +21,8 @@ from torch_dpsco.noise import Repeatable
 from torch_dpsco.show import plots
 from torch_dpsco.statistics import study as module
 from torch_dpsco.statistics.held_out import split
-from torch_dpsco.statistics.study import Study, plan_study, study
+from torch_dpsco.statistics.results import Study
+from torch_dpsco.statistics.study import plan_study, study
 
 N = 4000
 COLUMNS = {"age": Number(17, 90), "sex": Category(["f", "m"])}
@@ -335,17 +336,23 @@ def test_intervals_have_the_names_of_the_schema():
     found = study(records, BASE, dp.Budget(4.0, 1e-6), show=None, intervals=0.3)
     table = found.coefficients()
     assert table.names == ("age", "sex=m", "intercept")
-    low, high = found.coefficients(level=1 - 1e-7).intervals[0]
-    assert low < 73 / 16 < high  # the truth: 1/8 a year, 36.5 years a unit
+    assert table.units[:2] == ("per 1", "against 'f'")
+    low, high = found.coefficients(level=1 - 1e-7).intervals.T
+    assert low[0] < 1 / 8 < high[0]  # the truth: 1/8 a year, from 60 years on
+    assert low[2] < -60 / 8 < high[2]
+    assert table.scaled[0] == pytest.approx(table.values[0] * 73 / 2)
     assert "sex=m" in found.summary()
+    assert str(found.plan) not in found.summary()
     assert found.report().headline.endswith(
         "for one patient (zero_out: emptied), if each patient has one row."
     )
-    assert "No patient has a second row: one_row_per_unit=True" in found.summary()
+    assert "No patient has a second row: one_row_per_unit=True" in str(found.plan)
     text = " ".join(str(found.report()).split())
     assert "Ranges, levels and labels of the schema are public" in text
-    assert f"The model with what intervals need; the score ({found.score});" in text
-    assert f"study: {2 + (found.sets is not None)} releases" in text
+    assert "The model with what intervals need; the score of it;" in text
+    assert f"Score: {found.score}, on {found.plan.held} patients that were held out." in text
+    assert found.report().title == "Privacy card: LogisticRegression of 'died'"
+    assert f"A study: {2 + (found.sets is not None)} releases" in text
     assert f"measured on {found.plan.held} others" in text
     assert "finalize()" not in text
 
@@ -364,8 +371,11 @@ def test_units_with_ids_have_their_name_without_a_proviso(rows):
 def test_intervals_of_whole_groups_are_refused_before_anything_is_spent():
     with pytest.raises(ValueError, match="give column 'sex' Category"):
         made(intervals=0.3)
-    with pytest.raises(ConditionError, match="must be paid for"):
-        made().coefficients()
+    found = made().coefficients()
+    assert found.intervals is None
+    assert "no intervals: LogisticRegression has no summary: intervals must be paid for" in str(
+        found
+    )
 
 
 def test_predictions_need_no_target():
@@ -382,9 +392,14 @@ def test_predictions_need_no_target():
 )
 def test_a_study_is_drawn(schema):
     pytest.importorskip("matplotlib")
-    titles = [axes.get_title() for axes in made(schema).plot().axes]
-    assert ("Largest coefficients" in titles) == (len(schema.labels) == 2)
-    assert "What was spent" in titles
+    figure = made(schema).plot()
+    assert [axes.get_title() for axes in figure.axes] == [
+        "What the model says",
+        "How good it is, on 800 examples held out",
+        "What can be found out about one example",
+    ]
+    tops = [axes.get_subplotspec().rowspan.start for axes in figure.axes]
+    assert tops == [0, 0, 0]  # one row
 
 
 @pytest.mark.cases(0, 1)

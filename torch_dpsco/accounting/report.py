@@ -177,10 +177,14 @@ class StudyRun(OneFit):
     Args:
         held: expected number of those others.
         released: all of it, in words.
+        model: in words.
+        score: in words, with its error.
     """
 
     held: int = 0
     released: tuple[str, ...] = ()
+    model: str = ""
+    score: str = ""
 
 
 @dataclass(frozen=True)

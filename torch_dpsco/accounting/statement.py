@@ -89,6 +89,7 @@ class Statement:
         figures: the exact figures.
         run: the run that they are about.
         version: of the library that computed them.
+        title: of a card: what it is about.
 
     Example:
         >>> from torch_dpsco.accounting.accountant import Accountant
@@ -110,6 +111,7 @@ class Statement:
     figures: PrivacyReport
     run: Run
     version: str
+    title: str
 
     @property
     def epsilon(self) -> float:
@@ -133,21 +135,28 @@ class Statement:
             lines += [line for sentence in sentences for line in _wrapped(sentence, "  - ")]
         return "\n".join(lines)
 
+    @property
+    def in_short(self) -> tuple[str, ...]:
+        """The first section: the verdict, and what was made of which data, each as "Verdict: ..."."""
+        return self.sections[0].sentences
+
+    @property
+    def main(self) -> tuple[Section, ...]:
+        """The sections for everybody."""
+        return self.sections[1:-1]
+
+    @property
+    def appendix(self) -> tuple[Section, ...]:
+        """The sections for those who check figures."""
+        return self.sections[-1:]
+
     def markdown(self) -> str:
-        """Returns a privacy card: headline, table of epsilons, and the sections."""
-        head, *rows = (f"| {' | '.join(cells)} |" for cells in table(self.figures))
-        lines = [
-            "# Privacy statement",
-            "",
-            f"**{self.headline}**",
-            "",
-            head,
-            "|---|---|---|---|",
-            *rows,
-        ]
+        """Returns a privacy card: title, headline, the sections, and at the end the table of epsilons."""
+        lines = [f"# {self.title}", "", f"**{self.headline}**"]
         for title, sentences in self._all_sections():
             lines += ["", f"## {title}", "", *(f"- {sentence}" for sentence in sentences)]
-        return "\n".join(lines) + "\n"
+        head, *rows = (f"| {' | '.join(cells)} |" for cells in table(self.figures))
+        return "\n".join([*lines, "", head, "|---|---|---|---|", *rows]) + "\n"
 
     def json(self) -> str:
         """Returns exact figures and all sentences; `json.loads` reads it, infinity is the string "inf"."""
@@ -261,7 +270,8 @@ def make_statement(report: PrivacyReport, run: Run) -> Statement:
     # PRIVACY: nothing but these two values enters (test_no_private_number_appears)
     words = words_of(report, run, version)
     warnings = tuple(words.said("warnings"))
-    return Statement(words["headline"], warnings, tuple(sections(words)), report, run, version)
+    told = tuple(sections(words))
+    return Statement(words["headline"], warnings, told, report, run, version, words["title"])
 
 
 def _wrapped(text: str, bullet: str) -> list[str]:
@@ -335,8 +345,7 @@ def _facts(statement: Statement) -> dict[str, Any]:
         ],
         "assumptions": report.assumptions,
         "ledger_id": report.ledger_id,
-        "headline": statement.headline,
-        "warnings": statement.warnings,
+        **{name: getattr(statement, name) for name in ("title", "headline", "warnings")},
         "sections": [section._asdict() for section in statement.sections],
     }
 
@@ -437,6 +446,7 @@ def _of_report(report: PrivacyReport, run: Run) -> dict[str, Any]:
         "record": record,
         "records": records,
         "epsilon": rounded_up(epsilon),
+        "level": strength(epsilon),
         "delta": rounded_up(report.delta),
         "odds": _odds(epsilon),
         "odds_twice": _odds(epsilon, 2.0),
@@ -491,6 +501,7 @@ def _of_run(report: PrivacyReport, run: Run) -> dict[str, Any]:
         "planned_steps": _count(run.planned or 0, "planned step"),
         "released": "; the ".join(released),
         "releases": len(released),
+        "all_units": run.design.n + run.held if isinstance(run, StudyRun) else "",
         "rate": rounded_up(design.sample_rate, 6) if isinstance(design, Poisson) else "",
         "parts": len(parts),
         "cut_parts": [

@@ -192,8 +192,18 @@ class Released:
 
     # -- predictions -------------------------------------------------------------------------------------------------
 
-    def predict(self, X: Any) -> NDArray[Any]:
-        """Returns labels or numbers (n,) of public rows (n, d), or of a table if there is a schema."""
+    def predict(self, X: Any, *, threshold: float | None = None) -> NDArray[Any]:
+        """Returns labels or numbers (n,) of public rows (n, d), or of a table if there is a schema.
+
+        Args:
+            X: the rows.
+            threshold: in (0, 1), of two labels: the second one where its probability is no less; None for 1/2.
+        """
+        if threshold is not None:
+            least = check.open_interval(0.0, 1.0, threshold=threshold)
+            _require(len(self.classes) == 2, "threshold must be left out but for two labels")
+            chosen = self.predict_proba(X)[:, 1] >= least
+            return np.asarray(labels_of(self.classes)[chosen.astype(int)])
         if self.kind == "regressor":
             return self._scores(X)[:, 0]
         return labelled(labels_of(self.classes), self.decision_function(X))

@@ -333,8 +333,8 @@ class Schema:
         """
         self.require_targets(loss)
         bound = math.nextafter(math.sqrt(len(self.columns) + intercept), math.inf)
-        bounds = {"bound_y": self._bound_y} if loss.target_kind == "real" else {}
-        return loss.problem(bound_x=bound, **bounds, **promises)
+        bound_y = self._bound_y if loss.target_kind == "real" else 1.0
+        return loss.problem(bound_x=bound, bound_y=bound_y, **promises)
 
     @typed
     def require_targets(self, loss: Loss) -> None:

@@ -9,7 +9,6 @@ import base64
 import json
 import math
 import os
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from html import escape
@@ -24,7 +23,7 @@ from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.ledger import Ledger
 from torch_dpsco.accounting.report import PrivacyReport
 from torch_dpsco.accounting.statement import table
-from torch_dpsco.show import plots
+from torch_dpsco.show import pages, plots
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,15 +32,18 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".html", ".pdf", ".md", ".json")
 _POINTS = 12
+_APPENDIX = "how it was computed, and what was spent"
 _ALARMS = (0.01, 0.001)  # false positive rates that are marked
 _STYLE = (
     "body{max-width:52em;margin:2em auto;padding:0 1em;font:16px/1.5 sans-serif;"
     "color:#222;background:#fff;overflow-wrap:break-word}"
     "table{border-collapse:collapse}"
-    "td,th{border:1px solid #999;padding:.3em .6em;text-align:left}"
-    "td:nth-child(n+3){white-space:nowrap}"
+    "td,th{border-bottom:1px solid #8888;padding:.3em .8em .3em 0;text-align:left;vertical-align:top}"
+    ".worlds td:nth-child(n+3){white-space:nowrap}"
     ".pictures{display:flex;flex-wrap:wrap;gap:.5em}"
-    "img{flex:1 1 20em;min-width:18em;max-width:min(100%,30em)}"
+    "picture{flex:1 1 20em;min-width:min(18em,100%);max-width:min(100%,30em)}"
+    "img{width:100%}"
+    "summary{cursor:pointer;font-weight:bold;margin:1em 0}"
     ".warn{border-left:4px solid #c33;padding-left:1em}"
     "@media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}}"
     "@media print{body{color:#000;background:#fff}}"
@@ -54,19 +56,32 @@ def draw(report: PrivacyReport) -> Figure:
         f"({rounded_up(report.epsilon)}, {rounded_up(report.delta)})-differential privacy for one"
         f" {report.unit_name}"
     )
-    return plots.figure(f"{title} ({report.in_words}){report.proviso}", *panels(report))
+    pictures = (*panels(report), *accounts(report))
+    return plots.figure(f"{title} ({report.in_words}){report.proviso}", *pictures)
 
 
 def save(
-    statement: Statement, path: str | os.PathLike[str], date: datetime | None, overwrite: bool
+    statement: Statement,
+    path: str | os.PathLike[str],
+    date: datetime | None,
+    overwrite: bool,
+    results: Sequence[plots.Panel] = (),
 ) -> None:
-    """Writes the card; see `Statement.save`."""
+    """Writes the card; see `Statement.save`.
+
+    Args:
+        statement: what it says.
+        path: of the file.
+        date: of the card; None for now.
+        overwrite: replace a file that is there.
+        results: pictures of what was released, which come first.
+    """
     suffix = Path(path).suffix
     if suffix not in SUFFIXES:
         raise ValueError(f"path must end in {', '.join(SUFFIXES)} (got {os.fspath(path)!r})")
     date = datetime.now(UTC) if date is None else date
     content = {".html": _html, ".pdf": _pdf, ".md": _markdown, ".json": _json}[suffix](
-        statement, date
+        statement, date, results
     )
     try:
         with open(path, "wb" if overwrite else "xb") as file:
@@ -81,14 +96,34 @@ def save(
 
 
 def panels(report: PrivacyReport) -> Iterator[plots.Panel]:
-    """Yields the pictures of a report."""
+    """Yields the pictures of a report: what can be found out about one unit."""
     if math.isinf(report.epsilon):
         yield plots.words("No guarantee", "epsilon is infinite")
         return
     risk = report.risk()
     yield _found_out(report, risk)
     yield _proved(report, risk)
-    if sum(count for _, count in report.spent) > 1:  # else no more to see than in the headline
+
+
+def bet(report: PrivacyReport) -> plots.Panel:
+    """Returns the picture of an even bet on whether the data of one unit were used."""
+    won = 50.0 + 50.0 * report.advantage
+    return plots.ranges(
+        f"What can be found out about one {report.unit_name}",
+        "bets won on whether its data were used, in %",
+        ["even\nbets"],
+        np.array([won]),
+        np.array([[50.0, won]]),
+        "by the best possible test",
+        line=("by a coin", 50.0),
+        notes=[f"at most {percent(won / 100.0)}"],
+        within=(0.0, 105.0),
+    )
+
+
+def accounts(report: PrivacyReport) -> Iterator[plots.Panel]:
+    """Yields the picture of what was spent when, if it shows more than the headline."""
+    if sum(count for _, count in report.spent) > 1 and math.isfinite(report.epsilon):
         yield _spent(report)
 
 
@@ -189,53 +224,104 @@ def _written(date: datetime) -> str:
     return date.isoformat(timespec="seconds")
 
 
-def _json(statement: Statement, date: datetime) -> bytes:
+def _json(statement: Statement, date: datetime, results: Sequence[plots.Panel]) -> bytes:
     return json.dumps(
         {**json.loads(statement.json()), "card": {"date": _written(date)}}, indent=2
     ).encode()
 
 
-def _markdown(statement: Statement, date: datetime) -> bytes:
+def _markdown(statement: Statement, date: datetime, results: Sequence[plots.Panel]) -> bytes:
     return f"{statement.markdown()}\n{_made(statement, date)}\n".encode()
 
 
-def _pdf(statement: Statement, date: datetime) -> bytes:
-    made = textwrap.wrap(_made(statement, date), 100)
-    text = ["PRIVACY STATEMENT", "", *str(statement).splitlines(), "", *made]
-    return plots.document(text, draw(statement.figures), date)
-
-
-def _html(statement: Statement, date: datetime) -> bytes:
+def _pdf(statement: Statement, date: datetime, results: Sequence[plots.Panel]) -> bytes:
     report = statement.figures
-    sections = [("Read this first", statement.warnings)] if statement.warnings else []
+
+    def write(paper: pages.Paper) -> None:
+        paper.heading(statement.title, 17.0)
+        paper.text(statement.headline, 10.0)
+        _list(paper, "Read this first", statement.warnings)
+        paper.heading("In short")
+        paper.table([_pair(line) for line in statement.in_short], (0.16, 0.84), headed=False)
+        paper.pictures([*results, *panels(report)])
+        for section in statement.main:
+            _list(paper, *section)
+        paper.turn()
+        paper.heading(f"Appendix: {_APPENDIX}", 14.0)
+        paper.table(table(report), (0.24, 0.5, 0.13, 0.13), headed=True)
+        if drawn := list(accounts(report)):
+            paper.pictures(drawn)
+        for section in statement.appendix:
+            _list(paper, *section)
+        paper.text(_made(statement, date), 7.5)
+
+    return pages.typeset(statement.title, write, date)
+
+
+def _list(paper: pages.Paper, title: str, sentences: Sequence[str]) -> None:
+    if sentences:
+        paper.heading(title)
+    for sentence in sentences:
+        paper.text(sentence, mark="\N{EN DASH}")
+
+
+def _html(statement: Statement, date: datetime, results: Sequence[plots.Panel]) -> bytes:
+    report = statement.figures
+    warnings = statement.warnings
     body = [
-        f"<h1>Privacy statement</h1><p><strong>{escape(statement.headline)}</strong></p>",
-        (
-            f"<table>{''.join(_row(cells, 'td' if k else 'th') for k, cells in enumerate(table(report)))}</table>"
-        ),
-        *(_section(title, sentences, " class=warn") for title, sentences in sections),
-        f"<p class=pictures>{''.join(map(_picture, panels(report)))}</p>",
-        *(_section(title, sentences) for title, sentences in statement.sections),
+        f"<h1>{escape(statement.title)}</h1><p><strong>{escape(statement.headline)}</strong></p>",
+        _section("Read this first", warnings, " class=warn") if warnings else "",
+        "<table>",
+        *(_row(("th", "td"), _pair(line)) for line in statement.in_short),
+        "</table>",
+        _pictures([*results, *panels(report)]),
+        *(_section(*section) for section in statement.main),
+        f"<details><summary>{_APPENDIX[0].upper()}{_APPENDIX[1:]}</summary><table class=worlds>",
+        *(_row(["td" if k else "th"] * 4, cells) for k, cells in enumerate(table(report))),
+        "</table>",
+        _pictures(accounts(report)),
+        *(_section(*section) for section in statement.appendix),
+        "</details>",
         f"<p><small>{escape(_made(statement, date))}</small></p>",
     ]
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1"><title>Privacy'
-        " statement</title>"
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{escape(statement.title)}</title>"
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
         f"style-src 'unsafe-inline'\"><style>{_STYLE}</style></head>"
     )
     return "\n".join([head, "<body>", *body, "</body></html>\n"]).encode()
 
 
-def _row(cells: tuple[str, ...], kind: str) -> str:
-    return f"<tr>{''.join(f'<{kind}>{escape(cell)}</{kind}>' for cell in cells)}</tr>"
+def _pair(sentence: str) -> tuple[str, str]:
+    """Returns what a sentence is about, and the rest of it."""
+    about, _, rest = sentence.partition(": ")
+    return about, rest
+
+
+def _row(kinds: Sequence[str], cells: Sequence[str]) -> str:
+    marked = zip(kinds, cells, strict=True)
+    return f"<tr>{''.join(f'<{kind}>{escape(cell)}</{kind}>' for kind, cell in marked)}</tr>"
+
+
+def _pictures(panels: Iterable[plots.Panel]) -> str:
+    return f"<p class=pictures>{''.join(map(_picture, panels))}</p>"
 
 
 def _picture(panel: plots.Panel) -> str:
     drawn = plots.figure("", panel)
-    encoded = base64.b64encode(plots.encoded(drawn, "svg")).decode()
-    return f'<img alt="{escape(drawn.axes[0].get_title())}" src="data:image/svg+xml;base64,{encoded}">'
+    dark = _encoded(plots.figure("", panel, dark=True))
+    alt = escape(drawn.axes[0].get_title())
+    return (
+        f'<picture><source media="(prefers-color-scheme:dark)" srcset="{dark}">'
+        f'<img alt="{alt}" src="{_encoded(drawn)}"></picture>'
+    )
+
+
+def _encoded(drawn: Figure) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(plots.encoded(drawn, 'svg')).decode()}"
 
 
 def _section(title: str, sentences: Sequence[str], kind: str = "") -> str:

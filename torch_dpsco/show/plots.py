@@ -2,14 +2,14 @@
 
 Numbers and names in, a Figure out: nothing here knows a plan or a report. Names are shown as they are: matplotlib does
 not read "$" as mathematics. Lines differ in style and marker, so that they can be told apart in print and without
-color; the background is white, also on a dark page. No setting of matplotlib is changed, and pyplot is not used.
+color; colors stand out from white and from black, and a picture for a dark page has no background. No setting of
+matplotlib is changed, and pyplot is not used.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 Panel: TypeAlias = "Callable[[Axes], None]"
 
 LOOKS = (
-    ("#0b5394", "-", "o"),
-    ("#b45f06", "--", "s"),
-    ("#38761d", ":", "^"),
-    ("#741b47", "-.", "D"),
+    ("#3d7fc4", "-", "o"),
+    ("#c26a1b", "--", "s"),
+    ("#4b9450", ":", "^"),
+    ("#a862b4", "-.", "D"),
 )
 _FIXED = {
     "font.size": 9.0,
@@ -41,9 +41,21 @@ _FIXED = {
     "legend.framealpha": 0.9,
     "svg.hashsalt": "torch_dpsco",  # the same picture is the same file
 }
-_LEVEL: dict[str, Any] = {"color": "black", "linewidth": 1.2, "linestyle": (0, (1, 1))}
-_A4 = (8.27, 11.69)
-_LINES = 66
+_INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+_BARE = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
+_DARK = {
+    **dict.fromkeys(_INKED, "#dddddd"),
+    **dict.fromkeys(_BARE, "none"),
+    "grid.color": "#4a4a4a",
+    "legend.facecolor": "#181818",
+    "legend.edgecolor": "#4a4a4a",
+}
+PRINTED: list[Any] = [  # a style, for pages
+    "default",
+    _FIXED,
+    {"font.size": 7.5, "axes.titlesize": 8.5, "legend.fontsize": 7.0, "lines.markersize": 4},
+]
+_LEVEL: dict[str, Any] = {"linewidth": 1.2, "linestyle": (0, (1, 1))}
 _LONG = 24
 
 
@@ -89,9 +101,9 @@ def lines(
                 label=line.label,
             )
         if limit is not None:
-            axes.axhline(limit[1], **_LEVEL, label=limit[0])
+            axes.axhline(limit[1], **_LEVEL, color=_ink(axes), label=limit[0])
         if mark is not None:
-            axes.plot(*mark[1:], "*", color="black", markersize=11, label=mark[0])
+            axes.plot(*mark[1:], "*", color=_ink(axes), markersize=11, label=mark[0])
         _name_axes(axes, title, x_label, y_label)
         axes.set_xlim(left=min(min(line.x) for line in drawn))
         axes.set_ylim(bottom=0)
@@ -131,7 +143,7 @@ def dots(
                     va="center",
                     size=7,
                 )
-        axes.axvline(whole[1], **_LEVEL, label=whole[0])
+        axes.axvline(whole[1], **_LEVEL, color=_ink(axes), label=whole[0])
         _name_rows(axes, rows)
         axes.set_xscale("log")
         _name_axes(axes, title, x_label)
@@ -146,34 +158,40 @@ def ranges(
     x_label: str,
     rows: Sequence[str],
     values: NDArray[np.float64],
-    ends: NDArray[np.float64],
+    ends: NDArray[np.float64] | None,
     label: str,
+    *,
+    line: tuple[str, float] | None = ("0", 0.0),
+    notes: Sequence[str] = (),
+    within: tuple[float, float | None] | None = None,
 ) -> Panel:
-    """Returns a panel of one row per name, with a point and a bar from end to end, and a line at 0.
+    """Returns a panel of one row per name, with a point, a bar from end to end, and a line to compare with.
 
     Args:
         title: in plain words.
         x_label: with the unit.
         rows: from the top down.
         values: points, one per row.
-        ends: (k, 2), low and high of the bar of each row.
-        label: of the bars, for the legend.
+        ends: (k, 2), low and high of the bar of each row; None for points alone.
+        label: of points and bars, for the legend.
+        line: its name and place; None for none.
+        notes: what is written above each point, if anything.
+        within: (low, high) of the axis; None, or a high of None, for what is drawn.
     """
 
     def panel(axes: Axes) -> None:
-        low, high = np.transpose(ends)
-        arms = [values - low, high - values]
-        axes.errorbar(
-            values,
-            range(len(rows)),
-            xerr=arms,
-            fmt="o",
-            color=LOOKS[0][0],
-            capsize=4,
-            label=label,
-        )
-        axes.axvline(0.0, **_LEVEL, label="0")
+        arms = None if ends is None else np.abs(np.transpose(ends) - values)
+        look: dict[str, Any] = {"fmt": "o", "color": LOOKS[0][0], "capsize": 4, "label": label}
+        axes.errorbar(values, range(len(rows)), xerr=arms, **look)
+        for row, note in enumerate(notes):
+            place: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "size": 8}
+            axes.annotate(note, (values[row], row), (0, 7), **place, parse_math=False)
+        if line is not None:
+            axes.axvline(line[1], **_LEVEL, color=_ink(axes), label=line[0])
         _name_rows(axes, rows)
+        axes.margins(x=0.2)
+        if within is not None:
+            axes.set_xlim(*within)
         _name_axes(axes, title, x_label)
         _name_series(axes)
 
@@ -193,8 +211,14 @@ def words(title: str, text: str) -> Panel:
     return panel
 
 
-def figure(title: str, *panels: Panel) -> Figure:
-    """Returns the panels, two in a row, below a title if it is not empty.
+def figure(title: str, *panels: Panel, columns: int = 2, dark: bool = False) -> Figure:
+    """Returns the panels below a title if it is not empty.
+
+    Args:
+        title: of all of them.
+        panels: from left to right, and then down.
+        columns: at most so many in a row.
+        dark: whether it is for a dark page: light on no background.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -204,31 +228,32 @@ def figure(title: str, *panels: Panel) -> Figure:
         >>> encoded(drawn, "svg")[:5]
         b'<?xml'
     """
-    style, figures = _matplotlib()
-    with style.context(["default", _FIXED]):  # whatever the caller's style is
-        columns = min(2, len(panels))
-        rows = (len(panels) + 1) // 2
-        made: Figure = figures.Figure(figsize=(4.6 * columns, 4.2 * rows), layout="constrained")
+    style, figures = matplotlib()
+    with style.context(
+        ["default", _FIXED, _DARK if dark else {}]
+    ):  # whatever the caller's style is
+        wide = min(columns, len(panels))
+        high = -(-len(panels) // columns)
+        made: Figure = figures.Figure(figsize=(4.6 * wide, 4.2 * high), layout="constrained")
         if title:
             made.suptitle(title, fontsize=11, parse_math=False)
         for k, panel in enumerate(panels, 1):
-            panel(made.add_subplot(rows, columns, k))
+            panel(made.add_subplot(high, wide, k))
     shown: Any = made
-    shown._repr_svg_ = partial(
-        _svg, made
-    )  # notebooks show it, whether pyplot was imported or not
+    # notebooks show it, whether pyplot was imported or not
+    shown._repr_svg_ = partial(_svg, made)
     return made
 
 
 def encoded(drawn: Figure, kind: str) -> bytes:
     """Returns a figure as a file of a kind: "svg", "png" or "pdf"."""
-    style, _ = _matplotlib()
+    style, _ = matplotlib()
     file = io.BytesIO()
     with style.context(["default", _FIXED]):
         drawn.savefig(
             file,
             format=kind,
-            facecolor="white",
+            facecolor=drawn.get_facecolor(),
             dpi=150,
             metadata={"Date": None} if kind == "svg" else None,
         )
@@ -239,32 +264,9 @@ def _svg(drawn: Figure) -> str:
     return encoded(drawn, "svg").decode()
 
 
-def document(text: Sequence[str], drawn: Figure, date: datetime) -> bytes:
-    """Returns a PDF of lines of text, each of 100 characters at most, with a figure at the end."""
-    style, figures = _matplotlib()
-    from matplotlib.backends.backend_pdf import PdfPages
-
-    file = io.BytesIO()
-    with (
-        style.context(["default", _FIXED]),
-        PdfPages(file, metadata={"CreationDate": date}) as pages,
-    ):
-        for start in range(0, len(text), _LINES):
-            page = figures.Figure(figsize=_A4)
-            shown = "\n".join(text[start : start + _LINES])
-            page.text(
-                0.08,
-                0.95,
-                shown,
-                va="top",
-                family="monospace",
-                size=7.5,
-                linespacing=1.4,
-                parse_math=False,
-            )
-            pages.savefig(page)
-        pages.savefig(drawn, facecolor="white", bbox_inches="tight", pad_inches=0.6)
-    return file.getvalue()
+def _ink(axes: Axes) -> Any:
+    """Returns the color of its text."""
+    return axes.xaxis.label.get_color()
 
 
 def _name_axes(axes: Axes, title: str, x_label: str = "", y_label: str = "") -> None:
@@ -276,7 +278,10 @@ def _name_axes(axes: Axes, title: str, x_label: str = "", y_label: str = "") -> 
 def _name_series(axes: Axes) -> None:
     longest = max((len(label) for label in axes.get_legend_handles_labels()[1]), default=0)
     legend = axes.legend(
-        loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1 if longest > _LONG else 2
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0.0),
+        borderaxespad=4.4,  # below the name of the axis, whatever the height of the panel
+        ncols=1 if longest > _LONG else 2,
     )
     for name in legend.get_texts():
         name.set_parse_math(False)
@@ -287,7 +292,8 @@ def _name_rows(axes: Axes, rows: Sequence[str]) -> None:
     axes.set_ylim(len(rows) - 0.5, -0.5)
 
 
-def _matplotlib() -> tuple[Any, Any]:
+def matplotlib() -> tuple[Any, Any]:
+    """Returns its styles and its figures; raises ImportError where it is not installed."""
     try:
         from matplotlib import figure as figures
         from matplotlib import style

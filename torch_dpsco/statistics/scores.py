@@ -11,23 +11,12 @@ sum by at most 1 (one more or less, or made null), or sqrt(2) (replaced: vectors
 v is the mean over the rows, rounded down.
 
 Source: docs/proofs/scores.md
-
-Scores from noisy counts, without the bias of noise, and how far off they may be.
-
-Of independent numbers with noise of one known variance, sums and products of two are unbiased as they are; counts are
-not clipped at 0, which would turn empty cells into records. What is left is a ratio, whose bias is corrected to first
-order. Errors are standard deviations, from released numbers only:
-
-    noise       of the law of the noise, exact up to the ratio
-    sampling    of other records from the same population, if there were no noise
-
-Source: docs/proofs/scores.md#scores-from-noisy-counts
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -53,8 +42,19 @@ from torch_dpsco.accounting.events import (
     Pure,
 )
 from torch_dpsco.accounting.report import PrivacyReport
+from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.reading import as_codes
 from torch_dpsco.noise import Source, noise_generator
+from torch_dpsco.statistics.estimates import (
+    Counts,
+    Estimate,
+    Group,
+    bins_of,
+    calibration,
+    of_area,
+    of_share,
+    rounded,
+)
 from torch_dpsco.statistics.held_out import (
     BLOCK,
     CPU,
@@ -90,21 +90,55 @@ class PrivateScore:
         value: in [0, 1], or in [0, bound] of a loss.
         noise_error: standard deviation of what noise adds to the score of these records.
         sampling_error: standard deviation of the score of as many other records, without noise; for losses at most.
+        interval: (low, high), that holds the score of all people like these with 95 %: both errors are in it.
         greater_is_better: whether it is no loss.
         privacy: `PrivacyReport` of the ledger after the release.
+        counts: what was released; of auc, records by class and bin.
+        noise_std: standard deviation of the noise of each of them.
     """
 
     metric: str
     value: float
     noise_error: float
     sampling_error: float
+    interval: tuple[float, float]
     greater_is_better: bool
     privacy: PrivacyReport
+    counts: Counts = field(repr=False, compare=False)
+    noise_std: float
 
     @property
     def error(self) -> float:
         """Standard deviation of both together."""
         return math.hypot(self.noise_error, self.sampling_error)
+
+    @property
+    def chance(self) -> float | None:
+        """The score of a guess that looks at nothing: 1/2 for auc; of others the release does not tell it."""
+        return 0.5 if self.metric == "auc" else None
+
+    @property
+    def base_rate(self) -> Estimate | None:
+        """Share of the second class among the records, which the release tells for auc only."""
+        if self.metric != "auc":
+            return None
+        first, second = self.counts.sum(1)
+        variance = self.counts.shape[1] * self.noise_std**2
+        return of_share(np.array([second, first]), variance)
+
+    def calibration(self) -> tuple[Group, ...]:
+        """Returns how often the second class came true, by the probability that the model gave it.
+
+        From the release of auc, without a further look; a `decision_function` t counts as 1/(1 + e^-t).
+
+        Raises:
+            ConditionError: another metric, whose release does not tell it.
+        """
+        if self.metric != "auc":
+            raise ConditionError(
+                f"metric must be 'auc' for a calibration, which its release tells (got {self.metric!r})"
+            )
+        return calibration(self.counts, self.noise_std**2)
 
     def __float__(self) -> float:
         return self.value
@@ -121,8 +155,9 @@ class PrivateScore:
         return shown.table("Private score", rows, str(self.privacy))
 
     def __str__(self) -> str:
-        parts = f"noise {self.noise_error:.2g}, sampling {self.sampling_error:.2g}"
-        return f"{self.metric} {self.value:.4g} +- {self.error:.2g} ({parts})"
+        value, error, low, high = rounded(self.error, self.value, self.error, *self.interval)
+        chance = "" if self.chance is None else f"; by chance {self.chance:g}"
+        return f"{self.metric} {value} +- {error} (95 %: {low} to {high}{chance})"
 
 
 @typed
@@ -226,14 +261,27 @@ def score(
     # PRIVACY: charged before noise is drawn (test_nothing_is_released_that_was_not_charged)
     ledger.authorize(noise.event)
     noisy = noise.release(total, source)
-    found = (
-        of_area(noisy.reshape(2, bins), noise.variance)
-        if kind == "auc"
-        else of_share(noisy, noise.variance)
-    )
-    errors = limit * found.noise, limit * found.sampling
+    if kind == "auc":
+        noisy = noisy.reshape(2, bins)
+    return _made(kind, limit, noisy, noise, ledger.report(delta))
+
+
+def _made(
+    kind: str, limit: float, noisy: Counts, noise: _Noise, privacy: PrivacyReport
+) -> PrivateScore:
+    """Returns the score of what was released."""
+    found = (of_area if kind == "auc" else of_share)(noisy, noise.variance)
+    low, high = found.interval
     return PrivateScore(
-        kind, limit * found.value, *errors, kind not in LOSSES, ledger.report(delta)
+        metric=kind,
+        value=limit * found.value,
+        noise_error=limit * found.noise,
+        sampling_error=limit * found.sampling,
+        interval=(limit * low, limit * high),
+        greater_is_better=kind not in LOSSES,
+        privacy=privacy,
+        counts=noisy,
+        noise_std=noise.deviation,
     )
 
 
@@ -384,120 +432,3 @@ def _place(chances: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.arcsin(np.sqrt(np.clip(np.nan_to_num(chances, nan=0.0), 0.0, 1.0))) * (
         2.0 / math.pi
     )
-
-
-Counts = NDArray[np.float64]
-
-_BURIED = 2.0  # a total below so many standard deviations of its noise says nothing
-_LEAST_BINS = 8
-_FINEST = 128
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A share, or an area, in [0, 1].
-
-    Args:
-        value: of it.
-        noise: standard deviation that noise gives the value.
-        sampling: standard deviation that the choice of records gives it.
-    """
-
-    value: float
-    noise: float
-    sampling: float
-
-
-_UNKNOWN = Estimate(0.5, 0.5, 0.0)
-
-
-def of_share(noisy: Counts, variance: float) -> Estimate:
-    """Returns the mean of numbers in [0, 1], of the noisy sums of them and of what they lack of 1.
-
-    Args:
-        noisy: (2,).
-        variance: of the noise of each.
-
-    Example:
-        >>> of_share(np.array([30.0, 70.0]), 0.0).value
-        0.3
-    """
-    total = float(noisy.sum())
-    if _buried(total, 2 * variance):
-        return _UNKNOWN
-    share = float(noisy[0]) / total
-    noise = math.sqrt(variance * ((1.0 - share) ** 2 + share**2)) / total
-    value = _corrected(share, variance * (1.0 - 2.0 * share) / total**2, noise)
-    usual = (value * total + 1.0) / (total + 2.0)  # not quite 0 or 1
-    return Estimate(value, noise, math.sqrt(usual * (1.0 - usual) / total))
-
-
-def of_area(noisy: Counts, variance: float) -> Estimate:
-    """Returns the area under the ROC curve, of noisy histograms of the first and the second class over the same bins.
-
-    Args:
-        noisy: (2, bins).
-        variance: of the noise of each.
-
-    Example:
-        >>> of_area(np.array([[3.0, 0.0, 1.0], [0.0, 0.0, 4.0]]), 0.0).value
-        0.875
-    """
-    first, second = noisy
-    totals = float(first.sum()), float(second.sum())
-    if _buried(min(totals), len(first) * variance):
-        return _UNKNOWN
-    pairs = totals[0] * totals[1]
-    wins = _wins(len(first))
-    area = float(second @ wins @ first) / pairs
-    rest = wins - area
-    ahead = rest @ first
-    behind = second @ rest
-    # noise times noise, which is in the squares below once for each histogram
-    twice = variance**2 * float((rest**2).sum())
-    spread = max(variance * float(ahead @ ahead + behind @ behind) - twice, twice)
-    shared = variance * float(
-        totals[0] * ahead.sum() + totals[1] * behind.sum()
-    ) - variance**2 * float(rest.sum())
-    noise = math.sqrt(spread) / pairs
-    value = _corrected(area, shared / pairs**2, noise)
-    return Estimate(value, noise, _sampling(value, *totals))
-
-
-def bins_of(records: int, deviation: float) -> int:
-    """Returns how many bins an area should have: 2 (n / deviation)^(1/3), in 8..128.
-
-    Args:
-        records: public number of them, or of users.
-        deviation: standard deviation of the noise of a count.
-    """
-    return min(max(round(2.0 * math.cbrt(records / deviation)), _LEAST_BINS), _FINEST)
-
-
-def _buried(total: float, variance: float) -> bool:
-    return total <= _BURIED * math.sqrt(variance)
-
-
-def _corrected(value: float, bias: float, noise: float) -> float:
-    """Returns a ratio without the bias of its denominator, as far as that is no more than its error, in [0, 1]."""
-    return min(max(value + min(max(bias, -noise), noise), 0.0), 1.0)
-
-
-def _wins(bins: int) -> NDArray[np.float64]:
-    """Returns what a pair counts by its bins, second class in rows.
-
-    1/2 in one bin, which loses what it is ordered by there; 1/12 more than a win, or less than a loss, in neighboring
-    bins makes up for that where densities are smooth.
-    """
-    apart = np.subtract.outer(np.arange(bins), np.arange(bins))
-    return 0.5 + 0.5 * np.sign(apart) + np.where(np.abs(apart) == 1, apart / 12.0, 0.0)
-
-
-def _sampling(area: float, first: float, second: float) -> float:
-    """Returns the standard error of Hanley and McNeil (1982), of so many records of each class."""
-    least = 0.5 / max(min(first, second), 1.0)
-    area = min(max(area, least), 1.0 - least)
-    above = area / (2.0 - area) - area**2
-    below = 2.0 * area**2 / (1.0 + area) - area**2
-    total = area * (1.0 - area) + max(second - 1.0, 0.0) * above + max(first - 1.0, 0.0) * below
-    return math.sqrt(total / (first * second))

@@ -19,11 +19,9 @@ import inspect
 import os
 import secrets
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +32,7 @@ from torch_dpsco._validate import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget, one_budget, parts, warn_of_delta
 from torch_dpsco.accounting.events import ADD_REMOVE, Event, Parallel, in_words
-from torch_dpsco.accounting.report import HELD, PrivacyReport, StudyRun
-from torch_dpsco.accounting.statement import Statement, make_statement
+from torch_dpsco.accounting.report import HELD
 from torch_dpsco.errors import ConditionError, UnitError
 from torch_dpsco.estimators.base import LinearModel, stand_in
 from torch_dpsco.estimators.models import (
@@ -44,23 +41,17 @@ from torch_dpsco.estimators.models import (
     Ridge,
     SoftmaxRegression,
 )
-from torch_dpsco.estimators.released import Released
 from torch_dpsco.estimators.schema import ROW, Category, Schema, Table
-from torch_dpsco.show import card, plots
 from torch_dpsco.show.bar import bar_of
 from torch_dpsco.show.look import require_readable
 from torch_dpsco.show.preview import Preview
 from torch_dpsco.statistics import scores
-from torch_dpsco.statistics.conformal import MOST, ConformalSets, conformal, conformal_event
+from torch_dpsco.statistics.conformal import MOST, conformal, conformal_event
 from torch_dpsco.statistics.held_out import split, units_of
+from torch_dpsco.statistics.results import Study
 from torch_dpsco.statistics.search import PrivateSearch
-from torch_dpsco.statistics.summary import Summary
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _LEAST = 50  # units in each part
-_SHOWN = 12  # coefficients in a picture
 _UNSET = {
     "epsilon": 1.0,
     "delta": 1e-6,
@@ -102,11 +93,11 @@ class StudyPlan:
     @property
     def _about(self) -> str:
         kind = type(self.model).__name__
-        return f"study of {self.schema.target!r} by {kind}, {self.n} {self._unit}s"
+        return f"study of {self.schema.target!r} by {kind}, {self.n} {self.unit}s"
 
     def __str__(self) -> str:
         about = "about " if self.budget.adjacency == ADD_REMOVE else ""
-        unit = self._unit
+        unit = self.unit
         if isinstance(self.model, PrivateSearch):
             how = (
                 f"the best of {self.model.trials:g} trials on average, among"
@@ -151,7 +142,8 @@ class StudyPlan:
         return any(getattr(model, "intervals", None) is not None for model in models)
 
     @property
-    def _unit(self) -> str:
+    def unit(self) -> str:
+        """What one unit is called."""
         plain = "user" if self.budget.unit == "user" else "row"
         return plain if self.schema.unit == ROW else self.schema.unit
 
@@ -308,7 +300,7 @@ class StudyPlan:
             "y": [target],
             **({} if unit == "example" else {"groups": [0]}),
         }
-        self._carried_out(ledger, charges, fitted, held)._try_out()
+        self._carried_out(ledger, charges, fitted, held).try_out()
 
     def fit_event(self) -> Event:
         """Returns what the fit, or the search, charges."""
@@ -317,171 +309,6 @@ class StudyPlan:
             if isinstance(self.model, PrivateSearch):
                 return self.model.plan(dim).event
             return self.model.plan(dim, self.budget.unit).event()
-
-
-@dataclass(frozen=True)
-class Study:
-    """What a study released: all of it may be published.
-
-    Args:
-        plan: that was carried out.
-        model: the fitted model.
-        score: on the units that were held out.
-        sets: of predictions, see `ConformalSets`; None for none.
-        privacy: report of the whole ledger.
-    """
-
-    plan: StudyPlan
-    model: LinearModel
-    score: scores.PrivateScore
-    sets: ConformalSets | None
-    privacy: PrivacyReport
-
-    def report(self) -> Statement:
-        """Returns what all of it guarantees, in plain words."""
-        promise = (
-            "ranges, levels and labels of the schema are public, and were not read off the table"
-        )
-        schema = self.plan.schema
-        model = "model with what intervals need" if self.plan.pays_for_intervals else "model"
-        released = (model, f"score ({self.score})", "threshold of its predictions")[
-            : 3 - (self.sets is None)
-        ]
-        run = StudyRun(
-            **vars(self.model.report().run) | {"name": "study"},
-            held=self.plan.held,
-            released=released,
-        )
-        statement = make_statement(self.privacy, run).promising(promise)
-        if schema.unit == ROW:
-            return statement
-        by_ids = schema.ids is not None and self.privacy.unit == "example"
-        return statement.named(
-            schema.unit, one_row_per_unit=schema.one_row_per_unit, by_ids=by_ids
-        )
-
-    def predict(self, frame: Any) -> NDArray[Any]:
-        """Returns labels, or numbers, for the rows of a public table (n,), whose target and ids are not needed.
-
-        Raises:
-            ValueError: a row has a value that cannot be read, in a column without missing=True.
-        """
-        return self.released().predict(frame)
-
-    def released(self) -> Released:
-        """Returns what may be published of the model, with the schema and the report of the whole study."""
-        return Released.of(self.model, schema=self.plan.schema, card=self.report())
-
-    def coefficients(self, level: float = 0.95) -> Summary:
-        """Returns estimates and intervals of coefficients, of a study with `intervals=`; see `LinearModel.summary`.
-
-        Raises:
-            ConditionError: the study did not pay for intervals, or noise buries them.
-        """
-        found: Summary = self.model.summary(level)
-        return replace(
-            found, names=(*self.plan.schema.names, *found.names[len(self.plan.schema.names) :])
-        )
-
-    def summary(self) -> str:
-        """Returns the plan, the score, and intervals if they were paid for, as text."""
-        lines = [str(self.plan), f"held out: {self.score}"]
-        if self.sets is not None:
-            lines.append(
-                f"{100 * self.sets.level:g} % threshold of predictions: {self.sets.threshold:.4g}"
-            )
-        if self.plan.pays_for_intervals:
-            try:
-                lines.append(str(self.coefficients()))
-            except ConditionError as buried:
-                lines.append(f"no intervals: {buried}")
-        return "\n".join(lines)
-
-    def __repr__(self) -> str:
-        return shown.line(self, f"{self._title}; {self.plan.budget.target}; print it")
-
-    def _repr_html_(self) -> str:
-        rows = [
-            ("model", type(self.model).__name__),
-            (self.score.metric, f"{self.score.value:.4g} +- {self.score.error:.2g}"),
-            ("privacy", self.report().headline),
-        ]
-        return shown.table(f"study of {self.plan.schema.target!r}", rows, str(self))
-
-    def __str__(self) -> str:
-        return self.summary()
-
-    def plot(self) -> Figure:
-        """Returns a picture: the largest coefficients, what a test can find out about one unit, and what was spent.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        return plots.figure(
-            self._title, *self._own_panels(), *card.panels(self.report().figures)
-        )
-
-    @property
-    def _title(self) -> str:
-        return (
-            f"{self.plan.schema.target}: {self.score.metric} {self.score.value:.3g} +-"
-            f" {self.score.error:.2g}"
-        )
-
-    def _own_panels(self) -> list[plots.Panel]:
-        several = np.ndim(self.model.coef_) == 2 and len(self.model.coef_) > 1
-        return [] if several else [self._panel()]
-
-    def _panel(self) -> plots.Panel:
-        names = self.plan.schema.names
-        values = np.ravel(self.model.coef_)
-        ends = np.stack([values, values], axis=1)
-        label = "released coefficient"
-        if self.plan.pays_for_intervals:
-            with suppress(ConditionError):
-                found = self.coefficients()
-                values = found.coefficients[: len(names)]
-                ends = found.intervals
-                label = f"estimate and {100 * found.level:g} % interval"
-        largest = np.argsort(-np.abs(values), kind="stable")[:_SHOWN]
-        rows = [names[k] for k in largest]
-        where = "per unit of the coded feature"
-        return plots.ranges(
-            "Largest coefficients", where, rows, values[largest], ends[largest], label
-        )
-
-    @typed
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes what may be published into a folder: model.json, report.html, summary.txt and study.svg.
-
-        Args:
-            folder: new, or empty.
-
-        Raises:
-            FileExistsError: something is there.
-            ImportError: matplotlib, which draws the pictures, is not installed; model.json, which holds the report too,
-                and summary.txt are written.
-        """
-        path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        if any(path.iterdir()):
-            raise FileExistsError(f"folder must be new, or empty (got {os.fspath(folder)!r})")
-        self.released().save(path / "model.json")  # what was paid for comes first
-        (path / "summary.txt").write_text(f"{self.summary()}\n", encoding="utf-8")
-        self.report().save(path / "report.html")
-        (path / "study.svg").write_bytes(plots.encoded(self.plot(), "svg"))
-
-    def _try_out(self) -> None:
-        """Makes in memory all that is read and written of a study, and raises what `save` and others would raise.
-
-        Pictures are left out where matplotlib is not installed, and drawn where they have names of the schema.
-        """
-        self.released().json()
-        self.predict(np.zeros((1, len(self.plan.schema.names))))
-        f"{self.summary()}{self.report()}".encode()
-        with suppress(ImportError):
-            plots.figure(self._title, *self._own_panels()).draw_without_rendering()
-            list(card.panels(self.report().figures))
 
 
 @typed

@@ -95,8 +95,12 @@ class Summary:
                 f"{name:{wide}} {value:10.4g} {error:10.3g} {100 * share:7.0f} % {p:8.2g}  "
                 f" [{low:.4g}, {high:.4g}]"
             )
-        out += [self._of_limit(), "of noise: share of the variance that privacy adds. Assumed:"]
-        return "\n".join([*out, *(f"* {a}" for a in self.assumed)])
+        return "\n".join([*out, *self.notes()])
+
+    def notes(self) -> list[str]:
+        """Returns what is said below the table: how far the limit is, and what is assumed."""
+        share = "of noise: share of the variance that privacy adds. Assumed:"
+        return [self._of_limit(), share, *(f"* {a}" for a in self.assumed)]
 
     def _of_limit(self) -> str:
         least, needed, spread = self.limit
@@ -164,8 +168,14 @@ def reach(level: float, distance: float) -> float:
     )
 
 
-def summarize(model: Any, level: float) -> Summary:
-    """Returns the summary of a fitted model that paid for intervals; see `LinearModel.summary`."""
+def summarize(model: Any, level: float, units: Array | None = None) -> Summary:
+    """Returns the summary of a fitted model that paid for intervals; see `LinearModel.summary`.
+
+    Args:
+        model: fitted.
+        level: of intervals.
+        units: linear map of coefficients for raw features, and the intercept, to others (k, d + 1); None for none.
+    """
     task = model.plan_.task
     dim = task.dim
     budget = model.plan_.budget
@@ -184,8 +194,9 @@ def summarize(model: Any, level: float) -> Summary:
         assumed = (*assumed, f"no target is larger than {size}; a larger one is clipped")
     names = getattr(model, "feature_names_in_", [f"x{k}" for k in range(dim)])
     name = type(model).__name__
+    to_own = to_raw if units is None else units[:, : task.width] @ to_raw
     sampling, noise = (
-        np.diag(to_raw @ part.cpu().numpy() @ to_raw.T) for part in (found.sampling, found.noise)
+        np.diag(to_own @ part.cpu().numpy() @ to_own.T) for part in (found.sampling, found.noise)
     )
     return Summary(
         title=(
@@ -193,8 +204,8 @@ def summarize(model: Any, level: float) -> Summary:
             f" {in_words(task.adjacency)}"
         ),
         names=(*map(str, names), "intercept")[: task.width],
-        released=released,
-        coefficients=to_raw @ found.estimate.cpu().numpy(),
+        released=to_own @ prepared.numpy(),
+        coefficients=to_own @ found.estimate.cpu().numpy(),
         standard_errors=np.sqrt(sampling + noise),
         privacy=noise / (sampling + noise),
         level=level,
