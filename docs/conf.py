@@ -71,7 +71,7 @@ sphinx_gallery_conf = {
     "examples_dirs": "../examples",
     "gallery_dirs": "gallery",
     "filename_pattern": r"\.py$",
-    "ignore_pattern": r"^(adult|flights|pictures|ray_train|spark)\.py$",  # read by others; engines that are not installed
+    "ignore_pattern": r"^(adult|flights|pictures|ray_train|spark)\.py$",  # read by others; not installed
     "reset_argv": "conf.quick_run",
     "download_all_examples": False,
     "show_signature": False,
