@@ -74,6 +74,7 @@ sphinx_gallery_conf = {
     "ignore_pattern": r"^(adult|flights|pictures|ray_train|spark)\.py$",  # read by others; not installed
     "reset_argv": "conf.quick_run",
     "download_all_examples": False,
+    "default_thumb_file": str(Path(__file__).parent / "images" / "accuracy.svg"),
     "show_signature": False,
     "show_memory": False,
     "min_reported_time": 1e9,
@@ -86,6 +87,7 @@ RUN = {
     "index",
     "study",
     "released",
+    "estimators",
     "inference",
     "schema",
     "nets",
@@ -101,6 +103,10 @@ kernelspec: {name: python3, display_name: Python 3, language: python}
 ---
 
 """
+
+QUICK = (
+    "What is printed and drawn below is of a run with ``--quick``: seconds, and little accuracy."
+)
 
 SEE = re.compile(r"^( +)([\w, ]+): see `(\w+)`[;.]?(?: (.*))?$")
 CITATION = re.compile(r"\bdocs/([\w./-]+)\.md(?:#([\w-]+))?")
@@ -250,7 +256,7 @@ def source(app: Sphinx, docname: str, text: list[str]) -> None:
         ]
         written[0] = written[0][:1].upper() + written[0][1:]
         text[0] = "\n\n".join(
-            [head + label, f"{title}\n{'=' * len(title)}", *written, code + rest]
+            [head + label, f"{title}\n{'=' * len(title)}", *written, QUICK, code + rest]
         )
     if docname in RUN:
         text[0] = NOTEBOOK + text[0].replace("```python\n", "```{code-cell} python\n")
