@@ -32,7 +32,7 @@ def listed(page: Path) -> Iterator[str]:
     for block in re.findall(
         r"```\{toctree\}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL
     ):
-        for name in re.findall(r"^(?!:)(\S+)$", block, re.MULTILINE):
+        for name in re.findall(r"^(?!:)(?:.*<)?([\w/.]+)>?$", block, re.MULTILINE):
             yield (page.parent / name).resolve().relative_to(DOCS).as_posix()
 
 
