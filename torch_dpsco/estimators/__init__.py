@@ -15,12 +15,11 @@
 | `AdversarialClassifier` | logistic under attack | output perturbation |
 
 One of your own is a `Regressor` or a `BinaryClassifier` that says its loss in `make_loss` (docs/your_own.md).
-
-Imported on first use, with scikit-learn, which the optimizers of `solved` do without. Of any release, `task`
-has the public numbers, and `base` takes a mechanism and carries it out: `output`, `objective`, `gradient_descent` or
-`least_squares`; `objectives` and `solvers` are what is solved, and how.
 """
 
+# Imported on first use, with scikit-learn, which the optimizers of `solved` do without. Of any release, `task` has the
+# public numbers, and `base` takes a mechanism and carries it out: `output`, `objective`, `gradient_descent` or
+# `least_squares`; `objectives` and `solvers` are what is solved, and how.
 from importlib import import_module
 from typing import TYPE_CHECKING
 

@@ -528,8 +528,8 @@ class Table:
         if (unit == "user") != (self.groups is not None):
             # PRIVACY: rows without their ids would be protected one by one (test_rows_of_users_are_not_taken_for_units)
             raise UnitError(
-                "unit must be 'user' where the schema keeps several rows of a unit, with"
-                f" loader(dataset, users=table.groups), and only there (got {unit!r})"
+                "unit must be 'user' for a schema that keeps several rows of a unit, with"
+                f" loader(dataset, users=table.groups), and 'example' for others (got {unit!r})"
             )
         self.schema.require_targets(loss)
         rows = self.X.copy()

@@ -174,7 +174,7 @@ class RunOptimizer(CommonOptimizer):
         Args:
             dataset: map-style data set; tensors in memory (TensorDataset) are gathered fastest. Or a stream, as
                 `sampling.Spilled`.
-            users: where users are protected, and only there, the id of the user of each record: users are drawn, and
+            users: the id of the user of each record, for an optimizer that protects users: users are drawn, and
                 all their rows are delivered with their ids. Integers in [0, n), or strings (and other things that
                 hash), which are numbered in order of appearance. Under replace_one and zero_out n is the public
                 universe, and users without a record are legal; under add_remove users are numbered without gaps.
