@@ -41,6 +41,7 @@ EXEMPT = {
         "statistics.[!p]*",
         "audits.OneRunResult",
         "audits.Audit",
+        "estimators.base.LinearModel",
         "step.plan.Plan",
     ),
     "accounting.report.PrivacyReport",

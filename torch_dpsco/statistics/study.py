@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -158,12 +158,15 @@ class StudyPlan:
         """The budget of the score: with the least noise."""
         return scores.quietest(self._shared)
 
-    def preview(self, frame: Any = None, **options: Any) -> Preview:
+    def preview(
+        self, frame: Any = None, *, epsilons: Sequence[float] | None = None, runs: int = 10
+    ) -> Preview:
         """Returns what the fit will lose, see `LinearModel.preview`.
 
         Args:
             frame: PUBLIC table that looks like the private one, read by the schema; None for public numbers alone.
-            options: `epsilons`, `runs`.
+            epsilons: > 0; None for some around that of the plan.
+            runs: fits at each epsilon.
 
         Raises:
             ConditionError: the plan is to search among several models.
@@ -173,6 +176,7 @@ class StudyPlan:
                 "a preview is of one model: plan a study without candidates for each of them"
             )
         found: Preview
+        options: dict[str, Any] = {"epsilons": epsilons, "runs": runs}
         if frame is None:
             found = self.model.preview(
                 dim=len(self.schema.names), unit=self.budget.unit, **options
