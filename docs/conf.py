@@ -20,6 +20,8 @@ from sphinx.util.inspect import stringify_signature
 import torch_dpsco
 
 sys.path.append(str(Path(__file__).parent))  # the gallery imports quick_run
+CARD = Path(__file__).parent / "_build" / "card" / "card.html"
+CARD.parent.mkdir(parents=True, exist_ok=True)
 
 project = "torch_dpsco"
 author = "The torch_dpsco contributors"
@@ -40,6 +42,7 @@ html_theme = "sphinx_book_theme"
 html_title = "torch_dpsco"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_extra_path = ["_build/card"]
 html_copy_source = False
 html_theme_options = {
     "show_toc_level": 2,
@@ -108,6 +111,10 @@ QUICK = (
     "What is printed and drawn below is of a run with ``--quick``: seconds, and little accuracy."
 )
 
+PROGRESS = re.compile(
+    r"^ +(\d+%\|.*)?\n(?= +\d+%\|)|^ +\d+%\|.*\n", re.MULTILINE
+)  # bars, and a blank before
+
 SEE = re.compile(r"^( +)([\w, ]+): see `(\w+)`[;.]?(?: (.*))?$")
 CITATION = re.compile(r"\bdocs/([\w./-]+)\.md(?:#([\w-]+))?")
 ROOT_PAGE_LINK = re.compile(r"\[([^\]]*)\]\(((?:\.\./)+[A-Z]+\.md)\)")  # ../SECURITY.md
@@ -156,7 +163,7 @@ def as_list_table(text: str) -> str:
     """Returns a table of a docstring, written as in Markdown, as reStructuredText."""
     lines = [line.strip().strip("|").split(" | ") for line in text.split("\n")]
     rows = [[as_rst(cell.strip()) for cell in row] for at, row in enumerate(lines) if at != 1]
-    written = [".. list-table::", "   :header-rows: 1", ""]
+    written = [".. list-table::", "   :header-rows: 1", "   :widths: auto", ""]
     for row in rows:
         written += [f"   {'-' if at else '* -'} {cell}" for at, cell in enumerate(row)]
     return "\n".join(written).replace("\n   - ", "\n     - ")
@@ -242,6 +249,16 @@ def docstring(
     lines[:] = "\n\n".join(written).split("\n")
 
 
+def card(app: Sphinx) -> None:
+    """Makes the study of the first page, whose card that page shows, unless it was made by these sources."""
+    page, names = Path(app.srcdir) / "index.md", dict[str, Any]()
+    sources = [page, *Path(torch_dpsco.__file__).parent.rglob("*.py")]
+    if CARD.is_file() and CARD.stat().st_mtime > max(path.stat().st_mtime for path in sources):
+        return
+    exec(page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0], names)
+    names["found"].report().save(CARD, overwrite=True)
+
+
 def source(app: Sphinx, docname: str, text: list[str]) -> None:
     """Gives pages of the gallery a title, sends links to examples there, makes pages of `RUN` notebooks."""
     if docname == "gallery/index":
@@ -254,6 +271,7 @@ def source(app: Sphinx, docname: str, text: list[str]) -> None:
             f"::\n\n{part}" if part.startswith(" ") else as_rst(part)
             for part in paragraphs(about)
         ]
+        rest = PROGRESS.sub("", rest)
         written[0] = written[0][:1].upper() + written[0][1:]
         text[0] = "\n\n".join(
             [head + label, f"{title}\n{'=' * len(title)}", *written, QUICK, code + rest]
@@ -274,4 +292,5 @@ def setup(app: Sphinx) -> None:
     app.add_role("cited", Cited())
     app.connect("autodoc-process-docstring", docstring, priority=1)  # before napoleon
     app.connect("autodoc-process-signature", signature)
+    app.connect("builder-inited", card)
     app.connect("source-read", source)

@@ -18,7 +18,7 @@ def bars(unit: str, figures: Mapping[str, float], ending: str = "") -> None:
         for name, value in figures.items()
         if name.endswith(ending)
     }
-    _, axes = plt.subplots(num="bars", clear=True, figsize=(7, 1 + 0.35 * len(shown)), layout="constrained")
+    _, axes = plt.subplots(num="bars", clear=True, figsize=(5.5, 0.9 + 0.3 * len(shown)), layout="constrained")
     colors = ["tab:gray" if any(word in name for word in PUBLIC) else "tab:blue" for name in shown]
     axes.bar_label(axes.barh(list(shown), list(shown.values()), color=colors), fmt="%.4g", padding=3)
     axes.invert_yaxis()
