@@ -229,3 +229,12 @@ def test_a_ledger_of_the_events_of_a_ledger_is_the_same():
     for event, count in ledger.events():
         again.add(event, count)
     assert again.digest() == ledger.digest()
+
+
+def test_a_run_with_repeatable_noise_has_no_verdict():
+    accountant = Accountant()
+    accountant.authorize(STEP, 1)
+    run = Run("NoisyGD", Full(50), STEP, 1, 1, True, repeatable=True)
+    first, *others = make_statement(accountant.report(DELTA), run).in_short
+    assert first.startswith("Verdict: none.")
+    assert not any("Verdict" in line or "bets" in line for line in others)

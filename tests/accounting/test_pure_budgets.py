@@ -502,7 +502,7 @@ def test_a_pure_statement_says_what_holds_and_speaks_of_no_slack():
     assert "is at most e^epsilon (2.719) times its probability in the other." in meaning
     assert "the odds that they give to a world rise by a factor of at most 2.719." in meaning
     # e / (1 + e) = 0.73106
-    assert "they guess right at most 73.2 % of the time (a coin flip: 50 %)." in meaning
+    assert "wins at most 73.2 % of the time, a coin 50 %." in statement.in_short[0]
     assert "a person with k rows has k epsilon. k = 2: 2; k = 10: 10." in " ".join(
         dict(statement.sections)["What is protected"]
     )

@@ -280,7 +280,7 @@ def test_no_guarantee_is_said_first_and_nothing_is_promised():
         "Nothing bounds what the release tells about one example. Treat it like the data themselves."
     )
     assert not any(
-        "-differential privacy" in form or "coin flip" in form for form in forms(statement)
+        "-differential privacy" in form or "a coin 50 %" in form for form in forms(statement)
     )
 
 

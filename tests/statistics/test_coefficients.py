@@ -19,7 +19,7 @@ from torch_dpsco.estimators import (
     Schema,
     SoftmaxRegression,
 )
-from torch_dpsco.statistics.coefficients import coefficients_of
+from torch_dpsco.statistics.coefficients import coefficients_of, short
 
 N = 600
 COLUMNS: dict[str, Any] = {
@@ -174,5 +174,5 @@ def test_a_picture_shows_the_strongest_over_their_whole_column() -> None:
     points = axes.get_lines()[0].get_xdata()
     assert points == pytest.approx((found.values * found.spans)[found.strongest[:8]])
     assert [note.get_text() for note in axes.texts] == [
-        f"{found.values[k]:+.2g}" for k in found.strongest[:8]
+        short(found.values[k], "+") for k in found.strongest[:8]
     ]

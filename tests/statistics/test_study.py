@@ -336,7 +336,7 @@ def test_intervals_have_the_names_of_the_schema():
     found = study(records, BASE, dp.Budget(4.0, 1e-6), show=None, intervals=0.3)
     table = found.coefficients()
     assert table.names == ("age", "sex=m", "intercept")
-    assert table.units[:2] == ("per 1", "against 'f'")
+    assert table.units[:2] == ("per 1 of 17 to 90", "against 'f'")
     low, high = found.coefficients(level=1 - 1e-7).intervals.T
     assert low[0] < 1 / 8 < high[0]  # the truth: 1/8 a year, from 60 years on
     assert low[2] < -60 / 8 < high[2]
@@ -395,7 +395,7 @@ def test_a_study_is_drawn(schema):
     figure = made(schema).plot()
     assert [axes.get_title() for axes in figure.axes] == [
         "What the model says",
-        "How good it is, on 800 examples held out",
+        "How good it is, on those held out",
         "What can be found out about one example",
     ]
     tops = [axes.get_subplotspec().rowspan.start for axes in figure.axes]

@@ -76,12 +76,12 @@ class Coefficients:
             row = [
                 self.names[k],
                 self.units[k],
-                f"{self.values[k]:.3g}",
-                f"{self.scaled[k]:.3g}",
+                short(self.values[k]),
+                short(self.scaled[k]),
             ]
             if found is not None:
                 low, high = found.intervals[k]
-                row.append(f"{low:.3g} to {high:.3g}")
+                row.append(f"{short(low)} to {short(high)}")
                 row += [f"{found.p_values[k]:.2g}", f"{100 * found.privacy[k]:.0f} %"]
             rows.append(row)
         wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -97,10 +97,10 @@ class Coefficients:
         """Returns a picture of the strongest: what each adds over the whole of its column, with intervals if any."""
         chosen = self.strongest[:_SHOWN]
         rows = [f"{self.names[k]}\n{self.units[k]}" for k in chosen]
-        notes = [f"{self.values[k]:+.2g}" for k in chosen]
+        notes = [short(self.values[k], "+") for k in chosen]
         spans = self.spans[chosen]
         ends = None if self.intervals is None else self.intervals[chosen] * spans[:, None]
-        what = "released"
+        what = "released, noise included"
         if self.inference is not None:
             what = f"estimate and {100 * self.inference.level:g} % interval"
         return plots.ranges(
@@ -112,6 +112,16 @@ class Coefficients:
             what,
             notes=notes,
         )
+
+
+def short(value: float, sign: str = "") -> str:
+    """Returns a number with three digits.
+
+    Example:
+        >>> short(-2013.4), short(0.0512, "+"), short(0.0)
+        ('-2010', '+0.0512', '0')
+    """
+    return f"{float(f'{value:.3g}'):{sign}g}"
 
 
 def coefficients_of(model: Any, schema: Schema, level: float) -> Coefficients:
@@ -140,7 +150,7 @@ def _released(model: Any, schema: Schema) -> Coefficients:
         names = [f"{label}: {name}" for label in labels or () for name in names]
     moves = schema.target
     if labels is not None:
-        of = "each label, against the average one" if several else repr(labels[-1])
+        of = "the label it names" if several else repr(labels[-1])
         moves = f"{'log-odds' if hasattr(model, 'predict_proba') else 'score'} of {of}"
     units, spans = zip(*_units(schema), strict=True)
     return Coefficients(

@@ -66,7 +66,7 @@ class Group:
     share: Estimate
 
     def __str__(self) -> str:
-        low, high = (f"{100 * end:.2g}" for end in self.share.interval)
+        low, high = (f"{100 * end:.0f}" for end in self.share.interval)
         return (
             f"{100 * self.low:3.0f} to {100 * self.high:3.0f} %: {100 * self.share.value:3.0f} % of about"
             f" {max(self.records, 0.0):.0f} (95 %: {low} to {high} %)"

@@ -149,8 +149,8 @@ class Study:
             *self._base_rate(),
             *self._calibrated(),
             *self._covered(),
-            f"strongest {len(strongest)} of {len(found.strongest)} coefficients, which add to the"
-            f" {found.moves}:",
+            f"the strongest of {len(found.strongest)} coefficients, which add to the {found.moves}"
+            f"{', noise included' if found.inference is None else ''}:",
             *(f"  {line}" for line in found.lines(strongest)),
             f"spent on all of it: epsilon {rounded_up(figures.epsilon)} at delta"
             f" {rounded_up(figures.delta)} for one {figures.unit_name}; the rest: report()",
@@ -207,12 +207,12 @@ class Study:
         value, error = rounded(score.error, score.value, score.error)
         loss = not score.greater_is_better
         how_good = plots.ranges(
-            f"How good it is, on {self.plan.held} {self.report().figures.unit_names} held out",
+            "How good it is, on those held out",
             f"{'less' if loss else 'more'} is better",
             [score.metric.replace("_", "\n")],
             np.array([score.value]),
             np.array([score.interval]),
-            "95 %, of noise and of the choice of those held out",
+            "95 %, for noise and for who was held out",
             line=None if score.chance is None else (f"by chance: {score.chance}", score.chance),
             notes=[f"{value} +- {error}"],
             within=(0.0, None if loss else 1.03),
