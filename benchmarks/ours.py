@@ -154,7 +154,7 @@ def user_clipped(**numbers: float) -> Build:
     def build(
         table: Table, loss: dp.losses.Loss, model: nn.Linear, budget: dp.Budget
     ) -> dp.PrivateOptimizer:
-        plan = dp.UserClippedSGD.plan(n_users=n_users(table), budget=budget, **numbers)
+        plan = dp.UserClippedSGD.plan(n=n_users(table), budget=budget, **numbers)
         return dp.UserClippedSGD(model.parameters(), plan)
 
     return build

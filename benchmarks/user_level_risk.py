@@ -122,7 +122,7 @@ def clipped(data: TensorDataset, users: Tensor, n: int, m: int) -> Iterator[Tens
     for clip, lr in itertools.product(CLIPS, LRS):
         model = _model()
         numbers = {"clip": clip / math.sqrt(m), "lr": lr, "steps": STEPS, "average": "weighted"}
-        plan = dp.UserClippedSGD.plan(n_users=n, budget=BUDGET, **numbers)
+        plan = dp.UserClippedSGD.plan(n=n, budget=BUDGET, **numbers)
         optimizer = dp.UserClippedSGD(model.parameters(), plan)
         yield dp.fit(
             model, optimizer, data, SUM, users=users, loss_reduction="sum", progress=False
@@ -134,7 +134,7 @@ def filtered(data: TensorDataset, users: Tensor, n: int, m: int) -> Iterator[Ten
         model = _model()
         tau = radius / math.sqrt(m)
         plan = dp.UserFilteredSGD.plan(
-            n_users=n, budget=BUDGET, steps=STEPS, pair_radius=tau, lr=lr, average="weighted"
+            n=n, budget=BUDGET, steps=STEPS, pair_radius=tau, lr=lr, average="weighted"
         )
         optimizer = dp.UserFilteredSGD(model.parameters(), plan)
         yield dp.fit(
@@ -220,11 +220,11 @@ def far_fit(name: str, n: int, dim: int, away: float) -> float:
     values[:, 0] += away
     model = nn.Linear(1, dim, bias=False)
     nn.init.zeros_(model.weight)
-    shared = {"n_users": n, "budget": BUDGET, "lr": 1.0}
+    shared = {"n": n, "budget": BUDGET, "lr": 1.0}
     optimizer: dp.PrivateOptimizer
     if name == "filtered":
         plan = dp.UserFilteredSGD.plan(
-            n_users=n, budget=BUDGET, steps=1, pair_radius=1.0, lr=1.0, average="last"
+            n=n, budget=BUDGET, steps=1, pair_radius=1.0, lr=1.0, average="last"
         )
         optimizer = dp.UserFilteredSGD(model.parameters(), plan)
     else:

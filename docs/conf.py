@@ -5,6 +5,7 @@ Pages are read on a code host too: links go to files, and an anchor is what a co
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -14,16 +15,20 @@ from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxRole
+from sphinx.util.inspect import stringify_signature
 
 import torch_dpsco
 
 sys.path.append(str(Path(__file__).parent))  # the gallery imports quick_run
+CARD = Path(__file__).parent / "_build" / "card" / "card.html"
+CARD.parent.mkdir(parents=True, exist_ok=True)
 
 project = "torch_dpsco"
 author = "The torch_dpsco contributors"
 version = release = torch_dpsco.__version__
 extensions = [
     "myst_nb",
+    "sphinx_design",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
@@ -37,6 +42,7 @@ html_theme = "sphinx_book_theme"
 html_title = "torch_dpsco"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_extra_path = ["_build/card"]
 html_copy_source = False
 html_theme_options = {
     "show_toc_level": 2,
@@ -68,9 +74,10 @@ sphinx_gallery_conf = {
     "examples_dirs": "../examples",
     "gallery_dirs": "gallery",
     "filename_pattern": r"\.py$",
-    "ignore_pattern": r"^(adult|flights|ray_train|spark)\.py$",  # readers of data; engines that are not installed
+    "ignore_pattern": r"^(adult|flights|pictures|ray_train|spark)\.py$",  # read by others; not installed
     "reset_argv": "conf.quick_run",
     "download_all_examples": False,
+    "default_thumb_file": str(Path(__file__).parent / "images" / "accuracy.svg"),
     "show_signature": False,
     "show_memory": False,
     "min_reported_time": 1e9,
@@ -78,6 +85,37 @@ sphinx_gallery_conf = {
     "remove_config_comments": True,
 }
 
+# pages whose blocks of Python are run one after the other, and shown with what they print and draw
+RUN = {
+    "index",
+    "study",
+    "released",
+    "estimators",
+    "inference",
+    "schema",
+    "nets",
+    "tuning",
+    "conformal",
+    "public_data",
+    "choose_epsilon",
+    "integrations/lightning",
+}
+NOTEBOOK = """---
+file_format: mystnb
+kernelspec: {name: python3, display_name: Python 3, language: python}
+---
+
+"""
+
+QUICK = (
+    "What is printed and drawn below is of a run with ``--quick``: seconds, and little accuracy."
+)
+
+PROGRESS = re.compile(
+    r"^ +(\d+%\|.*)?\n(?= +\d+%\|)|^ +\d+%\|.*\n", re.MULTILINE
+)  # bars, and a blank before
+
+SEE = re.compile(r"^( +)([\w, ]+): see `(\w+)`[;.]?(?: (.*))?$")
 CITATION = re.compile(r"\bdocs/([\w./-]+)\.md(?:#([\w-]+))?")
 ROOT_PAGE_LINK = re.compile(r"\[([^\]]*)\]\(((?:\.\./)+[A-Z]+\.md)\)")  # ../SECURITY.md
 EXAMPLE_LINK = re.compile(r"\]\(((?:\.\./)+)examples/(\w+)\.py\)")
@@ -121,9 +159,69 @@ def as_rst(text: str) -> str:
     )
 
 
+def as_list_table(text: str) -> str:
+    """Returns a table of a docstring, written as in Markdown, as reStructuredText."""
+    lines = [line.strip().strip("|").split(" | ") for line in text.split("\n")]
+    rows = [[as_rst(cell.strip()) for cell in row] for at, row in enumerate(lines) if at != 1]
+    written = [".. list-table::", "   :header-rows: 1", "   :widths: auto", ""]
+    for row in rows:
+        written += [f"   {'-' if at else '* -'} {cell}" for at, cell in enumerate(row)]
+    return "\n".join(written).replace("\n   - ", "\n     - ")
+
+
 def paragraphs(text: str) -> list[str]:
     """Returns what blank lines separate."""
     return re.split(r"\n{2,}", text.strip("\n"))
+
+
+def arguments(about: Any) -> dict[str, list[str]]:
+    """Returns the lines of each argument that the docstring of a class names in one line of its own."""
+    found, names = dict[str, list[str]](), list[str]()
+    _, _, section = (inspect.getdoc(about) or "").partition("\nArgs:\n")
+    for line in section.partition("\n\n")[0].split("\n"):
+        named = re.match(r" {4}([\w, ]+): (.*)", line)
+        names = named[1].split(", ") if named else names
+        for name in names:
+            found.setdefault(name, []).append(named[2] if named else line.strip())
+    return found
+
+
+def named_by(obj: Any, name: str) -> Any:
+    """Returns what a docstring calls by a name: a base class, a name of its module, or one of the library."""
+    bases = {base.__name__: base for base in getattr(obj, "__mro__", ())}
+    module = sys.modules[getattr(obj, "__module__", "torch_dpsco")]
+    return bases.get(name) or getattr(module, name, None) or getattr(torch_dpsco, name, None)
+
+
+def spelled_out(obj: Any, line: str) -> list[str]:
+    """Returns what an argument is where a docstring only says which class explains it."""
+    refers = SEE.match(line)
+    known = arguments(named_by(obj, refers[3])) if refers else {}
+    if not refers or not all(name in known for name in refers[2].split(", ")):
+        return [line]
+    first, *others = (
+        f"{refers[1]}{name}: {' '.join(known[name])}" for name in refers[2].split(", ")
+    )
+    also = f"{refers[4][:1].upper()}{refers[4][1:]}" if refers[4] else ""
+    return [f"{first} {also}".rstrip(), *others]
+
+
+def signature(
+    app: Sphinx,
+    what: str,
+    name: str,
+    obj: Any,
+    options: Any,
+    shown: str | None,
+    returns: str | None,
+) -> tuple[str, str | None] | None:
+    """Returns what a class is made of, where Sphinx shows a constructor that takes anything."""
+    if what != "class" or "*args" not in (shown or ""):
+        return None
+    real = inspect.signature(obj)
+    return stringify_signature(
+        real, show_return_annotation=False, unqualified_typehints=True
+    ), None
 
 
 def docstring(
@@ -139,12 +237,30 @@ def docstring(
         names_joined = re.sub(
             r"(?m)^(    [\w, ]+,)\n +", r"\1 ", text
         )  # "Args:" of one line each
-        written += ["::", text] if formula else [as_rst(names_joined)]
+        lines_of_arguments = (
+            part for line in names_joined.split("\n") for part in spelled_out(obj, line)
+        )
+        if text.startswith("| "):
+            written += [as_list_table(text)]
+        elif formula:
+            written += ["::", text]
+        else:
+            written += [as_rst("\n".join(lines_of_arguments))]
     lines[:] = "\n\n".join(written).split("\n")
 
 
+def card(app: Sphinx) -> None:
+    """Makes the study of the first page, whose card that page shows, unless it was made by these sources."""
+    page, names = Path(app.srcdir) / "index.md", dict[str, Any]()
+    sources = [page, *Path(torch_dpsco.__file__).parent.rglob("*.py")]
+    if CARD.is_file() and CARD.stat().st_mtime > max(path.stat().st_mtime for path in sources):
+        return
+    exec(page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0], names)
+    names["found"].report().save(CARD, overwrite=True)
+
+
 def source(app: Sphinx, docname: str, text: list[str]) -> None:
-    """Gives the pages of the gallery a title, and sends links to examples there."""
+    """Gives pages of the gallery a title, sends links to examples there, makes pages of `RUN` notebooks."""
     if docname == "gallery/index":
         text[0] = text[0].split("\n# ")[0]  # examples/data is no part of the gallery
     elif docname.startswith("gallery/"):
@@ -155,10 +271,13 @@ def source(app: Sphinx, docname: str, text: list[str]) -> None:
             f"::\n\n{part}" if part.startswith(" ") else as_rst(part)
             for part in paragraphs(about)
         ]
+        rest = PROGRESS.sub("", rest)
         written[0] = written[0][:1].upper() + written[0][1:]
         text[0] = "\n\n".join(
-            [head + label, f"{title}\n{'=' * len(title)}", *written, code + rest]
+            [head + label, f"{title}\n{'=' * len(title)}", *written, QUICK, code + rest]
         )
+    if docname in RUN:
+        text[0] = NOTEBOOK + text[0].replace("```python\n", "```{code-cell} python\n")
     # links to files that are no page of the site are downloads
     text[0] = ROOT_PAGE_LINK.sub(r"{download}`\1 <\2>`", text[0])
     shown = {path.stem for path in (Path(app.srcdir) / "gallery").glob("*.rst")}
@@ -172,4 +291,6 @@ def setup(app: Sphinx) -> None:
     """Connects the above."""
     app.add_role("cited", Cited())
     app.connect("autodoc-process-docstring", docstring, priority=1)  # before napoleon
+    app.connect("autodoc-process-signature", signature)
+    app.connect("builder-inited", card)
     app.connect("source-read", source)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from accelerate import Accelerator
 from adult import ROW_NORM_BOUND, Adult, accuracy, auc, load_adult
+from pictures import bars
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -82,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             scores = model(data.test_features)
         figures[name], figures[f"{name}_auc"] = accuracy(scores, data.test_labels), auc(scores, data.test_labels)
         accelerator.print(f"{name:<10} accuracy {figures[name]:.4f}  AUC {figures[f'{name}_auc']:.4f}")
+    bars("AUC on the test set", figures, "_auc")
     report = optimizer.report().figures
     accelerator.print(f"{accelerator.num_processes} processes, {optimizer.steps} steps; spent: {report}")
     return figures | {"epsilon": report.epsilon, "steps": float(optimizer.steps)}

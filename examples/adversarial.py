@@ -22,6 +22,7 @@ from collections.abc import Sequence
 
 import torch
 from adult import Adult, accuracy, auc, load_adult
+from pictures import bars
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -109,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         print(f"{name:<22}{shown}   ({epsilon:.4g}, {DELTA:g})")
         figures.update({f"{name}: {kind}": value for kind, value in (found | {"epsilon": epsilon}).items()})
     print("each line is (epsilon, delta)-differential privacy, add_remove, of that model alone")
+    bars("accuracy under attack", figures, ": l2 accuracy")
     return figures
 
 

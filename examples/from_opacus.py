@@ -39,6 +39,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from adult import ROW_NORM_BOUND, accuracy, auc, load_adult
 from opacus import PrivacyEngine
+from pictures import bars
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -138,6 +139,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         print(f"{name:<28}{found['accuracy']:>10.4f}{found['auc']:>10.4f}{rounded_up(epsilon):>10}")
     print(ADDED.format(spent=report.budget.epsilon, other=rounded_up(report.epsilons["replace_one"]), people=PEOPLE))
     print(f"spent: {report}")
+    bars("AUC on the test set", figures, "_auc")
     return figures
 
 

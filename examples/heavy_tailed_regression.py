@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from flights import NUM_FEATURES, SPLIT_SEED, TEST_SHARE, Flights, encode, read_records
 from linear_regression import THRESHOLD, errors, fit_huber
+from pictures import bars
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -184,6 +185,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         print(f"{name:<41}{figures[f'{name}_mae']:>10.4f}")
     print(f"\nof each model: {optimizer.report().headline}")
     print("Runs were repeated to show their spread; whoever publishes several gives all of them one Accountant.")
+    bars("mean absolute error (hours)", figures, "_mae")
     return figures
 
 

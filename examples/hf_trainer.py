@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import peft
 import torch
+from pictures import bars
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 import torch_dpsco as dp
@@ -85,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         figures = {name: float(run.evaluate()["eval_accuracy"]) for name, run in runs.items()}
     for name, words in (("public", "not adapted"), ("baseline", "not private"), ("private", "private")):
         print(f"{words:<12} accuracy {figures[name]:.4f}")
+    bars("accuracy", figures)
     report = private.optimizer.report().figures
     print(f"spent: {report}")
     return figures | {"epsilon": report.epsilon, "steps": float(private.optimizer.steps)}

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from pictures import bars
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -124,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     figures["public_excess"] = float((public - task.truth).square().sum()) / 2.0
     print(f"{'not private':<24}{figures['public_excess']:>12.4f}")
     print(f"\nof each model: {optimizer.report().headline}")
+    bars("excess risk", figures, "_excess")
     return figures
 
 

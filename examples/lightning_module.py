@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from pictures import bars
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -91,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     figures["epsilon"] = module.optimizers().optimizer.accountant.get_epsilon(DELTA)
     print(f"\naccuracy: private {figures['private_accuracy']:.4f}, not private {figures['not_private_accuracy']:.4f}")
     print(f"spent: epsilon {dp.accounting.calibrate.rounded_up(figures['epsilon'])} at delta {DELTA:g}")
+    bars("accuracy", figures, "_accuracy")
     return figures
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from flights import NUM_FEATURES, ROW_NORM_BOUND, Flights, load_flights
+from pictures import bars
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -124,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             print(f"{label:<40}{figures[f'{key}_mae']:>10.4f}{figures[f'{key}_rmse']:>10.4f}")
     figures["epsilon_total"] = total.get_epsilon(DELTA)
     print(f"publishing all of them: epsilon {rounded_up(figures['epsilon_total'])}")
+    bars("mean absolute error (hours)", figures, "_mae")
     return figures
 
 

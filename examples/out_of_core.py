@@ -2,6 +2,7 @@
 
     python examples/out_of_core.py                # income on UCI Adult, 32,561 people, in batches of 4,096 rows
     python examples/out_of_core.py --batch 1000
+    python examples/out_of_core.py --quick        # 4,000 people, for a smoke test
 
 The table is written into a temporary folder first; a table of yours is there already. Whatever the size of the batches,
 the fit is that of the same rows in memory, to the last bit for the same noise. Needs pyarrow, for sparse rows scipy.
@@ -20,12 +21,14 @@ import pyarrow.parquet as pq
 import scipy.sparse
 import torch
 from adult import ROW_NORM_BOUND, auc, fit_baseline, load_adult
+from pictures import bars
 
 import torch_dpsco as dp
 from torch_dpsco.estimators import LogisticRegression
 from torch_dpsco.integrations.parquet import parquet_blocks
 
 EPSILON, DELTA = 1.0, 1e-5
+QUICK_ROWS = 4000
 
 
 def model(n: int, ledger: dp.Accountant) -> LogisticRegression:
@@ -45,9 +48,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Fits, prints private beside non-private scores, and returns the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=4096, help="rows in memory at a time")
+    parser.add_argument("--quick", action="store_true", help="4,000 people only")
     args = parser.parse_args(argv)
-    data = load_adult()
-    rows, labels, n = data.train_features.numpy(), data.train_labels.numpy().astype(np.int8), 32_561
+    data, n = load_adult(), QUICK_ROWS if args.quick else 32_561
+    rows, labels = data.train_features[:n].numpy(), data.train_labels[:n].numpy().astype(np.int8)
     ledger = dp.Accountant(adjacency="add_remove")
     figures = {}
 
@@ -63,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     figures["sparse"] = scored(model(n, ledger).fit(scipy.sparse.csr_matrix(rows), labels))
     with torch.no_grad():
         figures["baseline"] = auc(
-            fit_baseline(data.train_features, data.train_labels)(data.test_features), data.test_labels
+            fit_baseline(data.train_features[:n], data.train_labels[:n])(data.test_features), data.test_labels
         )
     print(f"AUC on {len(data.test_labels):,} people")
     for name, words in (
@@ -72,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         ("baseline", "not private"),
     ):
         print(f"{words:<44}{figures[name]:.4f}")
+    bars("AUC on the test set", figures)
     figures["epsilon"] = ledger.get_epsilon(2 * DELTA)
     print(f"publishing both: epsilon {figures['epsilon']:.3g} at delta {2 * DELTA:g}")
     return figures

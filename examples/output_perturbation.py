@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 import torch
 from adult import Adult, accuracy, auc, fit_baseline, load_adult
+from pictures import bars
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -124,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         print(f"{name:<28}{shown}   {f'({spent[name]:.4g}, {METHODS[name]:g})' if name in spent else '-'}")
     headline = str(optimizer.report()).splitlines()[0]  # the whole of it says what that means, and what it does not
     print(f"\nthe last one alone: {headline}\npublishing several of them costs what all of them spent, together")
+    bars("AUC on the test set", {name: found["auc"] for name, found in results.items()})
     return {f"{name}: {kind}": value for name, found in results.items() for kind, value in found.items()} | {
         f"{name}: epsilon": value for name, value in spent.items()
     }

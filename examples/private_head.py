@@ -14,6 +14,7 @@ import argparse
 from collections.abc import Sequence
 
 import torch
+from pictures import bars
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 
@@ -88,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     for name, figure in figures.items():
         print(f"{name:<12} accuracy {figure:.4f}")
     print(f"spent: {head.privacy_}")
+    bars("accuracy", figures)
     return figures | {"epsilon": head.privacy_.epsilon}
 
 

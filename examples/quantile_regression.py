@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 import torch
 from flights import NUM_FEATURES, ROW_NORM_BOUND, Flights, load_flights
+from pictures import bars
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -175,6 +176,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     print(f"\npublishing all of them: epsilon {rounded_up(figures['epsilon_total'])}")
     if args.plot:
         draw(args.plot, drawn, data)
+    bars("pinball loss (hours)", figures, "_pinball")
     return figures
 
 

@@ -22,6 +22,7 @@ import statistics
 from collections.abc import Sequence
 
 import torch
+from pictures import bars
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -97,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         print(f"{name:<36}{figures[f'{name}_excess']:>10.4f}{figures[f'{name}_epsilon']:>10.4f}")
     print(f"\nof the shuffled model: {optimizer.report().headline}")
     print("  A central simulation; it holds for the protocol, with honest users and a shuffler that only shuffles.")
+    bars("median excess risk", figures, "_excess")
     return figures
 
 

@@ -1,7 +1,7 @@
 """Private support vector machines on 32,561 people (UCI Adult): hinge losses (1 - margin)_+^q with q = 1, 1.5 and 2.
 
     python examples/svm.py             # twelve models, eps = 1 each, about half a minute
-    python examples/svm.py --quick     # a tenth of an epoch, for a smoke test
+    python examples/svm.py --quick     # a tenth of an epoch, gradients alone, for a smoke test
 
 The gradient of the q-norm hinge is Hoelder with exponent q - 1: a jump at q = 1, the square root of a distance at 1.5,
 smooth at 2. All of it is calibrated from the loss: at q = 1 the gradient bound is that of a record, at q > 1 it grows
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import torch
 from adult import ROW_NORM_BOUND, Adult, accuracy, auc, load_adult
+from pictures import bars
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -120,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains, prints test scores beside those of the non-private fits, and returns the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epsilon", type=float, default=EPSILON)
-    parser.add_argument("--quick", action="store_true", help="a tenth of an epoch")
+    parser.add_argument("--quick", action="store_true", help="a tenth of an epoch, gradients alone")
     args = parser.parse_args(argv)
 
     data = load_adult()
@@ -150,7 +151,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         print(f"{name.replace('_', ', q = '):<28}{shown[0]:>10.4f}{shown[1]:>10.4f}{shown[2]:>15.4f}{shown[3]:>8.4f}")
     print("", *spent, sep="\n")
     print(f"\npublishing all of them: epsilon {rounded_up(figures['epsilon_total'])}")
-    return figures | compare(data, ledger, args.epsilon, args.quick)
+    bars("AUC on the test set", figures, "_auc")
+    return figures if args.quick else figures | compare(data, ledger, args.epsilon, args.quick)
 
 
 def compare(data: Adult, ledger: dp.Accountant, epsilon: float, quick: bool) -> dict[str, float]:

@@ -34,6 +34,7 @@ import numpy as np
 import pandas as pd
 import torch
 from flights import COLUMNS, NUM_FEATURES, ROW_NORM_BOUND, _installed_file, encode
+from pictures import bars
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -120,7 +121,7 @@ class Setting(NamedTuple):
 def clipped(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
     """User-level DP-SGD on all aircraft."""
     plan = dp.UserClippedSGD.plan(
-        n_users=setting.n_users,
+        n=setting.n_users,
         budget=setting.budget,
         clip=CLIP,
         lr=LR[setting.loss],
@@ -134,7 +135,7 @@ def clipped(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
 def filtered(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
     """The outlier filter on all aircraft; raises if nothing is proved for so few."""
     plan = dp.UserFilteredSGD.plan(
-        n_users=setting.n_users,
+        n=setting.n_users,
         budget=setting.budget,
         pair_radius=setting.pair_radius,
         lr=FILTER_LR[setting.loss],
@@ -147,7 +148,7 @@ def filtered(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
 def localized(model: nn.Module, setting: Setting) -> dp.PrivateOptimizer:
     """As many phases as are proved private; raises if not even one is."""
     plan = dp.LocalizedUserSGD.plan(
-        n_users=setting.n_users,
+        n=setting.n_users,
         budget=setting.budget,
         problem=dp.Problem(lipschitz=LIPSCHITZ[setting.loss], radius=RADIUS),
         reg=REG,  # makes the loss strongly convex
@@ -300,6 +301,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     print("Whoever publishes several of these models gives all of them one Accountant.")
     if args.plot:
         draw(args.plot, fleet.n_users, args.epsilon)
+    bars("AUC of late flights, whole aircraft protected", figures, "_auc")
     return figures
 
 

@@ -30,7 +30,7 @@ size = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(size)  # type: ignore[union-attr]
 # Files import from their own row or from rows above it (but for those that gather public names).
 ORDER = (
-    "errors acts _validate compat native",
+    "errors acts shown _validate compat native",
     "accounting.analysis",
     "algorithms.correlated_numbers"
     " algorithms.heavy_tailed_numbers algorithms.holder_numbers algorithms.localized_numbers"
@@ -221,7 +221,7 @@ def test_nothing_inside_imports_the_outer_ring():
 
 def test_rules_and_oracles_do_not_know_each_other():
     rules = f"{PACKAGE}.rules"
-    gathered = imported(f"{PACKAGE}.oracles") - {PACKAGE}
+    gathered = imported(f"{PACKAGE}.oracles") - {PACKAGE, f"{PACKAGE}.acts"}
     assert offenders(lambda name: those_inside(reachable(name), *gathered), below(rules)) == {}
     assert offenders(lambda name: those_inside(reachable(name), rules), gathered) == {}
 
@@ -583,3 +583,19 @@ def test_foreign_packages_are_told_from_the_standard_library():
 
 def test_the_package_is_where_this_test_looks():
     assert {PACKAGE, ANALYSIS, *LEAVES} <= set(FILES)
+
+
+@pytest.mark.parametrize(
+    "name", ["", *(f".{name}" for name in torch_dpsco.__all__ if name.islower())]
+)
+def test_dir_is_what_exists_and_is_public(name: str) -> None:
+    place = torch_dpsco if not name else getattr(torch_dpsco, name[1:])
+    if not isinstance(place, ModuleType):
+        return
+    shown = [word for word in dir(place) if not word.startswith("__")]
+    assert shown
+    for word in shown:
+        assert not word.startswith("_")
+        value = getattr(place, word)
+        home = value.__name__ if isinstance(value, ModuleType) else value.__module__
+        assert home.startswith(PACKAGE), word

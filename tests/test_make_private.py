@@ -274,6 +274,15 @@ def test_a_loss_that_sums_trains_as_one_that_averages() -> None:
     torch.testing.assert_close(values(first), values(second))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_reduction_of_a_probed_criterion_is_read_from_it(reduction: str) -> None:
+    model, _, _ = private(linear(), loss=nn.BCEWithLogitsLoss(reduction=reduction))
+    assert model._dpsco.mean is (reduction == "mean")
+    other = {"mean": "sum", "sum": "mean"}[reduction]
+    with pytest.raises(ValueError, match=f"loss_reduction must be {reduction!r}, that of loss"):
+        private(linear(), loss=nn.BCEWithLogitsLoss(reduction=reduction), loss_reduction=other)
+
+
 # -- the loader -------------------------------------------------------------------------------------------------------
 
 
@@ -482,7 +491,7 @@ def test_a_budget_in_either_form_is_enough(
 def test_the_recipe_replaces_batch_size_step_size_and_rule() -> None:
     loop = loop_of_a_net()
     net, private, loader = dp.make_private(
-        *loop, epsilon=2.0, delta=1e-4, recipe=True, verbose=False
+        *loop, epsilon=2.0, delta=1e-4, recipe=True, show=None
     )
     assert private.plan == dp.NetSGD.plan(n=60, budget=dp.Budget(2.0, 1e-4), dim=net)
     assert private.plan.average == "ema"
@@ -492,7 +501,7 @@ def test_the_recipe_replaces_batch_size_step_size_and_rule() -> None:
 
 def test_clip_and_epochs_are_kept_where_they_are_given() -> None:
     _, private, _ = dp.make_private(
-        *loop_of_a_net(), epsilon=2.0, delta=1e-4, clip=0.5, epochs=3, verbose=False
+        *loop_of_a_net(), epsilon=2.0, delta=1e-4, clip=0.5, epochs=3, show=None
     )
     assert (private.plan.clip, private.plan.offset, private.plan.steps) == (0.5, None, 15)
 
@@ -513,4 +522,4 @@ def test_clip_and_epochs_are_kept_where_they_are_given() -> None:
 )  # fmt: skip
 def test_what_is_missing_or_given_twice_is_named(given: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        dp.make_private(*loop_of_a_net(), **given, verbose=False)
+        dp.make_private(*loop_of_a_net(), **given, show=None)

@@ -435,6 +435,18 @@ def test_a_loss_that_is_no_scalar_tensor_is_refused(loss: Any, got: str) -> None
     assert not is_attached(model)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_reduction_of_a_criterion_of_torch_is_read_from_it(reduction: str) -> None:
+    loss = nn.BCEWithLogitsLoss(reduction=reduction)
+    model = linear()
+    dp.fit(model, holder(model), records(), loss, progress=False)
+    assert model._dpsco.mean is (reduction == "mean")
+    other = {"mean": "sum", "sum": "mean"}[reduction]
+    message = f"loss_reduction must be '{reduction}', that of loss"
+    fresh = linear()
+    refused(ValueError, message, fresh, holder(fresh), records(), loss, loss_reduction=other)
+
+
 @pytest.mark.cases(1, 1)
 @pytest.mark.parametrize("value", [0.0, 1e30, float("nan")])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -34,11 +34,7 @@ ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "accountant": (lambda: dp.Accountant(target_epsilon=1.0), "no target_epsilon: take budget"),
     "plan": (
         lambda: dp.ClippedSGD.plan(n=9, max_grad_norm=1.0, eps=1.0),
-        "no max_grad_norm: take clip .*no eps: take b",
-    ),
-    "users": (
-        lambda: dp.UserClippedSGD.plan(n=100, clip=1.0),
-        "no n: take n_users .the public number of users",
+        "no max_grad_norm: take clip .*no eps: take epsilon",
     ),
     "make_private": (
         lambda: dp.make_private(

@@ -14,13 +14,15 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from torch_dpsco import fast, show, statistics, streams  # noqa: F401 - they register what they add
-from torch_dpsco.acts import register
+from torch_dpsco.acts import public_names, register
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # isort: off
     from torch_dpsco import (
+        audits as audits,
         errors as errors,
+        estimators as estimators,
         losses as losses,
         oracles as oracles,
         prox as prox,
@@ -115,12 +117,20 @@ _HOMES = {
     "train": "fit",
 }
 _PLACES = {name: home for home, names in _HOMES.items() for name in names.split()}
-_PARTS = ("errors", "loggers", "losses", "oracles", "prox", "rules", "sampling")
+_PARTS = (
+    "audits",
+    "errors",
+    "estimators",
+    "loggers",
+    "losses",
+    "oracles",
+    "prox",
+    "rules",
+    "sampling",
+)
 __all__ = sorted((*_PLACES, *_PARTS))
 
-
-def __dir__() -> list[str]:
-    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+__dir__ = public_names(__name__)
 
 
 def _load_all() -> None:

@@ -4,10 +4,13 @@
 
 Who adds something registers it; the door inside, as `LinearModel.preview`, asks for it by its name and passes its own
 arguments on, itself first. A place in words is imported when it is first asked for.
+
+And what `dir` says of a module.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -39,3 +42,19 @@ def act(name: str) -> Callable[..., Any]:
         place, _, inner = found.partition(":")
         found = _KNOWN[name] = getattr(import_module(place), inner)
     return found
+
+
+def public_names(module: str) -> Callable[[], list[str]]:
+    """Returns the `__dir__` of a module: what it lists, or else what it defines, and nothing that it only uses."""
+
+    def names() -> list[str]:
+        space = vars(sys.modules[module])
+        own = (
+            name
+            for name, value in space.items()
+            if getattr(value, "__module__", None) == module and not name.startswith("_")
+        )
+        dunder = (name for name in space if name.startswith("__"))
+        return sorted({*space.get("__all__", own), *dunder})
+
+    return names

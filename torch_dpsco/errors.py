@@ -17,6 +17,10 @@ import os
 import sys
 from warnings import warn as _warn
 
+from torch_dpsco.acts import public_names
+
+__dir__ = public_names(__name__)
+
 _HERE = os.path.dirname(__file__) + os.sep
 
 

@@ -1,5 +1,6 @@
 """Mean oracles: from per-sample gradients to a private mean."""
 
+from torch_dpsco.acts import public_names
 from torch_dpsco.algorithms.clips import (
     AdaptiveClipped,
     AutoClip,
@@ -45,3 +46,5 @@ __all__ = [
     "clip_weights",
     "joint_norm",
 ]
+
+__dir__ = public_names(__name__)

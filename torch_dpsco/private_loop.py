@@ -41,6 +41,7 @@ from torch_dpsco.compat import tree_leaves
 from torch_dpsco.diagnosis import Diagnosis, doctor
 from torch_dpsco.errors import DpscoError, SequenceError, UnknownSamplerError, warn
 from torch_dpsco.losses.base import read_for
+from torch_dpsco.losses.per_record import PerRecord
 from torch_dpsco.problem import Problem
 from torch_dpsco.prox import Prox
 from torch_dpsco.rows.attach import attach, detach, first_step_of, is_attached
@@ -68,15 +69,15 @@ def make_private(
     problem: Problem | None = None,
     n: int | None = None,
     loss: Callable[..., Any] | None = None,
-    loss_reduction: str = "mean",
+    loss_reduction: str | None = None,
     rows: str = "auto",
     sampling: str | Design = "poisson",
-    ids: Any = None,
+    record_ids: Any = None,
     average: str | None = None,
     prox: Prox | None = None,
     reg: float = 0.0,
     accountant: Accountant | None = None,
-    verbose: bool = True,
+    show: Callable[[str], Any] | None = print,
 ) -> tuple[_Model, PrivateOptimizer, PrivateLoader]:
     """Returns private counterparts of a model, its torch optimizer and its data loader.
 
@@ -103,17 +104,17 @@ def make_private(
             asked for, and a reference.
         loss: the training loss, only to be probed by `doctor`, whose argument it is, before the loop begins. Without it
             model and loss are looked at in the first step; see `attach`.
-        loss_reduction: see `attach`.
+        loss_reduction: see `attach`; default that of a `loss` that says it, as torch's criteria do, or "mean".
         rows: see `attach`.
         sampling: as in `HolderSGD.plan`: "poisson", or "allocated": an iteration of the loader is a pass, in which
             each record is in one batch, drawn anew and secretly (`dp.Assigned`), at the same price.
-        ids: see `PrivateOptimizer.loader`: with sampling="allocated", a unique id of each record, in the order of the
-            data set.
+        record_ids: see `PrivateOptimizer.loader`: with sampling="allocated", a unique id of each record, in the order
+            of the data set.
         average: see `rules.UpdateRule`; default "last", with recipe "ema".
         prox: constraint or penalty.
         reg: see `PrivateOptimizer`.
         accountant: ledger to charge; default a new one with this budget.
-        verbose: whether to print the plan, which is `optimizer.plan` too.
+        show: what is called with the plan in words (`optimizer.plan`); None for nothing.
 
     Returns:
         (model, private optimizer, private loader).
@@ -130,7 +131,7 @@ def make_private(
         >>> model = torch.nn.Linear(3, 1)
         >>> model, optimizer, loader = dp.make_private(
         ...     model, torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.DataLoader(data, 16, shuffle=True),
-        ...     epsilon=1.0, delta=1e-3, epochs=1, verbose=False)
+        ...     epsilon=1.0, delta=1e-3, epochs=1, show=None)
         >>> type(optimizer).__name__, len(loader), optimizer.plan.batch_size
         ('NetSGD', 4, 16)
     """
@@ -157,14 +158,15 @@ def make_private(
     private = stepped_by(optimizer, public, rest, problem, clip, average, recipe=recipe)
     loader = private.loader(
         data_loader.dataset,
-        ids=ids,
+        record_ids=record_ids,
         collate_fn=data_loader.collate_fn,
         num_workers=data_loader.num_workers,
         pin_memory=data_loader.pin_memory,
     )
-    attach_sound(model, loss, loader, loss_reduction=loss_reduction, rows=rows)
-    if verbose and is_first():
-        print(private.plan)
+    reduction = reduction_of(loss, loss_reduction) or "mean"
+    attach_sound(model, loss, loader, loss_reduction=reduction, rows=rows)
+    if show is not None and is_first():
+        show(str(private.plan))
     return model, private, loader
 
 
@@ -203,6 +205,17 @@ def size_of(dataset: Dataset[Any], n: int | None, budget: Budget) -> int:
             " number of about so many records"
         )
     return number_of_records(dataset) if n is None else n
+
+
+def reduction_of(loss: Any, asked: str | None) -> str | None:
+    """Returns how a loss reduces, which torch's criteria and `per_record` say; raises where another is asked for."""
+    says = isinstance(loss, (PerRecord, nn.modules.loss._Loss))
+    own = loss.reduction if says else None
+    if own not in ("mean", "sum"):
+        return asked
+    if asked not in (None, own):
+        raise ValueError(f"loss_reduction must be {own!r}, that of loss (got {asked!r})")
+    return str(own)
 
 
 def attach_sound(
@@ -255,23 +268,23 @@ def note_probed(model: nn.Module, optimizer: PrivateOptimizer) -> None:
     optimizer.note_checks(first_step.verdicts)
 
 
-def loss_of(model: nn.Module, loss_fn: Callable[..., Any], inputs: Any, targets: Any) -> Any:
-    """Returns loss_fn(model(inputs), targets); where they do not go together says what shapes and dtypes met."""
+def loss_of(model: nn.Module, loss: Callable[..., Any], inputs: Any, targets: Any) -> Any:
+    """Returns loss(model(inputs), targets); where they do not go together says what shapes and dtypes met."""
     try:
-        loss = loss_fn(*read_for(loss_fn, model(inputs), targets))
+        found = loss(*read_for(loss, model(inputs), targets))
     except (DpscoError, torch.OutOfMemoryError):
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
         # PRIVACY: shapes of a record: the size of a batch is private (test_records_that_do_not_fit_are_described)
         raise ValueError(
-            f"dataset, model and loss_fn must go together (got inputs {_kinds_of(inputs)} and"
+            f"dataset, model and loss must go together (got inputs {_kinds_of(inputs)} and"
             f" targets {_kinds_of(targets)}, where parameters are"
             f" {_kinds_of(next(model.parameters()).detach()[None])}): match dtypes by x.to(dtype)"
             " in the data set, or model.to(dtype), and shapes with what model and loss take"
         ) from error
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise ValueError(f"loss_fn must return a scalar tensor (got {type(loss).__name__})")
-    return loss
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        raise ValueError(f"loss must return a scalar tensor (got {type(found).__name__})")
+    return found
 
 
 def _kinds_of(batch: Any) -> str:

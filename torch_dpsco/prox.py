@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 
 from torch_dpsco._validate import check_fields, choice, fields, nonnegative, positive
+from torch_dpsco.acts import public_names
+
+__dir__ = public_names(__name__)
 
 
 class Prox(ABC):

@@ -24,8 +24,11 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco import compat
 from torch_dpsco._validate import type_members
+from torch_dpsco.acts import public_names
 from torch_dpsco.problem import Phase, Schedule
 from torch_dpsco.prox import Prox
+
+__dir__ = public_names(__name__)
 
 Groups: TypeAlias = list[dict[str, Any]]
 State: TypeAlias = defaultdict[Tensor, Any]

@@ -53,7 +53,7 @@ def unsaid(**more: Any) -> dp.Budget:
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 USER = {"unit": "user"}
-FILTERED = {"n_users": 1000, "pair_radius": 1.0, "reg": 0.1, "dim": 2, "max_steps": 5}
+FILTERED = {"n": 1000, "pair_radius": 1.0, "reg": 0.1, "dim": 2, "max_steps": 5}
 LINEAR = {"model": nn.Linear(2, 1), "loss": dp.losses.Logistic(), "n": 1000, "bound_x": 1.0}
 STEPS = {"n": 1000, "clip": 1.0, "steps": 4}
 PLANS: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -91,17 +91,17 @@ PLANS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "OutputPerturbation": (dp.OutputPerturbation, LINEAR, ZERO_OUT),
     "UserClippedSGD": (
         dp.UserClippedSGD,
-        {"n_users": 1000, "clip": 1.0, "lr": 0.1, "steps": 5},
+        {"n": 1000, "clip": 1.0, "lr": 0.1, "steps": 5},
         ZERO_OUT,
     ),
     "UserFilteredSGD": (
         dp.UserFilteredSGD,
-        {"n_users": 1000, "pair_radius": 1.0, "lr": 1.0, "steps": 3},
+        {"n": 1000, "pair_radius": 1.0, "lr": 1.0, "steps": 3},
         REPLACE_ONE,
     ),
     "LocalizedUserSGD": (
         dp.LocalizedUserSGD,
-        FILTERED | {"n_users": 10_000, "problem": dp.Problem(lipschitz=1.0, radius=1.0)},
+        FILTERED | {"n": 10_000, "problem": dp.Problem(lipschitz=1.0, radius=1.0)},
         REPLACE_ONE,
     ),
 }
@@ -109,8 +109,7 @@ PLANS: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 def planned(name: str, budget: dp.Budget | None = None) -> tuple[Any, str]:
     kind, settings, default = PLANS[name]
-    more = USER if "User" in name else {}
-    return kind.plan(budget=budget or dp.Budget(2.0, DELTA, **more), **settings), default
+    return kind.plan(budget=budget or dp.Budget(2.0, DELTA), **settings), default
 
 
 def test_every_optimizer_with_a_plan_is_here() -> None:
@@ -120,6 +119,28 @@ def test_every_optimizer_with_a_plan_is_here() -> None:
         if inspect.isclass(kind) and hasattr(kind, "plan") and hasattr(kind, "plans")
     }
     assert named == {kind for kind, *_ in PLANS.values()}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_epsilon_and_delta_are_a_budget(name: str) -> None:
+    kind, settings, _ = PLANS[name]
+    plan, _ = planned(name)
+    assert kind.plan(epsilon=2.0, delta=DELTA, **settings) == plan
+    for given in ({"epsilon": 2.0}, {"delta": DELTA}):
+        with pytest.raises(ValueError, match="epsilon and delta must be given"):
+            kind.plan(**given, **settings)
+        with pytest.raises(ValueError, match="epsilon and delta must be given"):
+            kind.plan(**given, budget=dp.Budget(2.0, DELTA), **settings)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_says_who_is_protected_where_its_budget_does_not(name: str) -> None:
+    kind, settings, _ = PLANS[name]
+    plan, _ = planned(name)
+    assert plan.budget.unit == plan.unit
+    other = "user" if plan.unit == "example" else "example"
+    with pytest.raises(UnitError, match=f"unit {plan.unit!r}"):
+        kind.plan(budget=dp.Budget(2.0, DELTA, unit=other), **settings)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -166,7 +187,7 @@ def test_the_adjacency_of_a_plan_is_agreed_upon() -> None:
     assert agreed(unsaid(), None, default=REPLACE_ONE)[1] == REPLACE_ONE
     assert agreed(dp.Budget(1.0, DELTA, ADD_REMOVE), None, default=REPLACE_ONE)[1] == ADD_REMOVE
     with pytest.raises(UnitError):
-        agreed(unsaid(), None, "user")
+        agreed(dp.Budget(1.0, DELTA, unit="example"), None, unit="user")
 
 
 def optimizer(design: Any = None, **more: Any) -> dp.PrivateOptimizer:
@@ -457,7 +478,7 @@ def test_a_plan_of_the_command_line_is_of_zero_out(adjacency: str | None) -> Non
 
 
 def test_a_plan_of_the_command_line_for_filtered_users_is_of_replace_one() -> None:
-    words = "plan UserFilteredSGD --n-users 1000 --pair-radius 1 --lr 1 --steps 3 --epsilon 2"
+    words = "plan UserFilteredSGD --n 1000 --pair-radius 1 --lr 1 --steps 3 --epsilon 2"
     text = io.StringIO()
     with redirect_stdout(text):
         assert main([*words.split(), "--delta", "1e-5", "--json"]) == 0

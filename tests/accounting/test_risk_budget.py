@@ -139,7 +139,7 @@ def test_clipped_and_user_plans_take_a_risk():
     budget = Budget(advantage=0.2, adjacency="replace_one")
     plan = dp.ClippedSGD.plan(n=1000, budget=budget, batch_size=100, epochs=1, clip=1.0, lr=0.1)
     users = dp.UserClippedSGD.plan(
-        n_users=1000, budget=replace(budget, unit="user"), clip=1.0, lr=0.1, steps=5
+        n=1000, budget=replace(budget, unit="user"), clip=1.0, lr=0.1, steps=5
     )
     for event in (plan.event(), users.event()):
         assert 0.15 < Ledger([event]).risk(REPLACE_ONE).advantage <= 0.2002

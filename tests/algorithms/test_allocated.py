@@ -805,7 +805,7 @@ def test_users_who_are_allocated_by_default_make_whole_passes() -> None:
     """A pass that is begun costs as much as a whole one."""
     budget = dp.Budget(2.0, 1e-4, adjacency="add_remove", unit="user")
     plan = dp.UserClippedSGD.plan(
-        n_users=200, budget=budget, dim=3, sampling="allocated", batch_size=20
+        n=200, budget=budget, dim=3, sampling="allocated", batch_size=20
     )
     assert isinstance(plan.design, Assigned)
     assert plan.steps == plan.design.steps_per_epoch
@@ -858,7 +858,7 @@ def test_a_private_loop_over_passes_sees_each_record_once_in_each(
 
 def test_users_are_in_one_batch_of_a_pass_with_all_their_rows() -> None:
     plan = dp.UserClippedSGD.plan(
-        n_users=N,
+        n=N,
         clip=1.0,
         lr=0.1,
         noise_multiplier=Z,

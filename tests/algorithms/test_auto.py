@@ -120,7 +120,7 @@ def test_the_event_is_that_of_rows_clipped_at_the_bound():
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
 def test_bad_numbers_are_named(bad):
-    with pytest.raises(ValueError, match="bound must be"):
+    with pytest.raises(ValueError, match="clip must be"):
         AutoClip(bad, 1.0, 1)
     with pytest.raises(ValueError, match="offset must be"):
         AutoClip(1.0, 1.0, 1, offset=bad)
@@ -128,5 +128,5 @@ def test_bad_numbers_are_named(bad):
 
 def test_a_tiny_offset_is_refused():
     AutoClip(1.0, 1.0, 1, offset=2.0**-40)
-    with pytest.raises(ValueError, match=r"offset must be >= bound / 2\^40"):
+    with pytest.raises(ValueError, match=r"offset must be >= clip / 2\^40"):
         AutoClip(1.0, 1.0, 1, offset=2.0**-41)

@@ -106,7 +106,7 @@ def solved(cls: Any, budget: dp.Budget = SMALL) -> Callable[[int], Any]:
 
 def users_clipped(n: int) -> Any:
     budget = dp.Budget(0.05, 1e-5, "replace_one", unit="user")
-    return dp.UserClippedSGD.plan(n_users=n, budget=budget, clip=2.0, lr=0.1, dim=DIM)
+    return dp.UserClippedSGD.plan(n=n, budget=budget, clip=2.0, lr=0.1, dim=DIM)
 
 
 def planner(cls: Any, budget: dp.Budget = SMALL, **settings: Any) -> Callable[[int], Any]:
@@ -141,13 +141,13 @@ PLANNERS: dict[str, tuple[Callable[[int], Any], int]] = {
     "UserClippedSGD": (users_clipped, 517),
     "UserFilteredSGD": (
         lambda n: dp.UserFilteredSGD.plan(
-            n_users=n, problem=dp.Problem(lipschitz=1.0), steps=5, lr=0.1, **FILTER
+            n=n, problem=dp.Problem(lipschitz=1.0), steps=5, lr=0.1, **FILTER
         ),
         1280,
     ),
     "LocalizedUserSGD": (
         lambda n: dp.LocalizedUserSGD.plan(
-            n_users=n,
+            n=n,
             problem=dp.Problem(lipschitz=1.0, radius=1.0),
             reg=0.1,
             max_steps=5,
@@ -223,5 +223,5 @@ def test_nothing_is_said_where_no_scale_is_public() -> None:
     dp.HolderOutputSGD.plan(
         problem=hinge.problem(bound_x=1.0), **output
     )  # gradients have no bound
-    dp.UserFilteredSGD.plan(n_users=1000, steps=5, lr=0.1, **FILTER)  # none is promised
+    dp.UserFilteredSGD.plan(n=1000, steps=5, lr=0.1, **FILTER)  # none is promised
     dp.HolderSGD.plan(problem=UNIT, **fixed)  # no number of parameters

@@ -444,7 +444,7 @@ def test_every_bad_input_is_refused_by_name(name: str) -> None:
 
 def test_a_data_set_of_another_universe_is_refused() -> None:
     run = private()
-    with pytest.raises(UnitError, match="users must be < n_users=520"):
+    with pytest.raises(UnitError, match="users must be < n=520"):
         run.opt.loader(*runs.agreeing(N + 1))
 
 

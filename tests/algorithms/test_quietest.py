@@ -81,7 +81,7 @@ def test_the_other_plans_of_clipped_steps_take_the_same_batches() -> None:
             )
             is kind
         )
-        made = dp.UserClippedSGD.plan(n_users=1000, budget=users, clip=1.0, lr=0.1, **batches)
+        made = dp.UserClippedSGD.plan(n=1000, budget=users, clip=1.0, lr=0.1, **batches)
         assert type(made.design) is kind
     for cls in (dp.AcceleratedSGD, dp.ProximalSGD):
         assert heavy(cls, steps=5).design == dp.Assigned(2000, N, 5)

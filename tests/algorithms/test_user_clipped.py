@@ -223,7 +223,7 @@ def test_fixed_batches_have_no_guarantee_under_add_remove() -> None:
 def test_a_calibrated_run_spends_the_budget_of_users_and_no_more(adjacency: str) -> None:
     layer = runs.model()
     plan = dp.UserClippedSGD.plan(
-        n_users=40, budget=runs.budget(adjacency), clip=1.0, lr=0.1, batch_size=8, steps=6
+        n=40, budget=runs.budget(adjacency), clip=1.0, lr=0.1, batch_size=8, steps=6
     )
     opt = dp.UserClippedSGD(layer.parameters(), plan)
     run = runs.Run(layer, opt).train(*runs.agreeing(40, rows=4))
@@ -259,7 +259,9 @@ def test_figures_of_examples_and_of_users_never_mix() -> None:
         runs.clipped(10, noise_multiplier=9.0, accountant=dp.Accountant())
     layer = runs.model()
     with pytest.raises(UnitError, match="budget must be of unit 'user'"):
-        dp.UserClippedSGD.plan(n_users=10, budget=dp.Budget(1.0, 1e-3), clip=1.0, lr=1.0)
+        dp.UserClippedSGD.plan(
+            n=10, budget=dp.Budget(1.0, 1e-3, unit="example"), clip=1.0, lr=1.0
+        )
     people = dp.Accountant(unit="user")
     plan = dp.ClippedSGD.plan(
         lr=1.0, clip=1.0, noise_multiplier=9.0, sampling=dp.Disjoint(5, 10)
@@ -337,7 +339,7 @@ def test_reports_name_unit_universe_and_adjacency_at_each_point(adjacency: str) 
 def test_fit_makes_the_planned_steps_on_users() -> None:
     layer = runs.Shifts(2)
     plan = dp.UserClippedSGD.plan(
-        n_users=40, budget=runs.budget(), clip=1.0, lr=0.1, batch_size=8, steps=6
+        n=40, budget=runs.budget(), clip=1.0, lr=0.1, batch_size=8, steps=6
     )
     opt = dp.UserClippedSGD(layer.parameters(), plan)
     data, ids = runs.agreeing(40, rows=4)
@@ -406,13 +408,11 @@ def test_every_bad_input_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "n_users", [0, -3, 2.5, "10", None], ids=["zero", "negative", "half", "text", "none"]
+    "n", [0, -3, 2.5, "10", None], ids=["zero", "negative", "half", "text", "none"]
 )
-def test_a_number_of_users_that_cannot_be_is_refused_by_name(n_users: Any) -> None:
-    with pytest.raises(ValueError, match="n_users must be"):
-        dp.UserClippedSGD.plan(
-            lr=1.0, clip=1.0, noise_multiplier=1.0, batch_size=5, n_users=n_users
-        )
+def test_a_number_of_users_that_cannot_be_is_refused_by_name(n: Any) -> None:
+    with pytest.raises(ValueError, match="n must be"):
+        dp.UserClippedSGD.plan(lr=1.0, clip=1.0, noise_multiplier=1.0, batch_size=5, n=n)
 
 
 @pytest.mark.cases(1, 1)
@@ -427,7 +427,7 @@ def test_a_number_of_users_that_cannot_be_is_refused_by_name(n_users: Any) -> No
 )
 def test_a_bad_calibration_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     arguments = {
-        "n_users": 40,
+        "n": 40,
         "budget": runs.budget(),
         "clip": 1.0,
         "lr": 0.1,
@@ -439,7 +439,7 @@ def test_a_bad_calibration_is_refused_by_name(changes: dict[str, Any], message: 
 
 
 def test_a_plan_serves_several_optimizers_with_an_oracle_each() -> None:
-    plan = dp.UserClippedSGD.plan(n_users=10, clip=1.0, lr=1.0, noise_multiplier=1.0)
+    plan = dp.UserClippedSGD.plan(n=10, clip=1.0, lr=1.0, noise_multiplier=1.0)
     one, other = (dp.UserClippedSGD(runs.model().parameters(), plan) for _ in range(2))
     assert one.oracle is not other.oracle
 
@@ -449,9 +449,9 @@ def test_a_plan_serves_several_optimizers_with_an_oracle_each() -> None:
 PEOPLE = dp.Budget(3.0, 1e-5, adjacency="add_remove", unit="user")
 
 
-def searched(n_users: int = 400, **changes: Any) -> Any:
+def searched(n: int = 400, **changes: Any) -> Any:
     return dp.UserClippedSGD.plan(
-        **{"n_users": n_users, "budget": PEOPLE, "dim": 3, "rows_per_user": 10, **changes}
+        **{"n": n, "budget": PEOPLE, "dim": 3, "rows_per_user": 10, **changes}
     )
 
 
@@ -567,7 +567,7 @@ def test_what_is_given_of_users_wins_one_by_one() -> None:
     with pytest.raises(
         MissingConstantError, match="clip and lr must be given beside noise_multiplier"
     ):
-        dp.UserClippedSGD.plan(n_users=20, noise_multiplier=1.0, steps=3)
+        dp.UserClippedSGD.plan(n=20, noise_multiplier=1.0, steps=3)
 
 
 def test_a_searched_clip_is_printed_and_saved() -> None:

@@ -33,7 +33,7 @@ ADDED = dp.Budget(EPSILON, DELTA, adjacency="add_remove", unit="user")
 PROBLEM = dp.Problem(lipschitz=2.0, radius=1.5)
 FIXED = {
     "dim": DIM,
-    "n_users": USERS,
+    "n": USERS,
     "budget": BUDGET,
     "pair_radius": 0.5,
     "steps": 4,
@@ -96,7 +96,7 @@ def test_a_plan_with_given_steps_is_that_of_the_theory() -> None:
 @pytest.mark.slow
 def test_promises_choose_radius_steps_and_step_size() -> None:
     made = dp.UserFilteredSGD.plan(
-        n_users=USERS, budget=BUDGET, dim=DIM, problem=PROBLEM, min_items=ITEMS, max_steps=30
+        n=USERS, budget=BUDGET, dim=DIM, problem=PROBLEM, min_items=ITEMS, max_steps=30
     )
     radius = pair_radius_iid(2.0, ITEMS, USERS, 0.01 / 30)
     task = {"n_users": USERS, "epsilon": EPSILON, "delta": DELTA, "pair_radius": radius}
@@ -120,7 +120,7 @@ def test_a_step_size_alone_is_chosen_too() -> None:
 def test_more_promised_rows_per_user_need_less_noise() -> None:
     noises = [
         dp.UserFilteredSGD.plan(
-            n_users=USERS,
+            n=USERS,
             budget=BUDGET,
             dim=DIM,
             problem=PROBLEM,
@@ -136,7 +136,7 @@ def test_more_promised_rows_per_user_need_less_noise() -> None:
 @pytest.mark.weekly
 def test_a_localized_plan_has_the_convexity_of_loss_and_regularizer() -> None:
     numbers: dict[str, Any] = {
-        "n_users": 4000,
+        "n": 4000,
         "budget": BUDGET,
         "dim": DIM,
         "pair_radius": 0.5,
@@ -185,7 +185,7 @@ def test_a_regularizer_is_added_after_the_noise() -> None:
 def test_a_localized_run_ends_within_its_budget() -> None:
     made = model()
     plan = dp.LocalizedUserSGD.plan(
-        n_users=USERS,
+        n=USERS,
         budget=BUDGET,
         problem=PROBLEM,
         reg=0.5,
@@ -229,9 +229,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "distance=",
     ),
     "few-users": (
-        {"n_users": 20},
+        {"n": 20},
         InfeasibleError,
-        "n_users=20.*smallest n_users that works is",
+        "n=20.*smallest n that works is",
     ),
     "accountant": (
         {"accountant": dp.Accountant(dp.Budget(1.0, 1e-4, unit="user"))},
@@ -254,19 +254,19 @@ def test_wrong_inputs_are_named(name: str) -> None:
     ("changes", "error", "message"),
     [
         ({"budget": ADDED}, AdjacencyError, "replace_one"),
-        ({"budget": dp.Budget(1.0, 1e-4)}, UnitError, "unit 'user'"),
+        ({"budget": dp.Budget(1.0, 1e-4, unit="example")}, UnitError, "unit 'user'"),
         ({"reg": 0.0}, MissingConstantError, "give reg="),
         ({"problem": dp.Problem(lipschitz=1.0)}, MissingConstantError, "radius"),
         ({"problem": dp.Problem(radius=1.0)}, MissingConstantError, "lipschitz"),
         ({"reg": -1.0}, ValueError, "reg must be >= 0"),
-        ({"n_users": 60, "phases": 3}, InfeasibleError, "phase 1 of 3"),
+        ({"n": 60, "phases": 3}, InfeasibleError, "phase 1 of 3"),
     ],
 )
 def test_wrong_inputs_of_phases_are_named(
     changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     numbers = {
-        "n_users": USERS,
+        "n": USERS,
         "budget": BUDGET,
         "problem": PROBLEM,
         "reg": 0.5,
@@ -282,7 +282,7 @@ def test_wrong_inputs_of_phases_are_named(
     [
         (
             dp.UserClippedSGD,
-            {"lr": 0.1, "clip": 1.0, "noise_multiplier": 1.0, "batch_size": 5, "n_users": 10},
+            {"lr": 0.1, "clip": 1.0, "noise_multiplier": 1.0, "batch_size": 5, "n": 10},
         ),
         (dp.UserFilteredSGD, {"lr": 0.1}),
     ],

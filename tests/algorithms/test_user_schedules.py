@@ -91,7 +91,7 @@ def test_the_most_phases_that_are_feasible_are_taken():
         a.filter.n_users == b for a, b in zip(most[::-1], (2000, 1000, 500, 250), strict=False)
     )
     with pytest.raises(
-        InfeasibleError, match=rf"phase 1 of {len(most) + 1} .* smallest n_users that works is"
+        InfeasibleError, match=rf"phase 1 of {len(most) + 1} .* smallest n that works is"
     ):
         planned(len(most) + 1, n_users=4000)
     assert len(planned(2, n_users=4000)) == 2

@@ -252,7 +252,7 @@ def clipped(
     """A run of UserClippedSGD on all users, without noise unless asked for; `changes` of the plan or the optimizer."""
     layer = model(dim, start)
     more = {name: changes.pop(name) for name in _OF_OPTIMIZERS & changes.keys()}
-    own = {"lr": 1.0, "steps": 1, "clip": 1.0, "noise_multiplier": 0.0, "n_users": n_users}
+    own = {"lr": 1.0, "steps": 1, "clip": 1.0, "noise_multiplier": 0.0, "n": n_users}
     return Run(
         layer,
         dp.UserClippedSGD(layer.parameters(), dp.UserClippedSGD.plan(**(own | changes)), **more),

@@ -234,7 +234,7 @@ def _user_clipped(params: Any, s: Settings) -> dp.PrivateOptimizer:
         clip=1.5 * s.scale,
         noise_multiplier=s.noise,
         batch_size=s.batch,
-        n_users=N,
+        n=N,
         steps=s.steps,
         sampling="poisson",
         adjacency=REPLACE if s.accountant is None else s.accountant.adjacency,

@@ -80,7 +80,7 @@ def _users(build: Build, data: Callable[[], tuple[TensorDataset, Any]]) -> Case:
 
 def _user_clipped(params: Any, accountant: dp.Accountant) -> Any:
     plan = dp.UserClippedSGD.plan(
-        n_users=200, budget=accountant.budget, clip=1.0, lr=0.1, batch_size=20, steps=6
+        n=200, budget=accountant.budget, clip=1.0, lr=0.1, batch_size=20, steps=6
     )
     return dp.UserClippedSGD(params, plan, accountant=accountant)
 

@@ -93,17 +93,26 @@ def allocated_by_ids(rank: int) -> dict[str, Any]:
         [f"record {i + (i == 2)}" for i in mine.tolist()],
     )
     wrong = [
-        message(UnitError, lambda ids=ids: optimizer.loader(data, ids=ids)) for ids in shared
+        message(UnitError, lambda ids=ids: optimizer.loader(data, record_ids=ids))
+        for ids in shared
     ]
     fewer = TensorDataset(*(tensor[:2] for tensor in data.tensors))
-    wrong.append(message(UnitError, lambda: optimizer.loader(fewer, ids=mine[:2])))
-    others = message(SequenceError, lambda: optimizer.loader(data, ids=mine if rank else None))
+    wrong.append(message(UnitError, lambda: optimizer.loader(fewer, record_ids=mine[:2])))
+    others = message(
+        SequenceError, lambda: optimizer.loader(data, record_ids=mine if rank else None)
+    )
     ids = [f"record {i}" for i in mine.tolist()]
-    found = [train(model, optimizer, optimizer.loader(data, ids=ids, isolation="none"))["drawn"]]
-    found.append(
-        train(model, optimizer, optimizer.loader(data, ids=ids, resume=True, isolation="none"))[
+    found = [
+        train(model, optimizer, optimizer.loader(data, record_ids=ids, isolation="none"))[
             "drawn"
         ]
+    ]
+    found.append(
+        train(
+            model,
+            optimizer,
+            optimizer.loader(data, record_ids=ids, resume=True, isolation="none"),
+        )["drawn"]
     )
     cut = optimizer._batch.partition.cut
     optimizer.finalize()

@@ -268,7 +268,7 @@ def refusals(rank: int) -> dict[str, str]:
         "sampler": lambda: poisson.bind(all_positions),
         "users": lambda: dp.UserClippedSGD(  # who vote on the clip
             layer().parameters(),
-            dp.UserClippedSGD.plan(n_users=500, budget=dp.Budget(8.0, 1e-3, unit="user")),
+            dp.UserClippedSGD.plan(n=500, budget=dp.Budget(8.0, 1e-3, unit="user")),
         ),
         "replicated": lambda: dp.attach(nn.parallel.DistributedDataParallel(nn.Linear(2, 1))),
         "row free": lambda: dp.BoltOnPSGD(

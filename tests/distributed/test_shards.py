@@ -158,20 +158,30 @@ def with_ids(rank: int, data: TensorDataset) -> dict[str, Any]:
     twice = ["record 0" if name == "record 63" else name for name in names]
     model = layer()
     optimizer = built("poisson", model)
-    wrong = message(UnitError, lambda: optimizer.loader(data, ids=twice, shard=N))
+    wrong = message(UnitError, lambda: optimizer.loader(data, record_ids=twice, shard=N))
     pairs = TensorDataset(*data.tensors[:2])
     fitted = message(
         UnitError,
         lambda: dp.fit(
-            model, optimizer, pairs, nn.MSELoss(), ids=twice, shard=N, steps=1, progress=False
+            model,
+            optimizer,
+            pairs,
+            nn.MSELoss(),
+            record_ids=twice,
+            shard=N,
+            steps=1,
+            progress=False,
         ),
     )
-    alone = message(UnknownSamplerError, lambda: optimizer.loader(data, ids=names))
+    alone = message(UnknownSamplerError, lambda: optimizer.loader(data, record_ids=names))
     other = message(
-        SequenceError, lambda: optimizer.loader(data, ids=names if rank else None, shard=N)
+        SequenceError,
+        lambda: optimizer.loader(data, record_ids=names if rank else None, shard=N),
     )
     run = train(
-        model, optimizer, optimizer.loader(data, ids=names, shard=N, steps=3, isolation="none")
+        model,
+        optimizer,
+        optimizer.loader(data, record_ids=names, shard=N, steps=3, isolation="none"),
     )
     return {
         "wrong": wrong,
@@ -283,7 +293,7 @@ def passes(rank: int) -> dict[str, Any]:
     state = optimizer.state_dict()
     again: dict[str, Callable[[], Any]] = {
         "whole": lambda: optimizer.loader(records(), resume=True),
-        "ids": lambda: optimizer.loader(data, resume=True, ids=data.tensors[2]),
+        "ids": lambda: optimizer.loader(data, resume=True, record_ids=data.tensors[2]),
         "moved": lambda: optimizer.loader(shard_of(1 - rank, 2), shard=N, resume=True),
         "crash": lambda: built("allocated", layer()).load_state_dict(state),
     }
@@ -588,10 +598,12 @@ def test_a_rank_that_dies_with_its_shard_makes_the_others_raise(tmp_path: Path) 
 def test_one_process_takes_its_shard_for_all_there_is() -> None:
     model = layer()
     optimizer = built("full", model)
-    found = train(model, optimizer, optimizer.loader(records(), shard=N, steps=1, ids=range(N)))
+    found = train(
+        model, optimizer, optimizer.loader(records(), shard=N, steps=1, record_ids=range(N))
+    )
     assert found["drawn"] == [list(range(N))]
     with pytest.raises(UnitError, match="ids must be unique"):
-        optimizer.loader(records(), shard=N, ids=[0] * N)
+        optimizer.loader(records(), shard=N, record_ids=[0] * N)
     with pytest.raises(
         UnitError, match="shard must be how many records this process has at most"
     ):

@@ -120,7 +120,7 @@ def fitted(data: TensorDataset, users: Tensor) -> dict[str, Any]:
     model = nn.Linear(DIM, 1)
     budget = dp.Budget(2.0, 1e-3, adjacency="add_remove", unit="user")
     plan = dp.UserClippedSGD.plan(
-        n_users=20, clip=CLIP, lr=0.1, budget=budget, batch_size=5, steps=4, sampling="poisson"
+        n=20, clip=CLIP, lr=0.1, budget=budget, batch_size=5, steps=4, sampling="poisson"
     )
     optimizer = dp.UserClippedSGD(model.parameters(), plan)
     names = [f"user {i}" for i in users.tolist()]
@@ -358,5 +358,5 @@ def test_a_loader_of_users_numbers_those_of_a_shard_only() -> None:
     )
     ((x, users),) = UserLoader(data, sampler, ids)
     assert (x.tolist(), users.tolist()) == ([1.0, 0.0, 2.0, 3.0], [3, 7, 7, 11])
-    with pytest.raises(UnitError, match="users must be < n_users=3"):
+    with pytest.raises(UnitError, match="users must be < n=3"):
         UserLoader(data, PoissonSampler(dp.Poisson(2, 3)), ids)

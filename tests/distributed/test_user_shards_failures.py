@@ -140,7 +140,7 @@ def noise_alone(rank: int, mutated: bool) -> Tensor:
     model = layer(inputs=20_000, dtype=torch.float32)
     model.bias.requires_grad_(False)
     plan = dp.UserClippedSGD.plan(
-        n_users=4, clip=CLIP, lr=0.1, noise_multiplier=2.0, sampling="full", steps=1
+        n=4, clip=CLIP, lr=0.1, noise_multiplier=2.0, sampling="full", steps=1
     )
     optimizer = dp.UserClippedSGD(model.parameters(), plan)
     optimizer._noise = torch.Generator().manual_seed(100 + rank)
@@ -163,26 +163,26 @@ def refusals(rank: int) -> dict[str, str]:
         built("poisson", layer()).bind(UserLoader(records(), sampler, OWNER))
 
     def loader(users: Any, kind: str = "poisson", **options: Any) -> Callable[[], Any]:
-        plan = {name: options.pop(name) for name in ("adjacency", "n_users") if name in options}
+        plan = {name: options.pop(name) for name in ("adjacency", "n") if name in options}
         return lambda: built(kind, layer(), **plan).loader(
             data, users, **{"shard": USERS} | options
         )
 
     def planned(kind: Any, **options: Any) -> Callable[[], Any]:
         budget = dp.Budget(8.0, 1e-5, unit="user")
-        return lambda: kind(params, kind.plan(budget=budget, **{"n_users": 500} | options))
+        return lambda: kind(params, kind.plan(budget=budget, **{"n": 500} | options))
 
     near: dict[str, Any] = {
         "pair_radius": 0.5,
         "problem": dp.Problem(lipschitz=1.0, radius=1.0),
         "dim": 6,
     }
-    near |= {"n_users": 5000, "reg": 0.1, "phases": 1, "max_steps": 2}
+    near |= {"n": 5000, "reg": 0.1, "phases": 1, "max_steps": 2}
     refused: dict[str, Callable[[], Any]] = {
         "names on two": loader(twice),
         "numbers on two": loader(users.clamp(max=9), "full", adjacency="add_remove"),
-        "too many": loader(names, n_users=12),
-        "too many under add_remove": loader(names, n_users=12, adjacency="add_remove"),
+        "too many": loader(names, n=12),
+        "too many under add_remove": loader(names, n=12, adjacency="add_remove"),
         "out of range": loader(users + 1 - rank),
         "no shard": loader(users, shard=None),
         "bound": loader(users, shard=8),
@@ -342,10 +342,10 @@ def test_users_without_a_shard_are_refused_on_all_ranks(failed: list[dict[str, A
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("too many", "UnitError: users of all ranks must be at most n_users=12"),
+        ("too many", "UnitError: users of all ranks must be at most n=12"),
         (
             "too many under add_remove",
-            "UnitError: users of all ranks must be at most n_users=12",
+            "UnitError: users of all ranks must be at most n=12",
         ),
         ("kind", "UnitError: ids must be integers, strings or bytes (got a tuple)"),
         ("sampler", "UnknownSamplerError: loader must draw this rank's positions"),
@@ -360,7 +360,7 @@ def test_users_without_a_shard_are_refused_on_all_ranks(failed: list[dict[str, A
         ("one pass", "UnknownSamplerError: design must be Poisson or Full"),
         (
             "default of one pass",
-            "give the plan n= (n_users= for users) and sampling='poisson' or 'full'",
+            "give the plan n= and sampling='poisson' or 'full'",
         ),
     ],
 )
@@ -379,7 +379,7 @@ def test_what_one_rank_refuses_is_given_up_by_the_others(failed: list[dict[str, 
         in refused[1]["bound"]
     )
     assert "rank 0 has given this loader up" in refused[1]["out of range"]
-    assert "users must be < n_users=16 (got a larger id" in refused[0]["out of range"]
+    assert "users must be < n=16 (got a larger id" in refused[0]["out of range"]
 
 
 def test_no_rank_tells_how_many_records_a_user_has(failed: list[dict[str, Any]]) -> None:

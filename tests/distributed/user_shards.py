@@ -37,7 +37,7 @@ def built(
     kind: str, model: nn.Module, noise: float = 1.0, accountant: Any = None, **options: Any
 ) -> dp.UserClippedSGD:
     given: dict[str, Any] = {
-        "n_users": USERS,
+        "n": USERS,
         "clip": CLIP,
         "lr": 0.1,
         "noise_multiplier": noise,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,64 @@ import pytest
 import torch_dpsco
 
 ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+EXAMPLES = sorted(
+    path
+    for path in (ROOT / "examples").glob("*.py")
+    if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+)
+# of what a reader of each door of the landing page reads before their first result
+DOORS = {
+    "A table": (1500, "study.md", "schema.md"),
+    "A net": (1500, "nets.md"),
+    "A trainer": (1000, "integrations/lightning.md"),
+}
+
+
+def listed(page: Path) -> Iterator[str]:
+    """Yields the pages, without their endings, that the tables of contents in a page list."""
+    for block in re.findall(
+        r"```\{toctree\}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL
+    ):
+        for name in re.findall(r"^(?!:)(?:.*<)?([\w/.]+)>?$", block, re.MULTILINE):
+            yield (page.parent / name).resolve().relative_to(DOCS).as_posix()
+
+
+def words(text: str) -> int:
+    """Returns how many words of a page are prose."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return len(re.sub(r"^:.*$", "", prose, flags=re.MULTILINE).split())
+
+
+def test_the_sidebar_is_short_and_every_page_is_below_one_entry() -> None:
+    first = list(listed(DOCS / "index.md"))
+    assert len(first) <= 25
+    pending, seen = list(first), []
+    while pending:
+        seen.append(name := pending.pop())
+        if (page := DOCS / f"{name}.md").is_file():
+            pending += listed(page)
+    pages = [page for page in DOCS.rglob("*.md") if "_build" not in page.parts]
+    names = {page.relative_to(DOCS).with_suffix("").as_posix() for page in pages} - {"index"}
+    assert sorted(seen) == sorted({*names, "gallery/index"})
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_door_leads_to_a_result_within_its_words(door: str) -> None:
+    limit, *pages = DOORS[door]
+    front = (DOCS / "index.md").read_text(encoding="utf-8")
+    head, *sections = front.split("\n## ")
+    (section,) = (text for text in sections if text.startswith(f"{door}\n"))
+    read = [head, section, *((DOCS / page).read_text(encoding="utf-8") for page in pages[:1])]
+    read += [(DOCS / page).read_text(encoding="utf-8").split("\n## ")[0] for page in pages[1:]]
+    assert 200 < sum(words(text) for text in read) <= limit
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
+def test_an_example_has_a_quick_run_and_says_so(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert 'add_argument("--quick"' in text
+    assert f"{path.name} --quick" in text.split('"""')[1]
 
 
 @pytest.mark.parametrize("name", torch_dpsco.__all__)

@@ -255,7 +255,9 @@ FINE = {
     "statistics.search.PrivateSearch.fit.X": "Tensor DataSet",  # of other lengths than y, which is named
     "StudyPlan.preview.frame": "none",
     **{  # that of the plan it is given to
-        f"dp.Budget{mode}.adjacency": "none" for mode in ("", "[rdp]", "[rdp-mixture]")
+        f"dp.Budget{mode}.{name}": "none"
+        for mode in ("", "[rdp]", "[rdp-mixture]")
+        for name in ("adjacency", "unit")
     },
     "lightning.PrivateTraining.users": "*",  # compared with the data set, when training begins
     "dp.sampling.PoissonSampler.size": COUNT,  # of an empty data set, under add_remove

@@ -53,7 +53,7 @@ def user_budget() -> dp.Budget:
 
 
 def filtered() -> dict[str, Any]:
-    return {"n_users": 2000, "budget": user_budget(), "pair_radius": 3.0, "lr": 0.1, "steps": 3}
+    return {"n": 2000, "budget": user_budget(), "pair_radius": 3.0, "lr": 0.1, "steps": 3}
 
 
 @functools.cache
@@ -159,7 +159,7 @@ CALLS["dp.NetSGD"] = lambda: (
 )
 simple("dp.NetSGD.plan", dp.NetSGD.plan, budget=lambda: budget(), dim=DIM, **_NET)
 simple("dp.NetSGD.plan[noise]", dp.NetSGD.plan, noise_multiplier=2.0, clip=1.0, lr=0.1, **_NET)
-CLIPPED_USERS = {"n_users": 24, "clip": 1.0, "lr": 0.1, "batch_size": 6}
+CLIPPED_USERS = {"n": 24, "clip": 1.0, "lr": 0.1, "batch_size": 6}
 CALLS["dp.UserClippedSGD"] = lambda: (
     dp.UserClippedSGD,
     {"params": params(), "plan": dp.UserClippedSGD.plan(**CLIPPED_USERS, noise_multiplier=2.0)},
@@ -174,7 +174,7 @@ simple(
 simple(
     "dp.UserClippedSGD.plan[searched]",
     dp.UserClippedSGD.plan,
-    n_users=24,
+    n=24,
     budget=lambda: user_budget(),
     dim=DIM,
 )
@@ -194,7 +194,7 @@ CALLS["dp.LocalizedUserSGD"] = lambda: (
     {"params": params(), "plan": user_runs.localized_plan(user_runs.phased(filter_plan()))},
 )
 _LOCALIZED_USERS = {
-    "n_users": 5000,
+    "n": 5000,
     "reg": 1.0,
     "problem": problem,
     "pair_radius": 0.1,

@@ -72,14 +72,12 @@ PLANS: dict[str, Callable[[float], Any]] = {
     "BoltOnPSGD": lambda delta: dp.BoltOnPSGD.plan(
         problem=PROBLEM, n=N, dim=DIM, budget=dp.Budget(1.0, delta), batch_size=100, reg=0.1
     ),
-    "UserClippedSGD": lambda delta: dp.UserClippedSGD.plan(
-        n_users=N, budget=people(delta), **ROWS
-    ),
+    "UserClippedSGD": lambda delta: dp.UserClippedSGD.plan(n=N, budget=people(delta), **ROWS),
     "UserFilteredSGD": lambda delta: dp.UserFilteredSGD.plan(
-        n_users=N, budget=people(delta), pair_radius=1.0, steps=3, lr=0.1
+        n=N, budget=people(delta), pair_radius=1.0, steps=3, lr=0.1
     ),
     "LocalizedUserSGD": lambda delta: dp.LocalizedUserSGD.plan(
-        n_users=N,
+        n=N,
         budget=people(delta),
         problem=LIPSCHITZ,
         reg=0.5,

@@ -219,7 +219,7 @@ TOLD: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "a ledger of users for rows": (
         UnitError,
         "unit",
-        lambda: dp.study(CLEAN, USERS, dp.Budget(1.0, 1e-6), n=N, show=None),
+        lambda: dp.study(CLEAN, USERS, dp.Budget(1.0, 1e-6, unit="example"), n=N, show=None),
     ),
     "a metric of labels for a real target": (
         ValueError,

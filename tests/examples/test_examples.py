@@ -45,6 +45,7 @@ TESTED_ELSEWHERE = {
         "tilted",
         "private_head",
     ),
+    "pictures",
 }
 N, EPSILON, DELTA = 32_561, 1.0, 1e-5
 

@@ -196,9 +196,7 @@ def test_too_few_aircraft_are_said_to_be_infeasible_with_the_number_that_works(
     for name in ("filtered", "localized"):
         lines = re.findall(rf"^{name} +infeasible: .*$", found.text, re.MULTILINE)
         assert len(lines) == len(LOSSES)
-        needed = [
-            int(re.search(r"smallest n_users that works is (\d+)", line)[1]) for line in lines
-        ]
+        needed = [int(re.search(r"smallest n that works is (\d+)", line)[1]) for line in lines]
         assert all(number > 60 for number in needed)
         assert f"logistic_{name}_auc" not in found.figures
     assert len(found.made) == 2  # clipping works for any number

@@ -244,7 +244,7 @@ def test_rows_of_users_go_with_their_ids() -> None:
     for compile in (False, True):
         torch.manual_seed(0)
         model = nn.Linear(3, 1)
-        plan = dp.UserClippedSGD.plan(lr=0.1, clip=0.2, noise_multiplier=0.0, n_users=4)
+        plan = dp.UserClippedSGD.plan(lr=0.1, clip=0.2, noise_multiplier=0.0, n=4)
         ours = dp.UserClippedSGD(model.parameters(), plan)
         rows = vectorized(model, nn.BCEWithLogitsLoss()) if compile else None
         if not compile:

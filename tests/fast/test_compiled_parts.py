@@ -150,7 +150,7 @@ def test_compiled_rows_choose_their_size_by_the_design_of_the_optimizer() -> Non
         for x, y in ours.loader(data, steps=20):
             rows.step(ours, x, y)
         assert rows.micro_batch_size == expected
-    plan = dp.UserClippedSGD.plan(lr=0.1, clip=0.2, noise_multiplier=0.0, n_users=4)
+    plan = dp.UserClippedSGD.plan(lr=0.1, clip=0.2, noise_multiplier=0.0, n=4)
     users = dp.UserClippedSGD(model.parameters(), plan)
     rows = dp.CompiledRows(model, nn.MSELoss(), backend=None)
     for x, y, ids in users.loader(data, torch.arange(40) // 10, steps=1):

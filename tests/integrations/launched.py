@@ -207,7 +207,7 @@ def ray_data(folder: str) -> None:
 
         data = ParquetRows(tables(), [f"x{j}" for j in range(DIM)], "y")
         assert 0 < len(data) < N
-        train(config["folder"], data, shard=N, ids=ids)
+        train(config["folder"], data, shard=N, record_ids=ids)
 
     engine.init(
         num_cpus=2,

@@ -166,7 +166,7 @@ def test_rates_follow_a_schedule_of_epochs(parts: int) -> None:
 def test_users_are_drawn_and_steps_never_see_their_ids() -> None:
     users = [f"user {k % 20}" for k in range(N)]
     plan = dp.UserClippedSGD.plan(
-        n_users=20,
+        n=20,
         budget=dp.Budget(4.0, DELTA, unit="user"),
         batch_size=10,
         steps=4,
@@ -246,7 +246,7 @@ def test_it_makes_the_steps_of_make_private(parts: int) -> None:
     with repeatable():
         theirs = Usual()
         adam = torch.optim.AdamW(theirs.parameters(), lr=0.01)
-        given = {"epsilon": 3.0, "delta": DELTA, "clip": 0.5, "epochs": 2, "verbose": False}
+        given = {"epsilon": 3.0, "delta": DELTA, "clip": 0.5, "epochs": 2, "show": None}
         net, optimizer, loader = dp.make_private(theirs.net, adam, shuffled(), **given)
         loader = loader if parts == 1 else loader.in_parts(BATCH // parts)
         for x, y in _epochs(loader, 2):

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_dpsco.losses import enforce_bounds
+from torch_dpsco.algorithms.row_free import record_bounds
+from torch_dpsco.losses import Logistic, enforce_bounds
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -113,3 +114,25 @@ def test_bounds_near_the_least_number_of_a_dtype_are_enforced(
         limit = bound * (1 + times / 24)
         found = enforce_bounds(torch.full((1, dim), 3.0, dtype=dtype), bound_x=limit)
         assert Fraction(found[0, 0].item()) ** 2 * dim <= Fraction(limit) ** 2
+
+
+@pytest.mark.parametrize("bound", [1e-300, 0.3, 1.0, 2.0, math.sqrt(3.0), 7.1, 1e8, 1e100])
+def test_the_one_of_an_intercept_is_in_the_bound(bound: float) -> None:
+    """Rounded up, and by no more than two units in the last place."""
+    found = Logistic().problem(bound_x=bound, intercept=True)
+    assert found.bound_x is not None
+    exact = Fraction(bound) ** 2 + 1
+    assert Fraction(found.bound_x) ** 2 >= exact
+    assert Fraction(found.bound_x) ** 2 <= exact * (1 + Fraction(5, 2**52))
+    assert found == Logistic().problem(bound_x=found.bound_x)
+    assert Logistic().problem(bound_x=bound).bound_x == bound
+
+
+def test_the_loader_of_a_layer_with_a_bias_cuts_features_to_their_own_bound() -> None:
+    """Output perturbation rests on the bound: the features keep theirs, whatever is said of the intercept."""
+    for intercept, most in ((True, 2.0), (False, math.sqrt(3.0))):
+        problem = Logistic().problem(bound_x=2.0, intercept=intercept)
+        kept, _ = record_bounds(problem, bias=True)
+        assert kept is not None
+        assert Fraction(kept) ** 2 + 1 <= Fraction(problem.bound_x) ** 2  # type: ignore[arg-type]
+        assert kept == pytest.approx(most)

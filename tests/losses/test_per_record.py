@@ -199,9 +199,7 @@ def test_fit_takes_the_reduction_from_the_loss(reduction: str) -> None:
     )
     optimizer = dp.ClippedSGD(model.parameters(), plan)
     loss = dp.per_record(nn.BCEWithLogitsLoss, reduction=reduction)
-    with pytest.raises(
-        ValueError, match=f"loss_reduction must be {reduction!r}, that of loss_fn"
-    ):
+    with pytest.raises(ValueError, match=f"loss_reduction must be {reduction!r}, that of loss"):
         dp.fit(
             model,
             optimizer,

@@ -528,9 +528,7 @@ def test_a_draw_that_is_delivered_again_has_the_places_that_it_had(workers, unit
     if unit == "user":
         optimizer = dp.UserClippedSGD(
             params,
-            dp.UserClippedSGD.plan(
-                lr=0.1, clip=1.0, noise_multiplier=1.0, batch_size=16, n_users=32
-            ),
+            dp.UserClippedSGD.plan(lr=0.1, clip=1.0, noise_multiplier=1.0, batch_size=16, n=32),
         )
     else:
         optimizer = make_optimizer(

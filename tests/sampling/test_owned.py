@@ -151,7 +151,7 @@ def test_a_user_of_a_data_set_that_fills_one_tensor_has_its_own_records() -> Non
     plan = dp.UserClippedSGD.plan(
         clip=1.0,
         noise_multiplier=1e-9,
-        n_users=N,
+        n=N,
         batch_size=N,
         sampling=dp.Full(N),
         steps=1,
@@ -208,7 +208,7 @@ def test_ids_that_are_given_in_one_tensor_are_those_of_their_records() -> None:
 
     RecordIds(Ids(), N).require_unique()
     model, opt = optimizer("allocated", batch_size=4, epochs=1)
-    assert uses(model, opt, opt.loader(Reusing(), ids=Ids()), 4) == [1.0] * N
+    assert uses(model, opt, opt.loader(Reusing(), record_ids=Ids()), 4) == [1.0] * N
 
 
 def test_a_decoder_of_archives_that_fills_one_array_has_each_record_once(tmp_path: Any) -> None:

@@ -146,7 +146,7 @@ def test_sizes_of_batches_are_binomial() -> None:
 
 def by_id(ids: Any, cut: Any = None) -> dict[Any, int]:
     """Returns the batch of each id in the first pass of one key."""
-    sampler = AssignedSampler(Assigned(N // T, N, passes=2), ids=ids)
+    sampler = AssignedSampler(Assigned(N // T, N, passes=2), record_ids=ids)
     sampler.partition = replace(
         sampler.partition, cut=np.append(np.arange(32), 1).astype(np.uint8)
     )
@@ -240,7 +240,7 @@ def test_records_with_one_id_are_refused() -> None:
     def check() -> None:
         for ids in ([*IDS[:-1], IDS[0]], np.arange(N) // 2, [5] * N):
             refused(
-                lambda ids=ids: AssignedSampler(Assigned(6, N), ids=ids),
+                lambda ids=ids: AssignedSampler(Assigned(6, N), record_ids=ids),
                 "UserClippedSGD",
                 UnitError,
             )  # type: ignore[misc]
@@ -251,11 +251,11 @@ def test_records_with_one_id_are_refused() -> None:
 def test_ids_need_secret_draws() -> None:
     plain = Assigned(6, N, amplification=False)
     with pytest.raises(UnknownSamplerError, match="ids need secret draws"):
-        AssignedSampler(plain, ids=IDS)
+        AssignedSampler(plain, record_ids=IDS)
     with pytest.raises(UnknownSamplerError, match="ids need secret draws"):
-        built(amplification=False)[1].loader(DATA, ids=IDS)
-    with pytest.raises(UnknownSamplerError, match="ids must be left out"):
-        one_pass.make_sampler(dp.Poisson(6, N), ids=IDS)
+        built(amplification=False)[1].loader(DATA, record_ids=IDS)
+    with pytest.raises(UnknownSamplerError, match="record_ids must be left out"):
+        one_pass.make_sampler(dp.Poisson(6, N), record_ids=IDS)
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
@@ -263,8 +263,8 @@ def test_ids_need_secret_draws() -> None:
 
 def test_a_run_by_ids_is_charged_as_one_by_positions() -> None:
     model, optimizer = built()
-    assert sum(train(model, optimizer, ids=IDS)) == N
-    assert sum(train(model, optimizer, ids=IDS, resume=True)) == N
+    assert sum(train(model, optimizer, record_ids=IDS)) == N
+    assert sum(train(model, optimizer, record_ids=IDS, resume=True)) == N
     assert (optimizer.steps, charged(optimizer)) == (2 * T, [(PASS, 2)])
 
 
@@ -282,38 +282,40 @@ def test_a_run_by_ids_goes_on_by_its_ids_only() -> None:
         return found
 
     model, optimizer = built()
-    loader = optimizer.loader(numbered, ids=IDS, isolation="none", steps=2 * T)
+    loader = optimizer.loader(numbered, record_ids=IDS, isolation="none", steps=2 * T)
     expected = batches(loader.batch_sampler)  # type: ignore[arg-type]
     assert seen(
-        optimizer.loader(numbered, ids=IDS, isolation="none", steps=1, resume=True),
+        optimizer.loader(numbered, record_ids=IDS, isolation="none", steps=1, resume=True),
         9,
         model,
         optimizer,
     ) == [expected[0]]
     for data, ids in ((numbered, None), (moved, IDS), (numbered, IDS[::-1]), (DATA, IDS)):
         refused(
-            lambda data=data, ids=ids: optimizer.loader(data, ids=ids, resume=True),  # type: ignore[misc]
+            lambda data=data, ids=ids: optimizer.loader(data, record_ids=ids, resume=True),  # type: ignore[misc]
             "dataset must hold the records of the run",
             PrivacyError,
         )
     again = optimizer.loader(
-        moved, ids=IDS[::-1], isolation="none", resume=True, steps=2 * T - 1
+        moved, record_ids=IDS[::-1], isolation="none", resume=True, steps=2 * T - 1
     )
     assert seen(again, 99, model, optimizer) == expected[1:]
 
     def check() -> None:
-        sampler = AssignedSampler(Assigned(6, N, passes=2), ids=IDS)
+        sampler = AssignedSampler(Assigned(6, N, passes=2), record_ids=IDS)
         plain = AssignedSampler(Assigned(6, N, passes=2))
-        for one, other in ((sampler, {}), (plain, {"ids": IDS})):
+        for one, other in ((sampler, {}), (plain, {"record_ids": IDS})):
             both = AssignedSampler(sampler.design, resume=one.partition, **other)
-            refused(lambda both=both: batches(both), "with ids= if the run has drawn by ids")  # type: ignore[misc]
+            refused(
+                lambda both=both: batches(both), "with record_ids= if the run has drawn by ids"
+            )  # type: ignore[misc]
 
     assert_caught(check, lambda patch: patch.setattr(AssignedSampler, "_require_key", nothing))
 
 
 def test_the_ledger_does_not_take_draws_by_ids_for_draws_by_positions() -> None:
     design = Assigned(6, N)
-    first = AssignedSampler(design, ids=IDS).partition
+    first = AssignedSampler(design, record_ids=IDS).partition
     second = replace(first, cut=first.cut[:32])
     assert one_pass.partition_name(design, first) != one_pass.partition_name(design, second)
 
@@ -321,14 +323,14 @@ def test_the_ledger_does_not_take_draws_by_ids_for_draws_by_positions() -> None:
 def test_draws_by_ids_of_another_run_are_refused() -> None:
     def check() -> None:
         _, optimizer = built()
-        known = AssignedSampler(optimizer.design, ids=IDS)
+        known = AssignedSampler(optimizer.design, record_ids=IDS)
         loader = dp.sampling.PrivateLoader(
-            DATA, AssignedSampler(optimizer.design, ids=IDS, resume=known.partition)
+            DATA, AssignedSampler(optimizer.design, record_ids=IDS, resume=known.partition)
         )
         refused(lambda: optimizer.bind(loader), "by fresh bits", UnknownSamplerError)
 
     assert_caught(check, lambda patch: patch.setattr(LogicalBatch, "_require_secret", nothing))
-    sampler = AssignedSampler(Assigned(6, N), ids=IDS)
+    sampler = AssignedSampler(Assigned(6, N), record_ids=IDS)
     for twin in (copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler))):
         assert twin.partition.cut.tobytes() != sampler.partition.cut.tobytes()
         assert sorted(i for batch in batches(twin) for i in batch) == list(range(N))
@@ -336,12 +338,12 @@ def test_draws_by_ids_of_another_run_are_refused() -> None:
 
 def test_a_loader_of_torch_may_draw_by_ids() -> None:
     model, optimizer = built()
-    loader = DataLoader(DATA, batch_sampler=AssignedSampler(optimizer.design, ids=IDS))
+    loader = DataLoader(DATA, batch_sampler=AssignedSampler(optimizer.design, record_ids=IDS))
     for batch in optimizer.bind(loader):
         one_step(model, optimizer, *batch)
     assert optimizer._batch.sealed() is not None
     refused(
-        lambda: optimizer.loader(DATA, ids=[*IDS[1:], "x"], resume=True),
+        lambda: optimizer.loader(DATA, record_ids=[*IDS[1:], "x"], resume=True),
         "dataset must hold the records of the run",
         PrivacyError,
     )
@@ -351,7 +353,7 @@ def test_a_loader_of_torch_may_draw_by_ids() -> None:
 def test_no_id_shows_anywhere() -> None:
     """In no repr, state, report or message; the state is secret as long as draws are left."""
     model, optimizer = built()
-    loader = optimizer.loader(DATA, ids=IDS, isolation="none")
+    loader = optimizer.loader(DATA, record_ids=IDS, isolation="none")
     sampler = loader.batch_sampler
     shown = [repr(loader), repr(sampler), repr(sampler.ids), repr(sampler.partition)]  # type: ignore[attr-defined]
     one_step(model, optimizer, *next(iter(loader)))
@@ -364,10 +366,10 @@ def test_no_id_shows_anywhere() -> None:
         repr(optimizer),
     ]
     bad: list[Callable[[], Any]] = [
-        lambda: optimizer.loader(DATA, ids=[*IDS[:-1], IDS[0]], resume=True),
-        lambda: optimizer.loader(DATA, ids=IDS[:-1], resume=True),
-        lambda: optimizer.loader(DATA, ids=[*IDS[:-1], None], resume=True),
-        lambda: optimizer.loader(DATA, ids=[*IDS[::-1], "patient 99"], resume=True),
+        lambda: optimizer.loader(DATA, record_ids=[*IDS[:-1], IDS[0]], resume=True),
+        lambda: optimizer.loader(DATA, record_ids=IDS[:-1], resume=True),
+        lambda: optimizer.loader(DATA, record_ids=[*IDS[:-1], None], resume=True),
+        lambda: optimizer.loader(DATA, record_ids=[*IDS[::-1], "patient 99"], resume=True),
     ]
     for call in bad:
         with pytest.raises(UnitError) as error:
@@ -379,7 +381,7 @@ def test_no_id_shows_anywhere() -> None:
 
 def test_users_have_no_ids_of_records() -> None:
     plan = dp.UserClippedSGD.plan(
-        n_users=N,
+        n=N,
         clip=1.0,
         lr=0.1,
         noise_multiplier=2.0,
@@ -388,10 +390,10 @@ def test_users_have_no_ids_of_records() -> None:
         epochs=1,
     )
     optimizer = dp.UserClippedSGD(dp.attach(torch.nn.Linear(2, 1)).parameters(), plan)
-    with pytest.raises(UnitError, match="ids must not be given with users"):
-        optimizer.loader(DATA, torch.arange(N), ids=IDS)
+    with pytest.raises(UnitError, match="record_ids must not be given with users"):
+        optimizer.loader(DATA, torch.arange(N), record_ids=IDS)
     with pytest.raises(UnitError, match="users must be drawn by their numbers"):
-        UserLoader(DATA, AssignedSampler(optimizer.design, ids=IDS), torch.arange(N))
+        UserLoader(DATA, AssignedSampler(optimizer.design, record_ids=IDS), torch.arange(N))
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
@@ -402,7 +404,7 @@ def test_processes_with_a_key_give_a_record_the_batch_that_one_process_gives_it(
     found = {}
     for rank, own in enumerate((IDS[::3], IDS[1::3] + IDS[2::3], [])):
         sampler = RankAssignedSampler(
-            Assigned(6, N, passes=2), rank=rank, processes=3, key=KEY, ids=own, steps=T
+            Assigned(6, N, passes=2), rank=rank, processes=3, key=KEY, record_ids=own, steps=T
         )
         drawn = batches(sampler)
         assert len(drawn) == T
@@ -415,7 +417,7 @@ def test_blocks_of_a_process_with_own_records_have_room_for_a_whole_draw() -> No
     _, optimizer = built()
     place: dict[str, Any] = {"rank": 0, "processes": 2, "key": KEY}
     alone = slots_of(optimizer, AssignedSampler(optimizer.design))
-    own = slots_of(optimizer, RankAssignedSampler(optimizer.design, **place, ids=IDS[1:]))
+    own = slots_of(optimizer, RankAssignedSampler(optimizer.design, **place, record_ids=IDS[1:]))
     by_place = slots_of(optimizer, RankAssignedSampler(optimizer.design, **place))
     assert alone is not None
     assert own is not None
@@ -475,10 +477,10 @@ def test_fit_and_make_private_draw_by_ids(monkeypatch: pytest.MonkeyPatch) -> No
         RecordIds, "picks", lambda self, *args: asked.append(len(self)) or picks(self, *args)
     )
     model, optimizer = built()
-    dp.fit(model, optimizer, DATA, LOSS, ids=IDS, progress=False)
+    dp.fit(model, optimizer, DATA, LOSS, record_ids=IDS, progress=False)
     assert (optimizer.steps, charged(optimizer)) == (2 * T, [(PASS, 2)])
     assert asked == [N, N]
-    _, optimizer, loader = private(ids=torch.arange(N))
+    _, optimizer, loader = private(record_ids=torch.arange(N))
     next(iter(loader))
     assert asked == [N] * 3
     assert charged(optimizer) == []
@@ -489,22 +491,22 @@ def test_fit_and_make_private_refuse_ids_before_anything_is_charged() -> None:
     model, optimizer = built()
     for ids in ([5] * N, IDS[1:]):
         with pytest.raises(UnitError, match="ids must"):
-            dp.fit(model, optimizer, DATA, LOSS, ids=ids, progress=False)
+            dp.fit(model, optimizer, DATA, LOSS, record_ids=ids, progress=False)
         with pytest.raises(UnitError, match="ids must"):
-            private(ids=ids)
+            private(record_ids=ids)
     assert (optimizer.steps, charged(optimizer)) == (0, [])
-    with pytest.raises(UnknownSamplerError, match="ids must be left out"):
-        private(ids=IDS, sampling="poisson")
+    with pytest.raises(UnknownSamplerError, match="record_ids must be left out"):
+        private(record_ids=IDS, sampling="poisson")
 
 
 def test_no_refusal_quotes_an_id() -> None:
     free, arguments = CALLS["dp.fit[row-free]"]()
     _, optimizer = built()
     for call in (
-        lambda names: free(**arguments | {"ids": names}),
+        lambda names: free(**arguments | {"record_ids": names}),
         lambda names: free(**arguments | {"users": names}),
         lambda names: optimizer.loader(DATA, users=names),
-        lambda names: optimizer.loader(DATA, ids=[*names, 1.5]),
+        lambda names: optimizer.loader(DATA, record_ids=[*names, 1.5]),
     ):
         with pytest.raises((ValueError, UnitError), match=r"(ids|users) must") as caught:
             call(["Ann", "Bob"])

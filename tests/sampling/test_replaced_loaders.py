@@ -206,7 +206,7 @@ def test_copied_records_are_found_by_their_ids() -> None:
     loader = DataLoader(copies, BATCH, shuffle=True)
     ids = torch.tensor([*range(N), 0])
     with pytest.raises(UnitError, match="ids must be unique"):
-        made_private(loader, n=N + 1, ids=ids, sampling="allocated")
+        made_private(loader, n=N + 1, record_ids=ids, sampling="allocated")
 
 
 def test_a_loader_in_place_of_its_data_set_is_told_what_would_be_lost() -> None:

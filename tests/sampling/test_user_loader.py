@@ -148,7 +148,7 @@ BAD = {
     "too-large-for-a-dtype": ([2**70, 1, 2], "integer"),
     "complex": ([1j, 2j, 3j], "users"),
     "objects": (np.array([1, None, 2], dtype=object), "users"),
-    "out-of-the-universe": ([0, 1, 10], r"users must be < n_users=10 \(got a larger id"),
+    "out-of-the-universe": ([0, 1, 10], r"users must be < n=10 \(got a larger id"),
 }
 
 
@@ -179,7 +179,7 @@ def test_any_ids_that_hash_are_numbered() -> None:
 
 def test_more_names_than_users_are_refused_without_quoting_one() -> None:
     run = runs.clipped(2)
-    with pytest.raises(UnitError, match="users must be < n_users=2") as caught:
+    with pytest.raises(UnitError, match="users must be < n=2") as caught:
         run.opt.loader(runs.dataset(np.ones((3, 2))), ["ann", "bob", "eve"])
     assert not any(name in str(caught.value) for name in ("ann", "bob", "eve"))
 
@@ -199,10 +199,10 @@ def test_names_train_like_numbers(adjacency: str) -> None:
 @pytest.mark.parametrize("adjacency", ["replace_one", "zero_out"])
 def test_ids_out_of_the_universe_are_refused(adjacency: str) -> None:
     run = runs.clipped(10, batch_size=5, adjacency=adjacency)
-    with pytest.raises(UnitError, match="users must be < n_users=10"):
+    with pytest.raises(UnitError, match="users must be < n=10"):
         run.opt.loader(runs.dataset(np.ones((3, 2))), [0, 1, 10])
     assert len(run.opt.loader(runs.dataset(np.ones((3, 2))), [0, 1, 9])) == 1
-    with pytest.raises(UnitError, match="users must be < n_users=6"):
+    with pytest.raises(UnitError, match="users must be < n=6"):
         UserLoader(ROWS, make_sampler(dp.Full(6), size=6), IDS + 1)
 
 
@@ -263,7 +263,7 @@ def test_under_add_remove_users_beyond_the_reference_are_refused_at_once() -> No
     run = runs.clipped(30, batch_size=15, steps=60, adjacency="add_remove")
     data, ids = runs.agreeing(45, rows=2)
     with pytest.raises(
-        UnitError, match=r"users must be numbered below n_users=30, the reference \(got a larger"
+        UnitError, match=r"users must be numbered below n=30, the reference \(got a larger"
     ):
         run.opt.loader(data, ids)
 

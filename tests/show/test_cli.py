@@ -179,7 +179,7 @@ def test_a_plan_is_that_of_the_class(folder, capsys):
         f"HolderOutputSGD --loss hinge --power 1.5 --bound-x 1 --radius 10 --dim 11 {BUDGET}",
         f"NetSGD --dim 1000 {BUDGET}",
         f"CorrelatedSGD --clip 1 --lr 0.1 --radius inf --epochs 2 --batch-size 100 {BUDGET}",
-        "UserClippedSGD --n-users 1000 --clip 1 --lr 0.1 --epochs 2 --batch-size 100 --epsilon 1 --delta 1e-6",
+        "UserClippedSGD --n 1000 --clip 1 --lr 0.1 --epochs 2 --batch-size 100 --epsilon 1 --delta 1e-6",
         "ClippedSGD --n 1000 --clip 1 --lr 0.1 --noise-multiplier 2 --batch-size 100 --adjacency zero_out",
     ],
 )

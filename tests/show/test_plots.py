@@ -63,7 +63,7 @@ def test_one_release_says_what_it_costs():
 
 def test_the_plan_of_clipped_users_draws_its_noise():
     plan = dp.UserClippedSGD.plan(
-        n_users=N, budget=dp.Budget(2.0, 1e-4, unit="user"), clip=1.0, lr=1.0, steps=2
+        n=N, budget=dp.Budget(2.0, 1e-4, unit="user"), clip=1.0, lr=1.0, steps=2
     )
     (share,) = plan.plot().axes[0].get_lines()[0].get_xdata()
     assert share == plan.noise_multiplier / N

@@ -358,7 +358,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         UnitError,
         "groups must be given",
     ),
-    "groups": ({"groups": np.arange(30)}, UnitError, "groups must be given with"),
+    "groups": (
+        {"groups": np.arange(30), "budget": dp.Budget(1.0, 1e-6, unit="example")},
+        UnitError,
+        "groups must be given with",
+    ),
     "unit": ({"accountant": dp.Accountant(unit="user")}, UnitError, "user"),
     "adjacency": (
         {

@@ -206,6 +206,15 @@ def test_a_null_record_counts_for_nothing(
     assert (recorder.counts(X, t, metric) == base).all()
 
 
+@pytest.mark.parametrize(
+    "target", [{"budget": dp.Budget(1.0, 1e-6)}, {"epsilon": 1.0, "delta": 1e-6}]
+)
+def test_groups_are_protected_without_being_told_so(target: dict[str, Any]) -> None:
+    X, y = table(400)
+    assert dp.score(Sigmoid(), X, y, **target).privacy.unit == "example"
+    assert dp.score(Sigmoid(), X, y, groups=np.arange(400) % 7, **target).privacy.unit == "user"
+
+
 def test_a_user_moves_the_counts_by_at_most_one(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(monkeypatch)
     budget = dp.Budget(1.0, 1e-6, unit="user", adjacency="add_remove")
@@ -333,7 +342,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         UnitError,
         "groups must be given",
     ),
-    "groups": ({"groups": np.arange(30)}, UnitError, "groups must be given with"),
+    "groups": (
+        {"groups": np.arange(30), "budget": dp.Budget(1.0, 1e-6, unit="example")},
+        UnitError,
+        "groups must be given with",
+    ),
     "unit": ({"accountant": dp.Accountant(unit="user")}, UnitError, "user"),
     "adjacency": (
         {

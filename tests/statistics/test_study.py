@@ -244,6 +244,17 @@ def test_a_preview_of_a_plan_spends_nothing():
     assert plan.model.accountant is None
 
 
+@pytest.mark.parametrize("own", [{}, USERS], ids=["rows", "users"])
+def test_epsilon_and_delta_are_a_budget_of_whom_the_schema_protects(own):
+    schema = Schema(COLUMNS, **LABELS, **own)
+    flat = plan_study(schema, epsilon=2.0, delta=1e-6, n=N)
+    assert flat.budget.unit == ("user" if own else "example")
+    by_budget = plan_study(schema, dp.Budget(2.0, 1e-6), n=N)
+    assert (flat.budget, str(flat)) == (by_budget.budget, str(by_budget))
+    with pytest.raises(ValueError, match="epsilon and delta must be given"):
+        study(frame(), schema, show=None)
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -259,7 +270,10 @@ def test_a_preview_of_a_plan_spends_nothing():
         (
             UnitError,
             "budget must be of unit 'user'",
-            {"schema": Schema(COLUMNS, **LABELS, **USERS)},
+            {
+                "schema": Schema(COLUMNS, **LABELS, **USERS),
+                "budget": dp.Budget(1.0, 1e-6, unit="example"),
+            },
         ),
         (
             ValueError,
@@ -270,7 +284,7 @@ def test_a_preview_of_a_plan_spends_nothing():
         (ValueError, "n must leave 50 units", {"holdout": 0.001}),
         (ValueError, "holdout must be", {"holdout": 1.0}),
         (ValueError, "bound_x must be left to the schema", {"bound_x": 3.0}),
-        (ValueError, "epsilon must be left to the schema and the budget", {"epsilon": 3.0}),
+        (ValueError, "epsilon and delta must be given, or a budget", {"epsilon": 3.0}),
         (
             ValueError,
             "n must be given under add_remove",

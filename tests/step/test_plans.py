@@ -46,19 +46,19 @@ def holder(**kind: Any) -> Callable[[], StepPlan]:
 
 def clipped_users(**kind: Any) -> Callable[[], StepPlan]:
     return lambda: dp.UserClippedSGD.plan(
-        **{"n_users": N, "clip": 1.0, "lr": 0.1, "batch_size": 16, **kind}
+        **{"n": N, "clip": 1.0, "lr": 0.1, "batch_size": 16, **kind}
     )
 
 
 def filtered_users(**kind: Any) -> Callable[[], StepPlan]:
-    own = {"n_users": 600, "budget": PEOPLE, "pair_radius": 1.0, "steps": 3, "lr": 0.1}
+    own = {"n": 600, "budget": PEOPLE, "pair_radius": 1.0, "steps": 3, "lr": 0.1}
     return lambda: dp.UserFilteredSGD.plan(**{**own, **kind})
 
 
 def localized_users(**kind: Any) -> Callable[[], StepPlan]:
     problem = dp.Problem(lipschitz=1.0, radius=2.0)
     own = {
-        "n_users": 2400,
+        "n": 2400,
         "budget": PEOPLE,
         "problem": problem,
         "reg": 0.5,

@@ -45,18 +45,20 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from torch_dpsco import _validate as check
+from torch_dpsco import shown
 from torch_dpsco._validate import check_fields, in_our_words
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.analysis.rdp import FloatArray, curve_of
 from torch_dpsco.accounting.analysis.risk import line_of_advantage, line_of_rates
 from torch_dpsco.accounting.calibrate import MOST, largest, rounded_up
 from torch_dpsco.accounting.curves import orders_at
-from torch_dpsco.accounting.events import ZERO_OUT, Adjacency, Event
+from torch_dpsco.accounting.events import ZERO_OUT, Adjacency, Event, in_words
 from torch_dpsco.accounting.ledger import Ledger, impurity
 from torch_dpsco.errors import InfeasibleError, outside, warn
 
@@ -67,6 +69,7 @@ _TAKES = {
 }
 MODES = tuple(_TAKES)
 
+_USUAL = {"adjacency": ZERO_OUT, "unit": "example"}  # where neither budget nor plan says them
 _MISSING = float("nan")  # told from a nan that was given by identity
 NO_BUDGET_DELTA = 1e-6  # of figures where no delta is part of a target
 
@@ -93,7 +96,8 @@ class Budget:
         adjacency: "zero_out" (a record is emptied; n is public), "replace_one" or "add_remove". None for "zero_out",
             or for what the plan or ledger that takes this budget needs or names (see `under`). Budgets of different
             adjacencies are different promises and are never compared.
-        unit: what one record is; "example" or "user".
+        unit: what one record is; "example" or "user". None for "example", or for what the plan or release that takes
+            this budget protects.
         mode: "planned": parameters fixed in advance. Adaptive: "gdp" (unsampled Gaussians, no overhead), "rdp" (any
             event that cannot fail).
         advantage: largest (true - false positive rate) of any test which of two neighboring data sets was used, in
@@ -116,7 +120,7 @@ class Budget:
     epsilon: float = _MISSING
     delta: float = _MISSING
     adjacency: Adjacency = None  # type: ignore[assignment]  # "zero_out", unless a plan names another
-    unit: str = "example"
+    unit: str = None  # type: ignore[assignment]  # "example", unless a plan protects users
     mode: str = "planned"
     advantage: float | None = None
     tpr: float | None = None
@@ -128,10 +132,10 @@ class Budget:
             raise TypeError(
                 f"{' and '.join(missing)} must be given, or advantage, or tpr and fpr"
             )
-        unsaid = vars(self)["adjacency"] is None
+        unsaid = {name for name in _USUAL if vars(self)[name] is None}
         object.__setattr__(self, "_unsaid", unsaid)
-        if unsaid:
-            object.__setattr__(self, "adjacency", ZERO_OUT)
+        for name in unsaid:
+            object.__setattr__(self, name, _USUAL[name])
         check_fields(self)
         self._set_line(len(missing) == 2)
         check.fields(self, epsilon=check.positive, delta=check.below_one)
@@ -201,35 +205,39 @@ class Budget:
         # adaptive modes promise the target alone: at another delta the odometer's epsilon would say more than the risk
         return self.delta if self.risk is None or self.adaptive else NO_BUDGET_DELTA
 
-    def under(self, adjacency: Adjacency | None) -> Budget:
-        """Returns this budget under an adjacency, if it was made without one; else, and for None, itself.
+    def under(self, adjacency: Adjacency | None = None, unit: str | None = None) -> Budget:
+        """Returns this budget with adjacency and unit, those that it was made without; None leaves them open.
 
         Example:
             >>> Budget(1.0, 1e-5).under("replace_one").adjacency
             'replace_one'
-            >>> Budget(1.0, 1e-5, "add_remove").under("replace_one").adjacency
-            'add_remove'
+            >>> Budget(1.0, 1e-5, "add_remove").under("replace_one", "user")
+            Budget(epsilon=1.0, delta=1e-05, adjacency='add_remove', unit='user', mode='planned')
         """
-        return (
-            self
-            if adjacency is None or self.says_adjacency
-            else replace(self, adjacency=adjacency)
-        )
+        said: dict[str, Any] = {"adjacency": adjacency, "unit": unit}
+        left_open = {name: said[name] for name in vars(self)["_unsaid"]}
+        return replace(self, **left_open) if any(left_open.values()) else self
 
     @property
     def says_adjacency(self) -> bool:
         """Whether the budget was made with an adjacency; else that of a plan or ledger takes its place."""
-        return not vars(self)["_unsaid"]
+        return "adjacency" not in vars(self)["_unsaid"]
 
     def __repr__(self) -> str:
         extra = ("advantage", "tpr", "fpr")
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        shown = [
+        fields_shown = [
             f"{name}={value!r}"
             for name, value in values.items()
             if name not in extra or value is not None
         ]
-        return f"Budget({', '.join(shown)})"
+        return f"Budget({', '.join(fields_shown)})"
+
+    def _repr_html_(self) -> str:
+        rows = [("target", self.target), ("adjacency", in_words(self.adjacency))]
+        return shown.table(
+            "Budget", [*rows, ("protects", f"one {self.unit}"), ("mode", self.mode)]
+        )
 
 
 def quoted(epsilon: float, delta: float, budget: Budget | None) -> float:

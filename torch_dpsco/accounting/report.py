@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from torch_dpsco import _validate as check
+from torch_dpsco import shown
 from torch_dpsco.accounting.analysis.risk import Risk
 from torch_dpsco.accounting.analysis.rounding import upper
 from torch_dpsco.accounting.budgets import Budget, adaptive_epsilon, quoted
@@ -267,6 +268,17 @@ class PrivacyReport:
     def events(self) -> tuple[str, ...]:
         """One line per kind of event."""
         return tuple(map(str, self.charges))
+
+    def __repr__(self) -> str:
+        return shown.line(
+            self,
+            f"({rounded_up(self.epsilon)}, {rounded_up(self.delta)})-differential privacy for one"
+            f" {self.unit_name} ({self.adjacency}){self.proviso}",
+        )
+
+    def _repr_html_(self) -> str:
+        rows = [(name, f"epsilon {rounded_up(e)}") for name, e in self.epsilons.items()]
+        return shown.table(repr(self)[1:-1], [*rows, ("method", self.method)], str(self))
 
     def __str__(self) -> str:
         lines = [

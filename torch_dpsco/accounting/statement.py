@@ -19,6 +19,7 @@ from datetime import datetime
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch_dpsco import shown
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.analysis.risk import strength
 from torch_dpsco.accounting.calibrate import rounded_up
@@ -116,6 +117,13 @@ class Statement:
     def epsilon(self) -> float:
         """Epsilon of the guarantee."""
         return self.figures.epsilon
+
+    def __repr__(self) -> str:
+        return shown.line(self, self.headline)
+
+    def _repr_html_(self) -> str:
+        warned = [("read this first", warning) for warning in self.warnings]
+        return shown.table(self.headline, [*table(self.figures), *warned], str(self))
 
     def __str__(self) -> str:
         lines = _wrapped(self.headline, "")

@@ -564,7 +564,7 @@ class AutoClip(ClippedMean):
     """Scales every row by R / (norm + gamma).
 
     Args:
-        bound: R > 0, what a row's contribution stays below.
+        clip: R > 0, what a row's contribution stays below.
         noise_multiplier: z >= 0, noise std on the sum over R.
         batch_size: public divisor.
         offset: gamma, at least R / 2^40: rows much shorter than it stay short.
@@ -576,7 +576,7 @@ class AutoClip(ClippedMean):
 
     Example:
         >>> from torch_dpsco.rows import DenseBlock, GradBatch
-        >>> oracle = AutoClip(bound=1.0, noise_multiplier=0.0, batch_size=1, offset=5.0)
+        >>> oracle = AutoClip(clip=1.0, noise_multiplier=0.0, batch_size=1, offset=5.0)
         >>> oracle.open([torch.zeros(2)])
         >>> oracle.observe(GradBatch([DenseBlock(torch.tensor([[3.0, 4.0]]))]))
         >>> [round(v, 3) for v in oracle.release(torch.Generator()).mean[0].tolist()]
@@ -584,15 +584,15 @@ class AutoClip(ClippedMean):
     """
 
     def __init__(
-        self, bound: float, noise_multiplier: float, batch_size: int, offset: float = 0.01
+        self, clip: float, noise_multiplier: float, batch_size: int, offset: float = 0.01
     ) -> None:
         super().__init__(noise_multiplier, batch_size)
-        self.fixed_clip = check.positive(bound=bound)
+        self.fixed_clip = check.positive(clip=clip)
         self.offset = check.positive(offset=offset)
         if self.fixed_clip > self.offset * 2.0**40:
             # PRIVACY: weights above 2^40 would lift float32's underflow (test_a_tiny_offset_is_refused)
             raise ValueError(
-                f"offset must be >= bound / 2^40 (got {self.offset:g} for bound"
+                f"offset must be >= clip / 2^40 (got {self.offset:g} for clip"
                 f" {self.fixed_clip:g})"
             )
 

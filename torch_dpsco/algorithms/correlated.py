@@ -117,6 +117,8 @@ class CorrelatedSGD(PlannedOptimizer):
         n: int,
         clip: float,
         lr: float,
+        epsilon: float | None = None,
+        delta: float | None = None,
         budget: Budget | None = None,
         noise_multiplier: float | None = None,
         steps: int | None = None,
@@ -133,6 +135,8 @@ class CorrelatedSGD(PlannedOptimizer):
             n: public number of records.
             clip: C > 0, chosen without looking at the data.
             lr: step size, > 0.
+            epsilon: of a budget, beside delta, in place of `budget`.
+            delta: of a budget, beside epsilon.
             budget: target; the noise is chosen for it unless it is given.
             noise_multiplier: z >= 0, std over C of the ordinary noise that costs as much.
             steps: number of steps, in place of epochs.
@@ -147,7 +151,7 @@ class CorrelatedSGD(PlannedOptimizer):
             AdjacencyError: nothing is proved under add_remove.
             InfeasibleError: the target cannot be reached.
         """
-        budget, adjacency = agreed(budget, adjacency)
+        budget, adjacency = agreed(budget, adjacency, epsilon, delta)
         if adjacency == ADD_REMOVE:
             raise AdjacencyError(
                 "adjacency must be zero_out or replace_one: records keep their places (got"

@@ -101,6 +101,8 @@ def plan_by_theorem(  # noqa: D417 (cls is bound)
     *,
     problem: Problem | None = None,
     n: int | None = None,
+    epsilon: float | None = None,
+    delta: float | None = None,
     budget: Budget | None = None,
     noise_multiplier: float | None = None,
     clip: float | Pilot | None = None,
@@ -121,6 +123,8 @@ def plan_by_theorem(  # noqa: D417 (cls is bound)
         problem: promised constants: moment, moment_order (and second_moment) of the gradient norm choose clip,
             steps and step size by theory; smoothness (and more, see the class) chooses the step size in any case.
         n: public number of records (a reference under add_remove); that of a design.
+        epsilon: of a budget, beside delta, in place of `budget`.
+        delta: of a budget, beside epsilon.
         budget: what the run may spend; the noise is chosen for it unless it is given.
         noise_multiplier: z >= 0, noise std on the sum of rows over the clip; 0 is not private.
         clip: default by theory (one pass); a number, chosen without looking at the data; or a `Pilot` group that
@@ -154,7 +158,7 @@ def plan_by_theorem(  # noqa: D417 (cls is bound)
         AdjacencyError: batches cut by position, under add_remove.
         ValueError: an argument is out of range.
     """
-    budget, adjacency = agreed(budget, adjacency)
+    budget, adjacency = agreed(budget, adjacency, epsilon, delta)
     n = public_size(n, sampling)
     task: _Task = cls.task(
         problem=problem or Problem(),

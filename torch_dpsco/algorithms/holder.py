@@ -160,6 +160,8 @@ class HolderSGD(PlannedOptimizer):
         *,
         problem: Problem,
         n: int | None = None,
+        epsilon: float | None = None,
+        delta: float | None = None,
         budget: Budget | None = None,
         noise_multiplier: float | None = None,
         steps: int | None = None,
@@ -184,6 +186,8 @@ class HolderSGD(PlannedOptimizer):
         Args:
             problem: promised constants (`losses.<Loss>().problem(...)`); needs what `Problem.grad_bound` needs.
             n: public number of records (a reference under add_remove); that of a design.
+            epsilon: of a budget, beside delta, in place of `budget`.
+            delta: of a budget, beside epsilon.
             budget: target; the noise is chosen for it unless it is given, and then the budget only limits the run.
             noise_multiplier: z >= 0, noise std on the sum of rows over the bound; 0 is not private.
             steps: number of steps, in place of epochs; a step past it raises. Without steps, epochs and a noise to
@@ -215,7 +219,7 @@ class HolderSGD(PlannedOptimizer):
             MissingConstantError: lr cannot be chosen without `distance` or `dim`.
             AdjacencyError: sampling and adjacency do not go together.
         """
-        budget, adjacency = agreed(budget, adjacency)
+        budget, adjacency = agreed(budget, adjacency, epsilon, delta)
         task = _Task(
             problem=problem,
             n=public_size(n, sampling),

@@ -317,6 +317,8 @@ class LocalizedSGD(PlannedOptimizer):
         *,
         problem: Problem | None = None,
         n: int,
+        epsilon: float | None = None,
+        delta: float | None = None,
         budget: Budget | None = None,
         phases: LocalizedSchedule | None = None,
         clip: float | Pilot | None = None,
@@ -336,6 +338,8 @@ class LocalizedSGD(PlannedOptimizer):
             problem: promises about the supremum over w of the gradient norm: moment of moment_order >= 4,
                 second_moment. Not needed where both clip and reg are given, or phases.
             n: public number of records; at least those of all phases, which take them from one random permutation.
+            epsilon: of a budget, beside delta, in place of `budget`.
+            delta: of a budget, beside epsilon.
             budget: what the run may spend; replace_one or zero_out. The phases are chosen for it unless they are given.
             phases: of your own, from `algorithms.localized_numbers`, with their noise: in place of what follows.
             clip: clip of all phases, chosen without looking at the data; default by theory. With a `Pilot` each phase
@@ -359,7 +363,7 @@ class LocalizedSGD(PlannedOptimizer):
         """
         problem = problem or Problem()
         check.choice(("full", "poisson"), sampling=sampling)
-        budget, adjacency = agreed(budget, adjacency)
+        budget, adjacency = agreed(budget, adjacency, epsilon, delta)
         if adjacency == ADD_REMOVE:
             raise AdjacencyError(
                 "adjacency must be replace_one or zero_out for phases on parts that are cut by"

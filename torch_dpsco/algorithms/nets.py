@@ -132,6 +132,8 @@ class NetSGD(PlannedOptimizer):
         cls,
         *,
         n: int | None = None,
+        epsilon: float | None = None,
+        delta: float | None = None,
         budget: Budget | None = None,
         noise_multiplier: float | None = None,
         dim: Any = None,
@@ -150,6 +152,8 @@ class NetSGD(PlannedOptimizer):
 
         Args:
             n: public number of records (a reference under add_remove); that of a design.
+            epsilon: of a budget, beside delta, in place of `budget`.
+            delta: of a budget, beside epsilon.
             budget: what the run may spend; the noise is chosen for it unless it is given.
             noise_multiplier: z >= 0, noise std on the sum of rows over the clip; 0 is not private.
             dim: the model, or its number of parameters: the step size follows from it.
@@ -172,7 +176,7 @@ class NetSGD(PlannedOptimizer):
             MissingConstantError: no step size is given, and it does not follow from dim and budget.
             ValueError: an argument is out of range.
         """
-        budget, adjacency = agreed(budget, adjacency)
+        budget, adjacency = agreed(budget, adjacency, epsilon, delta)
         given = Given(
             n=public_size(n, sampling),
             adjacency=adjacency,

@@ -293,6 +293,8 @@ class HolderOutputSGD(RowFreeOptimizer):
         problem: Problem,
         n: int,
         dim: Any,
+        epsilon: float | None = None,
+        delta: float | None = None,
         budget: Budget | None = None,
         noise_multiplier: float | None = None,
         epochs: int | None = None,
@@ -309,6 +311,8 @@ class HolderOutputSGD(RowFreeOptimizer):
             problem: needs holder_exponent, holder_constant and a gradient bound; loss_at_zero without a radius.
             n: public number of records.
             dim: number of parameters, or the model.
+            epsilon: of a budget, beside delta, in place of `budget`.
+            delta: of a budget, beside epsilon.
             budget: target; the noise is chosen for it unless it is given, and then the budget only limits the run.
             noise_multiplier: noise std over the sensitivity of the answer, >= 0.
             epochs: passes over the data; default 1 for exponents >= 1/2, else more (see
@@ -333,7 +337,7 @@ class HolderOutputSGD(RowFreeOptimizer):
             >>> round(plan.noise_scale, 3)
             0.048
         """
-        budget, adjacency = agreed(budget, adjacency)
+        budget, adjacency = agreed(budget, adjacency, epsilon, delta)
         dim = check.positive_count(dim=dimension(dim))
         design = Shuffled(batch_size, n)
         task = OutputTask(
@@ -453,6 +457,8 @@ class BoltOnPSGD(RowFreeOptimizer):
         problem: Problem,
         n: int,
         dim: Any,
+        epsilon: float | None = None,
+        delta: float | None = None,
         budget: Budget | None = None,
         noise_multiplier: float | None = None,
         epochs: int = 1,
@@ -471,6 +477,8 @@ class BoltOnPSGD(RowFreeOptimizer):
             problem: of a smooth loss (holder_exponent 1), with a gradient bound within its radius.
             n: public number of records.
             dim: number of parameters, or the model.
+            epsilon: of a budget, beside delta, in place of `budget`.
+            delta: of a budget, beside epsilon.
             budget: target; the noise is chosen for it unless it is given, and then the budget only limits the run. With
                 delta = 0 the noise is that of the K-norm mechanism.
             noise_multiplier: noise scale over the sensitivity of the answer, >= 0.
@@ -499,7 +507,7 @@ class BoltOnPSGD(RowFreeOptimizer):
             >>> round(plan.sensitivity, 6), round(plan.noise_scale, 6)
             (0.01, 0.01)
         """
-        budget, adjacency = agreed(budget, adjacency)
+        budget, adjacency = agreed(budget, adjacency, epsilon, delta)
         dim = check.positive_count(dim=dimension(dim))
         noise = "knorm" if budget is not None and budget.delta == 0 else "gaussian"
         design = Shuffled(batch_size, n)

@@ -482,8 +482,8 @@ def record_bounds(problem: Problem, bias: bool) -> tuple[float | None, float | N
     if problem.bound_x <= 1:
         raise ValueError(
             "bound_x must be > 1 with a bias, whose column of ones has norm 1 by itself (got"
-            f" {problem.bound_x:g}): use Linear(bias=False), or bound_x = sqrt(B^2 + 1) for"
-            " features of norm B"
+            f" {problem.bound_x:g}): use Linear(bias=False), or problem(bound_x=B,"
+            " intercept=True) for features of norm B"
         )
     # PRIVACY: rounded down (test_features_and_the_one_of_a_bias_are_within_the_bound)
     return math.sqrt(problem.bound_x**2 - 1) * (1 - 1e-15), problem.bound_y

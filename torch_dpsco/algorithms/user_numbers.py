@@ -431,15 +431,11 @@ class _Calibration:
             return any(_setting(self, n, tests) is not None for tests in self.grid)
 
         smallest = smallest_users(feasible, self.n_users)
-        way = (
-            "no n_users works"
-            if smallest is None
-            else f"the smallest n_users that works is {smallest}"
-        )
+        way = "no n works" if smallest is None else f"the smallest n that works is {smallest}"
         return InfeasibleError(
-            f"no filter is proved private for n_users={self.n_users}, steps={self.steps},"
+            f"no filter is proved private for n={self.n_users}, steps={self.steps},"
             f" epsilon={self.epsilon:g}, delta={self.delta:g}: {way} (at typical_score ="
-            f" {self.score_share:g} n_users)"
+            f" {self.score_share:g} n)"
         )
 
 
@@ -732,7 +728,7 @@ class UserPhases:
             users = self.n_users // 2 ** (k + 1 - j)
             if users < 4:
                 raise InfeasibleError(
-                    f"phase {j} of {k} has {users} users: use fewer phases, or n_users >="
+                    f"phase {j} of {k} has {users} users: use fewer phases, or n >="
                     f" {2 ** (k + 3 - j)}"
                 )
             try:

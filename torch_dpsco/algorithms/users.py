@@ -36,7 +36,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.budgets import Budget, one_budget
 from torch_dpsco.accounting.designs import Design, Full, Parts
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency
 from torch_dpsco.algorithms.clips import AdaptiveClipped
@@ -185,7 +185,7 @@ class UserClippedSGD(PlannedOptimizer):
         >>> model = dp.attach(torch.nn.Linear(3, 1))
         >>> data = torch.utils.data.TensorDataset(torch.randn(90, 3), torch.ones(90, 1))
         >>> plan = dp.UserClippedSGD.plan(
-        ...     n_users=30, budget=dp.Budget(2.0, 1e-4, unit="user"), clip=1.0, lr=0.5, steps=4)
+        ...     n=30, budget=dp.Budget(2.0, 1e-4, unit="user"), clip=1.0, lr=0.5, steps=4)
         >>> optimizer = dp.UserClippedSGD(model.parameters(), plan)
         >>> for x, y, users in optimizer.loader(data, users=torch.arange(90) % 30):
         ...     optimizer.zero_grad()
@@ -201,9 +201,11 @@ class UserClippedSGD(PlannedOptimizer):
     def plan(
         cls,
         *,
-        n_users: int,
+        n: int,
         clip: float | None = None,
         lr: float | None = None,
+        epsilon: float | None = None,
+        delta: float | None = None,
         budget: Budget | None = None,
         noise_multiplier: float | None = None,
         batch_size: int | None = None,
@@ -223,10 +225,12 @@ class UserClippedSGD(PlannedOptimizer):
         What is not given follows from the number of users and the budget alone (docs/proofs/steps.md#users).
 
         Args:
-            n_users: public number of users (a reference under add_remove).
+            n: public number of users (a reference under add_remove).
             clip: C > 0, of each user's mean gradient, public; default a search in the run, whose cost is in the noise.
             lr: step size, > 0, without momentum; default by the step rule. With a search in units of the clip.
-            budget: target, of unit "user"; the noise is chosen for it unless it is given, and then the budget only
+            epsilon: of a budget, beside delta, in place of `budget`.
+            delta: of a budget, beside epsilon.
+            budget: target; the noise is chosen for it unless it is given, and then the budget only
                 limits the run.
             noise_multiplier: z >= 0, noise std on the sum over users over C; 0 is not private.
             batch_size: expected number of users of a batch, the public divisor; default all of them, or at least 1024
@@ -253,9 +257,9 @@ class UserClippedSGD(PlannedOptimizer):
             UnitError: the budget is of another unit.
             AdjacencyError: sampling and adjacency do not go together.
         """
-        budget, adjacency = agreed(budget, adjacency, "user")
+        budget, adjacency = agreed(budget, adjacency, epsilon, delta, unit="user")
         given = Given(
-            n=check.positive_count(n_users=n_users),
+            n=check.positive_count(n=n),
             adjacency=adjacency,
             sampling=sampling,
             batch_size=batch_size,
@@ -277,7 +281,7 @@ class UserClippedSGD(PlannedOptimizer):
         noise = choose_noise(budget, *draws, given)
         pace = choose_pace(scale, draws, noise) if lr is None else Pace(lr)
         warn_if_buried(
-            None if noise_multiplier is not None else budget, draws, noise, n_users, scale.dim
+            None if noise_multiplier is not None else budget, draws, noise, n, scale.dim
         )
         return UserClippedPlan(
             budget=budget,
@@ -404,7 +408,7 @@ class UserFilteredSGD(PlannedOptimizer):
         >>> model = dp.attach(torch.nn.Linear(3, 1), loss_reduction="sum")
         >>> data = torch.utils.data.TensorDataset(torch.randn(4000, 3), torch.ones(4000, 1))
         >>> plan = dp.UserFilteredSGD.plan(
-        ...     n_users=2000, budget=dp.Budget(4.0, 1e-4, unit="user"), pair_radius=3.0, lr=0.1, steps=3)
+        ...     n=2000, budget=dp.Budget(4.0, 1e-4, unit="user"), pair_radius=3.0, lr=0.1, steps=3)
         >>> optimizer = dp.UserFilteredSGD(model.parameters(), plan)
         >>> for x, y, users in optimizer.loader(data, users=torch.arange(4000) % 2000):
         ...     optimizer.zero_grad()
@@ -421,8 +425,10 @@ class UserFilteredSGD(PlannedOptimizer):
     def plan(
         cls,
         *,
-        n_users: int,
-        budget: Budget,
+        n: int,
+        epsilon: float | None = None,
+        delta: float | None = None,
+        budget: Budget | None = None,
         problem: Problem | None = None,
         min_items: int = 1,
         pair_radius: float | None = None,
@@ -438,28 +444,30 @@ class UserFilteredSGD(PlannedOptimizer):
         """Returns the filter's public numbers and the step size, before anything is spent.
 
         Args:
-            n_users: public number of users, all of whom are in each step.
-            budget: of unit "user", replace_one.
+            n: public number of users, all of whom are in each step.
+            epsilon: of a budget, beside delta, in place of `budget`.
+            delta: of a budget, beside epsilon.
+            budget: target, replace_one.
             problem: promises: lipschitz and radius choose what of pair_radius, lr and steps is not given.
             min_items: rows that a user must have, public: m of the theory; others are isolated.
             pair_radius: tau, public; None for `pair_radius_iid`.
             lr: step size; None for that of the bound.
             steps: number of steps; None for as many as help, up to max_steps.
-            max_steps: see steps; a step costs n_users^2 dim operations.
+            max_steps: see steps; a step costs n^2 dim operations.
             distance: bound on |w_0 - w*|; default the diameter of the problem's ball.
-            score_share: public guess of the score of honest users over n_users, see `calibrate_filter`.
+            score_share: public guess of the score of honest users over n, see `calibrate_filter`.
             halt_probability: see there.
             average: "uniform" (as in the theorem), "last" or "weighted".
             dim: number of parameters, or the model; needed to choose lr or steps, and for a warning where noise buries
                 the signal.
 
         Raises:
-            InfeasibleError: nothing is proved; names n, T, epsilon and the smallest n_users that works.
+            InfeasibleError: nothing is proved; names n, T, epsilon and the smallest n that works.
             MissingConstantError: promises are missing; says which, and how to do without.
             UnitError: the budget is of another unit.
             AdjacencyError: the budget is not of replace_one.
         """
-        budget = _replaced(budget, "or use UserClippedSGD")
+        budget = _replaced(budget, epsilon, delta, "or use UserClippedSGD")
         items = check.positive_count(min_items=min_items)
         most = max_steps if steps is None else check.positive_count(steps=steps)
         check.positive_count(max_steps=max_steps)
@@ -467,10 +475,10 @@ class UserFilteredSGD(PlannedOptimizer):
         tau = pair_radius
         if tau is None:
             failure = check.open_interval(0.0, 1.0, halt_probability=halt_probability) / most
-            tau = pair_radius_iid(lipschitz_of(problem, "pair_radius"), items, n_users, failure)
+            tau = pair_radius_iid(lipschitz_of(problem, "pair_radius"), items, n, failure)
         calibrated = partial(
             calibrate_filter,
-            n_users=n_users,
+            n_users=n,
             epsilon=budget.epsilon,
             delta=budget.delta,
             pair_radius=tau,
@@ -479,16 +487,16 @@ class UserFilteredSGD(PlannedOptimizer):
         )
         if steps is None:
             bound = lipschitz_of(problem, "steps")
-            made = suited(calibrated, bound, n_users * items, _needed(dim, "steps"), most)
+            made = suited(calibrated, bound, n * items, _needed(dim, "steps"), most)
         else:
             made = calibrated(steps=steps)
         _require_hope(made)
-        lr, risk_bound = _pace(lr, problem, distance, n_users * items, dim, made)
-        warn_if_users_are_buried([made], problem, n_users, dim, budget)
+        lr, risk_bound = _pace(lr, problem, distance, n * items, dim, made)
+        warn_if_users_are_buried([made], problem, n, dim, budget)
         return UserFilteredPlan(
             budget=budget,
             adjacency=REPLACE_ONE,
-            design=Full(n_users),
+            design=Full(n),
             steps=made.steps,
             lr=lr,
             radius=math.inf if problem is None else problem.radius,
@@ -539,9 +547,12 @@ def _require_hope(made: UserFilter) -> None:
         )
 
 
-def _replaced(budget: Budget, way: str) -> Budget:
+def _replaced(
+    budget: Budget | None, epsilon: float | None, delta: float | None, way: str
+) -> Budget:
     """Returns the budget; raises AdjacencyError unless it is of replace_one, which the filter is proved for."""
-    made, adjacency = agreed(budget, None, "user", REPLACE_ONE)
+    found = one_budget(budget, epsilon, delta)
+    made, adjacency = agreed(found, None, unit="user", default=REPLACE_ONE)
     if made is None or adjacency != REPLACE_ONE:
         raise AdjacencyError(f"budget must be of replace_one, {way} (got {adjacency})")
     return made
@@ -604,7 +615,7 @@ class LocalizedUserSGD(PlannedOptimizer):
     Example:
         >>> import torch_dpsco as dp
         >>> plan = dp.LocalizedUserSGD.plan(
-        ...     n_users=4000, budget=dp.Budget(4.0, 1e-4, unit="user"), dim=4, reg=0.1,
+        ...     n=4000, budget=dp.Budget(4.0, 1e-4, unit="user"), dim=4, reg=0.1,
         ...     problem=dp.Problem(lipschitz=2.0, radius=1.0), pair_radius=1.0, max_steps=20)
         >>> [phase.filter.n_users for phase in plan.phases]
         [250, 500, 1000, 2000]
@@ -617,8 +628,10 @@ class LocalizedUserSGD(PlannedOptimizer):
     def plan(
         cls,
         *,
-        n_users: int,
-        budget: Budget,
+        n: int,
+        epsilon: float | None = None,
+        delta: float | None = None,
+        budget: Budget | None = None,
         problem: Problem,
         phases: int | None = None,
         reg: float = 0.0,
@@ -633,8 +646,10 @@ class LocalizedUserSGD(PlannedOptimizer):
         """Returns the phases, as many as are provably private, before anything is spent.
 
         Args:
-            n_users: public number of users.
-            budget: of unit "user", replace_one.
+            n: public number of users.
+            epsilon: of a budget, beside delta, in place of `budget`.
+            delta: of a budget, beside epsilon.
+            budget: target, replace_one.
             phases: their number; None for the largest that is feasible.
             problem: promises: lipschitz; strong_convexity unless there is `reg`; radius with `reg`.
             reg: lambda of the term (lambda/2) |w|^2, which adds to the strong convexity; the optimizer has it too.
@@ -650,12 +665,12 @@ class LocalizedUserSGD(PlannedOptimizer):
             InfeasibleError: names the phase, its users and steps, and the smallest number of users that works.
             MissingConstantError: promises are missing.
         """
-        budget = _replaced(budget, "as the filter on all users is")
+        budget = _replaced(budget, epsilon, delta, "as the filter on all users is")
         dim = _needed(dimension(dim), "steps")
         check.nonnegative(reg=reg)
         lipschitz, convexity = _constants(problem, reg)
         made = UserPhases(
-            n_users=check.positive_count(n_users=n_users),
+            n_users=check.positive_count(n=n),
             items_per_user=check.positive_count(min_items=min_items),
             dim=dim,
             epsilon=budget.epsilon,
@@ -669,9 +684,9 @@ class LocalizedUserSGD(PlannedOptimizer):
             max_steps=check.positive_count(max_steps=max_steps),
         ).planned(phases)
         filters = [phase.filter for phase in made]
-        warn_if_users_are_buried(filters, problem, n_users, dim, budget)
+        warn_if_users_are_buried(filters, problem, n, dim, budget)
         # PRIVACY: a user in two phases would pay for both (test_no_user_is_in_two_phases)
-        parts = Parts(tuple((Full(own.n_users), own.steps) for own in filters), n_users)
+        parts = Parts(tuple((Full(own.n_users), own.steps) for own in filters), n)
         return UserLocalizedPlan(
             budget=budget,
             adjacency=REPLACE_ONE,
@@ -713,7 +728,7 @@ def near(plan: UserFilter) -> str:
 def warn_if_users_are_buried(
     plans: Sequence[UserFilter],
     problem: Problem | None,
-    n_users: int,
+    n: int,
     dim: int | None,
     budget: Budget,
 ) -> None:
@@ -724,7 +739,7 @@ def warn_if_users_are_buried(
         bound = lipschitz_of(problem, "a warning")
         noise = min(plan.noise_std / math.sqrt(plan.steps) for plan in plans)
         checks.warn_if_buried(
-            noise, bound, n=n_users, dim=dim, epsilon=budget.epsilon, of="the mean of all steps"
+            noise, bound, n=n, dim=dim, epsilon=budget.epsilon, of="the mean of all steps"
         )
 
 

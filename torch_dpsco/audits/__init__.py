@@ -4,6 +4,7 @@
 and makes and scores them for any loop.
 """
 
+from torch_dpsco.acts import public_names
 from torch_dpsco.audits.one_run import (
     OneRunAudit,
     OneRunResult,
@@ -28,3 +29,5 @@ __all__ = [
     "loss_scores",
     "mu_of_guesses",
 ]
+
+__dir__ = public_names(__name__)

@@ -457,7 +457,7 @@ def audit_training(
 
     Guarantee:
         That of `audit`, for the pair of data sets and the released parameters. The runs are charged to accountants that
-        are thrown away: what they release about a real data set is covered by nothing.
+        are thrown away: no budget pays for what they show, so that a real data set would be exposed.
 
     Example:
         >>> import torch, torch_dpsco as dp

@@ -15,12 +15,11 @@
 | `AdversarialClassifier` | logistic under attack | output perturbation |
 
 One of your own is a `Regressor` or a `BinaryClassifier` that says its loss in `make_loss` (docs/your_own.md).
-
-Imported on first use, with scikit-learn, which the optimizers of `solved` do without. Of any release, `task`
-has the public numbers, and `base` takes a mechanism and carries it out: `output`, `objective`, `gradient_descent` or
-`least_squares`; `objectives` and `solvers` are what is solved, and how.
 """
 
+# Imported on first use, with scikit-learn, which the optimizers of `solved` do without. Of any release, `task` has the
+# public numbers, and `base` takes a mechanism and carries it out: `output`, `objective`, `gradient_descent` or
+# `least_squares`; `objectives` and `solvers` are what is solved, and how.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -71,3 +70,6 @@ else:  # or type checkers would take every name for one that exists
         if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+    def __dir__() -> list[str]:
+        return sorted({*_HOME, *(name for name in globals() if name.startswith("__"))})

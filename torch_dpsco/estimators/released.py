@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
+from torch_dpsco import shown
 from torch_dpsco._validate import check_fields, typed
 from torch_dpsco.accounting.analysis.rounding import FloatArray
 from torch_dpsco.accounting.statement import Statement
@@ -84,6 +85,11 @@ class Released:
     names: tuple[str, ...] | None
     card: Mapping[str, Any]
     schema: Mapping[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        return shown.line(
+            self, f"{self.kind}, {len(self.coef[0])} features; {self.card.get('headline', '')}"
+        )
 
     def __post_init__(self) -> None:
         check_fields(self)

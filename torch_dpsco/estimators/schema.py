@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
 from torch_dpsco import _validate as check
+from torch_dpsco import shown
 from torch_dpsco._validate import check_fields, typed
 from torch_dpsco.accounting.analysis.rounding import FloatArray
 from torch_dpsco.accounting.report import names_of
@@ -374,6 +375,18 @@ class Schema:
                 f" a name (got unit {self.unit!r}, ids {self.ids!r})"
             )
 
+    def __repr__(self) -> str:
+        columns = f"{len(self.columns)} columns ({', '.join(self.columns)})"
+        target = self.target_range or self.labels
+        ids = "" if self.ids is None else f", ids {self.ids!r}"
+        return shown.line(self, f"target {self.target!r} {target}{ids}, {columns}")
+
+    def _repr_html_(self) -> str:
+        rows = [(name, repr(kind)) for name, kind in self.columns.items()]
+        target = ("target", f"{self.target}: {self.target_range or self.labels}")
+        unit = ("unit", self.unit if self.ids is None else f"{self.unit}, by {self.ids}")
+        return shown.table("Schema", [target, unit, *rows])
+
     @property
     def names(self) -> list[str]:
         """Names of the features, d of them."""
@@ -404,8 +417,8 @@ class Schema:
         """
         self.require_targets(loss)
         bound = math.nextafter(math.sqrt(len(self.columns) + intercept), math.inf)
-        bounds = {"bound_y": self._bound_y} if loss.target_kind == "real" else {}
-        return loss.problem(bound_x=bound, **bounds, **promises)
+        bound_y = self._bound_y if loss.target_kind == "real" else 1.0
+        return loss.problem(bound_x=bound, bound_y=bound_y, **promises)
 
     @typed
     def require_targets(self, loss: Loss) -> None:
@@ -624,8 +637,8 @@ class Table:
         if (unit == "user") != (self.groups is not None):
             # PRIVACY: rows without their ids would be protected one by one (test_rows_of_users_are_not_taken_for_units)
             raise UnitError(
-                "unit must be 'user' where the schema keeps several rows of a unit, with"
-                f" loader(dataset, users=table.groups), and only there (got {unit!r})"
+                "unit must be 'user' for a schema that keeps several rows of a unit, with"
+                f" loader(dataset, users=table.groups), and 'example' for others (got {unit!r})"
             )
         self.schema.require_targets(loss)
         rows = self.X.copy()

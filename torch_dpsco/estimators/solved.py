@@ -110,6 +110,8 @@ class SolvedOptimizer(AnswerOptimizer):
         loss: TableLoss,
         n: int,
         bound_x: float,
+        epsilon: float | None = None,
+        delta: float | None = None,
         budget: Budget | None = None,
         noise_multiplier: float | None = None,
         adjacency: Adjacency | None = None,
@@ -134,6 +136,8 @@ class SolvedOptimizer(AnswerOptimizer):
                 cross-entropy; of `OutputPerturbation` any of them, hinge and pinball included.
             n: public number of records; a reference under add_remove.
             bound_x: B > 0, public: rows are clipped to it (the one of a bias is added).
+            epsilon: of a budget, beside delta, in place of `budget`.
+            delta: of a budget, beside epsilon.
             budget: target; delta = 0 for a pure epsilon, not of `NoisyGD`, nor of a softmax by `ObjectivePerturbation`.
             noise_multiplier: > 0 (a budget then only limits the run): std of the noise over the bound on a record's
                 gradient, of a step or of the random term, which is charged as a curve; both need reg. Of
@@ -164,7 +168,7 @@ class SolvedOptimizer(AnswerOptimizer):
             MissingConstantError: the loss needs a radius.
         """
         scores, dim, bias = linear_shape(model)
-        budget, adjacency = agreed(budget, adjacency)
+        budget, adjacency = agreed(budget, adjacency, epsilon, delta)
         own = {"steps": steps, "charge": charge, "secure": secure}
         own = {name: value for name, value in own.items() if value is not None}
         for name in own.keys() - {cls._own}:

@@ -27,6 +27,7 @@ Your own loss: see docs/your_own.md; `check_holder` tries to refute the constant
 
 from __future__ import annotations
 
+from torch_dpsco.acts import public_names
 from torch_dpsco.losses.base import Loss, TableLoss
 from torch_dpsco.losses.check import check_holder
 from torch_dpsco.losses.table import (
@@ -67,3 +68,5 @@ __all__ = [
     "check_holder",
     "enforce_bounds",
 ]
+
+__dir__ = public_names(__name__)

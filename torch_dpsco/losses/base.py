@@ -236,6 +236,7 @@ class TableLoss(Loss):
         bound_y: float = 1.0,
         radius: float = math.inf,
         holder_exponent: float | None = None,
+        intercept: bool = False,
     ) -> Problem:
         """The promises of this loss for bounded records.
 
@@ -243,10 +244,11 @@ class TableLoss(Loss):
         `is_glm` if the score is a scalar. Every constant is the formula of the table, rounded up.
 
         Args:
-            bound_x: B, bound on ||x||, > 0 and finite. A column of ones for a bias turns B into sqrt(B^2 + 1).
+            bound_x: B, bound on the norm of the features, > 0 and finite; see `intercept`.
             bound_y: Y, bound on |y|, > 0 and finite. Margin losses and the softmax ignore it: |y| <= 1 there.
             radius: radius of the feasible ball, > 0, or inf.
             holder_exponent: in [0, 1]; None means that of the table. Others only if the row `interpolates`.
+            intercept: whether the linear layer has a bias, a feature that is 1: then the bound is sqrt(B^2 + 1).
 
         Returns:
             A Problem with every constant of the row and its exact gradient bound G(r).
@@ -268,6 +270,8 @@ class TableLoss(Loss):
             (0.25, 1.0, 0.5)
         """
         bound_x, bound_y = record_bounds(bound_x, bound_y)
+        if intercept:
+            bound_x = math.nextafter(math.hypot(bound_x, 1.0), math.inf)
         exponent = self._choose(holder_exponent)
         constant = self.holder_constant(exponent, bound_x)
         lipschitz = self.grad_bound(math.inf, bound_x, bound_y)

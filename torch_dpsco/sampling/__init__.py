@@ -1,5 +1,6 @@
 """Samplers that carry a design, loaders that log every draw, and the log by which a step uses exactly one."""
 
+from torch_dpsco.acts import public_names
 from torch_dpsco.sampling.datasets import Spilled
 from torch_dpsco.sampling.loader import (
     PrivateLoader,
@@ -63,3 +64,5 @@ __all__ = [
     "require_divisible",
     "user_ids",
 ]
+
+__dir__ = public_names(__name__)

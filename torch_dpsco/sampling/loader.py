@@ -702,9 +702,7 @@ class UserLoader(PrivateLoader):
             ids = np.unique(ids, return_inverse=True)[1]
         if len(ids) and int(ids.max()) >= sampler.size:
             # PRIVACY: a user out of the universe is in no draw (test_ids_out_of_the_universe_are_refused)
-            raise UnitError(
-                f"users must be < n_users={sampler.size} (got a larger id, or more users)"
-            )
+            raise UnitError(f"users must be < n={sampler.size} (got a larger id, or more users)")
         self._ids = users
         self._records = np.argsort(ids, kind="stable")
         self._ends = np.cumsum(np.bincount(ids, minlength=sampler.size))

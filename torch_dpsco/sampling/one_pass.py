@@ -201,8 +201,8 @@ class AssignedSampler(_KeyedSampler):
         size: number of records.
         steps: draws of an iteration; default those of a pass, or what is left.
         resume: partition of a run that continues.
-        ids: unique, one per record, as for `RecordIds`: records draw by a keyed hash of them, wherever they stand. None
-            for draws by position.
+        record_ids: unique, one per record, as for `RecordIds`: records draw by a keyed hash of them, wherever they
+            stand. None for draws by position.
 
     Raises:
         UnitError: two records have one id, or these are ids of other things.
@@ -222,12 +222,12 @@ class AssignedSampler(_KeyedSampler):
         size: int | None = None,
         steps: int | None = None,
         resume: Partition | None = None,
-        ids: Any = None,
+        record_ids: Any = None,
     ) -> None:
         self.require_kind(design)
         assert isinstance(design, Assigned)
-        if ids is not None:
-            self.ids = RecordIds.of(ids, size)
+        if record_ids is not None:
+            self.ids = RecordIds.of(record_ids, size)
             size = len(self.ids)
             # PRIVACY: records of one id are all in one batch, where each may move the sum by a clip
             # (test_records_with_one_id_are_refused)
@@ -236,7 +236,7 @@ class AssignedSampler(_KeyedSampler):
             # PRIVACY: a record in another's place has another id, hence a batch of its own, which is no change of one
             # batch to who knows the key (test_ids_need_secret_draws)
             raise UnknownSamplerError(
-                "ids need secret draws: leave amplification=False away, or ids="
+                "ids need secret draws: leave amplification=False away, or record_ids="
             )
         if steps is None and design.passes > 1:
             made = 0 if resume is None else resume.made
@@ -260,7 +260,7 @@ class AssignedSampler(_KeyedSampler):
         # (test_a_run_by_ids_goes_on_by_its_ids_only, test_a_pass_over_shards_goes_on_over_the_same_shards_only)
         if cut.dtype == np.uint8 and bytes(cut[_KEY:]) != self._end:
             raise SequenceError(
-                "resume must be with ids= if the run has drawn by ids, and without if by positions;"
+                "resume must be with record_ids= if the run has drawn by ids, and without if by positions;"
                 " with shard= if from shards"
             )
         super()._require_key(cut[:_KEY])
@@ -312,8 +312,8 @@ class RankAssignedSampler(AssignedSampler):
         size: number of records there are, those of the others included.
         steps: draws of an iteration, equal on all processes.
         resume: partition of a run that continues, of the same key.
-        ids: of the records of this process, see `AssignedSampler`; they are then all its own. That no other process has
-            one of them is for the caller to see to.
+        record_ids: of the records of this process, see `AssignedSampler`; they are then all its own. That no other
+            process has one of them is for the caller to see to.
         own: whether the records are a shard, `size` of them, which no other process has.
 
     Guarantee: that of `AssignedSampler` for the union over the ranks: every record draws its batch once in a pass, on
@@ -330,15 +330,15 @@ class RankAssignedSampler(AssignedSampler):
         size: int | None = None,
         steps: int | None = None,
         resume: Partition | None = None,
-        ids: Any = None,
+        record_ids: Any = None,
         own: bool = False,
     ) -> None:
         self.rank, self.processes = rank_of(rank, processes)
-        self.own = own or ids is not None
+        self.own = own or record_ids is not None
         if not self.own:
             self._owned = slice(self.rank, None, self.processes)
-        if ids is not None:
-            self.ids = RecordIds.of(ids, None)
+        if record_ids is not None:
+            self.ids = RecordIds.of(record_ids, None)
             size = len(self.ids)
         cut = self._of_kind(np.frombuffer(key, dtype=np.uint8))
         known = resume or Partition(cut, design.n if size is None else size)
@@ -349,7 +349,7 @@ class RankAssignedSampler(AssignedSampler):
             raise SequenceError(
                 "resume must be of the run of all ranks (got a partition of another key)"
             )
-        super().__init__(design, size=size, steps=steps, resume=known, ids=self.ids)
+        super().__init__(design, size=size, steps=steps, resume=known, record_ids=self.ids)
 
     def _label(self, k: int) -> str:
         # PRIVACY: (test_ranks_draw_the_batches_of_their_records_independently)
@@ -480,21 +480,23 @@ def make_sampler(
     size: int | None = None,
     steps: int | None = None,
     resume: Partition | None = None,
-    ids: Any = None,
+    record_ids: Any = None,
 ) -> DesignSampler:
-    """Returns the sampler of a design; `resume` is for designs of one pass, `ids` for `Assigned`.
+    """Returns the sampler of a design; `resume` is for designs of one pass, `record_ids` for `Assigned`.
 
     Raises:
         UnknownSamplerError: the design has none.
     """
-    if ids is not None:
+    if record_ids is not None:
         if not isinstance(design, Assigned):
             raise UnknownSamplerError(
-                "ids must be left out, but for sampling='allocated', which draws by the id of each"
+                "record_ids must be left out, but for sampling='allocated', which draws by the id of each"
                 f" record (got {design}): people with several records are users, of"
                 " dp.UserClippedSGD"
             )
-        return AssignedSampler(design, size=size, steps=steps, resume=resume, ids=ids)
+        return AssignedSampler(
+            design, size=size, steps=steps, resume=resume, record_ids=record_ids
+        )
     for sampler in _KINDS:
         if isinstance(design, sampler.kind):
             return sampler(design, size=size, steps=steps, resume=resume)

@@ -335,7 +335,7 @@ def require_divisible(design: Design) -> None:
         # (test_designs_whose_positions_depend_on_each_other_are_refused)
         raise UnknownSamplerError(
             "design must be Poisson or Full in a run of several processes, which draw without"
-            f" knowing of each other (got {design}): give the plan n= (n_users= for users) and"
+            f" knowing of each other (got {design}): give the plan n= and"
             " sampling='poisson' or 'full'; for records sampling='allocated' does too"
         )
 

@@ -18,10 +18,13 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
+from torch_dpsco.acts import public_names
 from torch_dpsco.errors import PrivacyError, SequenceError
 from torch_dpsco.step.checks import is_first
 from torch_dpsco.step.run import CommonOptimizer
 from torch_dpsco.step.step import PrivateOptimizer
+
+__dir__ = public_names(__name__)
 
 _UP = ("privacy/epsilon", "privacy/delta")  # rounded up where digits are lost, all others down
 

@@ -30,6 +30,7 @@ from scipy.special import logsumexp
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco import shown
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.estimators.base import LinearFit, fit_linear
 from torch_dpsco.estimators.preparation import Units
@@ -108,7 +109,15 @@ class Preview:
             if noise > 1
         )
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
+        return shown.line(self, self._about)
+
+    def _repr_html_(self) -> str:
+        return shown.table(
+            self._about, [*self._table(), *([self._verdict] if self.hopeless else [])]
+        )
+
+    def _table(self) -> list[list[str]]:
         table = [
             [
                 "epsilon",
@@ -126,20 +135,26 @@ class Preview:
         for label, values in (("not private", self.not_private), ("a constant", self.constant)):
             if values:
                 table.append([label, "", "", *(f"{values[name]:.4g}" for name in self.scores)])
+        return table
+
+    @property
+    def _about(self) -> str:
+        how = "public numbers only; a public sample would show scores"
+        if self.scores:
+            how = f"simulated on {self.sampled} public {self.unit}s, {self.runs} fits at each epsilon"
+        return f"{self.model}, n={self.n} {self.unit}s, delta {rounded_up(self.delta)}: {how}"
+
+    @property
+    def _verdict(self) -> tuple[str, str]:
+        epsilons = ", ".join(f"{epsilon:g}" for epsilon in self.hopeless)
+        return f"hopeless at epsilon {epsilons}", "noise buries every signal"
+
+    def __str__(self) -> str:
+        table = self._table()
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        about = (
-            f"simulated on {self.sampled} public {self.unit}s, {self.runs} fits at each epsilon"
-        )
-        out = [f"{self.model}, n={self.n} {self.unit}s, delta {rounded_up(self.delta)}: "]
-        out[0] += (
-            about if self.scores else "public numbers only; a public sample would show scores"
-        )
+        out = [self._about]
         out += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
-        if self.hopeless:
-            out.append(
-                f"hopeless at epsilon {', '.join(f'{e:g}' for e in self.hopeless)}: noise buries"
-                " every signal"
-            )
+        out += [": ".join(self._verdict)] if self.hopeless else []
         return "\n".join(out)
 
 

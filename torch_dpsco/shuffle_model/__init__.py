@@ -3,6 +3,7 @@
 No training needs it. It is here for who studies it, on the hooks that an oracle of yours has, too.
 """
 
+from torch_dpsco.acts import public_names
 from torch_dpsco.shuffle_model.numbers import (
     COORDINATES,
     VECTORS,
@@ -21,3 +22,5 @@ __all__ = [
     "shuffle_cost",
     "shuffle_parameters",
 ]
+
+__dir__ = public_names(__name__)

@@ -30,6 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
+from torch_dpsco import shown
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
@@ -84,6 +85,9 @@ class ConformalSets:
     classes: tuple[Any, ...]
     privacy: PrivacyReport
 
+    def __repr__(self) -> str:
+        return shown.line(self, f"of level {self.level:g}, scores up to {self.threshold:.4g}")
+
     def sets(self, X: Any) -> list[tuple[Any, ...]]:
         """Returns the labels of each row that pass, possibly none.
 
@@ -135,7 +139,9 @@ def conformal(
     y: Any,
     *,
     level: float = 0.9,
-    budget: Budget,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    budget: Budget | None = None,
     bound: float | None = None,
     classes: Any = None,
     bins: int = 512,
@@ -151,11 +157,13 @@ def conformal(
         X: private rows (n, d), as for `fit`; one with a non-finite value is a null record, which counts for nothing.
         y: their labels or targets (n,); a label that is none of the classes, or no number, makes a null record.
         level: in (0, 0.999): probability of covering the truth.
+        epsilon: of a budget, beside delta, in place of `budget`.
+        delta: of a budget, beside epsilon.
         budget: of this release, of which epsilon is spent; delta is not.
         bound: public bound > 0 of the half width of intervals (above it they are infinite); None for sets of labels.
         classes: public labels; None for the model's `classes_`. Not with a bound.
         bins: 1 to 1024 equal steps of the threshold.
-        groups: (n,) ids of users, with a budget of unit "user"; coverage is then that of a random row of a new user.
+        groups: (n,) ids of users, which the budget then protects; coverage is then that of a random row of a new user.
         accountant: ledger that is charged; None for a new one with this budget.
         generator: for tests only (warns).
 
@@ -166,7 +174,7 @@ def conformal(
         AdjacencyError: the accountant is of another adjacency.
         BudgetExceeded: the release would pass the accountant's budget; nothing was drawn.
         NotCertifiedError: what the model says of a row depends on other rows; nothing was charged.
-        UnitError: groups without a budget of unit "user", or the reverse, or an accountant of another unit.
+        UnitError: groups with a budget of unit "example", or the reverse, or an accountant of another unit.
         ValueError: a setting, a shape or a dtype; or epsilon is too small for any use.
 
     Guarantee:
@@ -201,7 +209,7 @@ def conformal(
     labels = public_labels(model, classes) if bound is None else []
     widest = 1.0 if bound is None else check.positive(bound=bound)
     edges = np.arange(1, bins + 1) / bins * widest
-    budget = agreed_budget(budget, accountant)
+    budget = agreed_budget(budget, epsilon, delta, accountant, groups)
     # PRIVACY: how far one unit moves a score (test_no_neighbor_moves_a_score_by_more)
     sensitivity = _sensitivities(rank)[budget.adjacency]
     error = math.ceil(score_slack(bins + 1, sensitivity, budget.epsilon, failure))

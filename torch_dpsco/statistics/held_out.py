@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.budgets import Budget, one_budget
 from torch_dpsco.accounting.events import ADD_REMOVE, Adjacency
 from torch_dpsco.errors import AdjacencyError, NotCertifiedError, UnitError, warn
 from torch_dpsco.estimators.reading import as_codes, as_column, as_features, require_dtype
@@ -60,9 +60,17 @@ class HeldOut:
         return len(self.rows) if self.users is None else len(np.unique(self.users))
 
 
-def agreed_budget(budget: Budget, accountant: Accountant | None) -> Budget:
-    """Returns the budget, of the accountant's adjacency if it says none."""
-    return budget if accountant is None else budget.under(accountant.adjacency)
+def agreed_budget(
+    budget: Budget | None,
+    epsilon: float | None,
+    delta: float | None,
+    accountant: Accountant | None,
+    groups: Any,
+) -> Budget:
+    """Returns the budget; where it does not say so, of the accountant's adjacency, and of users if there are groups."""
+    adjacency = None if accountant is None else accountant.adjacency
+    unit = "example" if groups is None else "user"
+    return one_budget(budget, epsilon, delta).under(adjacency, unit)
 
 
 def ledger_of(
@@ -72,7 +80,7 @@ def ledger_of(
 
     Raises:
         AdjacencyError: the accountant is of another adjacency.
-        UnitError: groups without a budget of unit "user", or the reverse, or an accountant of another unit.
+        UnitError: groups with a budget of unit "example", or the reverse, or an accountant of another unit.
     """
     if (budget.unit == "user") != (groups is not None):
         raise UnitError(

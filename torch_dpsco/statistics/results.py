@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torch_dpsco import shown
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.report import PrivacyReport, StudyRun
@@ -51,6 +52,16 @@ class Study:
     score: PrivateScore
     sets: ConformalSets | None
     privacy: PrivacyReport
+
+    def __repr__(self) -> str:
+        return shown.line(
+            self, f"{self._what}: {self.score}; {self.plan.budget.target}; print it"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = [("model", type(self.model).__name__), ("score", str(self.score))]
+        rows.append(("privacy", self.report().headline))
+        return shown.table(f"study of {self.plan.schema.target!r}", rows, str(self))
 
     def report(self) -> Statement:
         """Returns what all of it guarantees, in plain words."""

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco import shown
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
@@ -142,6 +143,17 @@ class PrivateScore:
     def __float__(self) -> float:
         return self.value
 
+    def __repr__(self) -> str:
+        return shown.line(self, str(self))
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (self.metric, f"{self.value:.4g} +- {self.error:.2g}"),
+            ("noise", f"{self.noise_error:.2g}"),
+            ("sampling", f"{self.sampling_error:.2g}"),
+        ]
+        return shown.table("Private score", rows, str(self.privacy))
+
     def __str__(self) -> str:
         value, error, low, high = rounded(self.error, self.value, self.error, *self.interval)
         chance = "" if self.chance is None else f"; by chance {self.chance:g}"
@@ -155,7 +167,9 @@ def score(
     y: Any,
     metric: str = "accuracy",
     *,
-    budget: Budget,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    budget: Budget | None = None,
     bound: float | None = None,
     classes: Any = None,
     bins: int | None = None,
@@ -172,14 +186,16 @@ def score(
         X: private rows (n, d), as for `fit`; one with a non-finite value is a null record, which counts for nothing.
         y: their labels or targets (n,); a label that is none of the classes, or no number, makes a null record.
         metric: one of "accuracy", "auc" (two classes), "log_loss", "absolute_error", "squared_error".
+        epsilon: of a budget, beside delta, in place of `budget`.
+        delta: of a budget, beside epsilon.
         budget: of this release: its noise follows from epsilon, delta, adjacency and unit. It is Gaussian, or at
             delta = 0 of Laplace; without an accountant the smaller one of the two.
         bound: public bound > 0 that the loss of a record is clipped to; for losses, and only then.
         classes: public labels; None for the model's `classes_`.
         bins: 2 to 1024, of auc; None for 2 (n / std of the noise of a count)^(1/3), in 8..128, where n is public, and
             16 under add_remove.
-        groups: (n,) ids of users, with a budget of unit "user": the score is the mean over users of the means of their
-            rows.
+        groups: (n,) ids of users, which the budget then protects: the score is the mean over users of the means of
+            their rows.
         accountant: ledger that is charged; None for a new one with this budget.
         generator: for tests only (warns).
 
@@ -192,7 +208,7 @@ def score(
         BudgetExceeded: the release would pass the accountant's budget; nothing was drawn.
         ConditionError: the budget's noise cannot be drawn in integers; nothing was charged.
         NotCertifiedError: what the model says of a row depends on other rows; nothing was charged.
-        UnitError: groups without a budget of unit "user", or the reverse, or an accountant of another unit.
+        UnitError: groups with a budget of unit "example", or the reverse, or an accountant of another unit.
         ValueError: a setting, a shape or a dtype.
 
     Guarantee:
@@ -222,7 +238,7 @@ def score(
     limit = 1.0 if bound is None else check.positive(bound=bound)
     if bins is not None and not 2 <= check.positive_count(bins=bins) <= _MOST_BINS:
         raise ValueError(f"bins must be in 2..{_MOST_BINS} (got {bins})")
-    budget = agreed_budget(budget, accountant)
+    budget = agreed_budget(budget, epsilon, delta, accountant, groups)
     noise = _Noise(quietest(budget) if accountant is None else budget)
     ledger, delta = ledger_of(budget, accountant, groups)
     labels = _classes(model, kind, classes)

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
+from torch_dpsco import shown
 from torch_dpsco._validate import check_fields
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.rdp import selection_curve
@@ -88,6 +89,9 @@ class SearchPlan:
     event: RDPCurve
     epsilon: float
     words: str
+
+    def __repr__(self) -> str:
+        return shown.line(self, self.words)
 
     def __str__(self) -> str:
         return self.words

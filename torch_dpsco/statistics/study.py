@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,9 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_dpsco import _validate as check
+from torch_dpsco import shown
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.budgets import Budget, parts, warn_of_delta
+from torch_dpsco.accounting.budgets import Budget, one_budget, parts, warn_of_delta
 from torch_dpsco.accounting.events import ADD_REMOVE, Event, Parallel, in_words
 from torch_dpsco.accounting.report import HELD
 from torch_dpsco.errors import ConditionError, UnitError
@@ -80,6 +81,19 @@ class StudyPlan:
     metric: str
     held: int
     level: float | None
+
+    def __repr__(self) -> str:
+        return shown.line(self, f"{self._about}; {self.budget.target}; print it")
+
+    def _repr_html_(self) -> str:
+        rows = [("target", self.budget.target), ("adjacency", in_words(self.budget.adjacency))]
+        rows += [("fit to", f"{self.n - self.held}"), ("held out", f"{self.held}")]
+        return shown.table(self._about, rows, str(self))
+
+    @property
+    def _about(self) -> str:
+        kind = type(self.model).__name__
+        return f"study of {self.schema.target!r} by {kind}, {self.n} {self.unit}s"
 
     def __str__(self) -> str:
         about = "about " if self.budget.adjacency == ADD_REMOVE else ""
@@ -144,12 +158,15 @@ class StudyPlan:
         """The budget of the score: with the least noise."""
         return scores.quietest(self._shared)
 
-    def preview(self, frame: Any = None, **options: Any) -> Preview:
+    def preview(
+        self, frame: Any = None, *, epsilons: Sequence[float] | None = None, runs: int = 10
+    ) -> Preview:
         """Returns what the fit will lose, see `LinearModel.preview`.
 
         Args:
             frame: PUBLIC table that looks like the private one, read by the schema; None for public numbers alone.
-            options: `epsilons`, `runs`.
+            epsilons: > 0; None for some around that of the plan.
+            runs: fits at each epsilon.
 
         Raises:
             ConditionError: the plan is to search among several models.
@@ -159,6 +176,7 @@ class StudyPlan:
                 "a preview is of one model: plan a study without candidates for each of them"
             )
         found: Preview
+        options: dict[str, Any] = {"epsilons": epsilons, "runs": runs}
         if frame is None:
             found = self.model.preview(
                 dim=len(self.schema.names), unit=self.budget.unit, **options
@@ -300,8 +318,10 @@ class StudyPlan:
 @typed
 def plan_study(
     schema: Schema,
-    budget: Budget,
+    budget: Budget | None = None,
     *,
+    epsilon: float | None = None,
+    delta: float | None = None,
     n: int,
     model: type[LinearModel] | None = None,
     metric: str | None = None,
@@ -314,8 +334,11 @@ def plan_study(
     """Plans a study.
 
     Args:
-        schema: what is public about the table; with `rows_per_unit` other than 1 the budget's unit is "user".
-        budget: of all of it together, of mode "planned".
+        schema: what is public about the table.
+        budget: of all of it together, of mode "planned"; what it does not say follows: the unit is "user" where the
+            schema keeps several rows of a unit.
+        epsilon: of a budget, beside delta, in place of `budget`.
+        delta: of a budget, beside epsilon.
         n: public number of units: the true one under replace_one and zero_out, a guess under add_remove.
         model: class of the model; None for logistic or softmax regression by the number of labels, and Ridge (of
             users: HuberRegressor) for a real target.
@@ -334,6 +357,7 @@ def plan_study(
         UnitError: schema and budget protect different units.
         ValueError: a setting.
     """
+    budget = _budget_of(schema, budget, epsilon, delta)
     if (budget.unit == "user") != (schema.rows_per_unit != 1):
         raise UnitError(
             "budget must be of unit 'user' where the schema keeps several rows of a unit, and only"
@@ -370,6 +394,14 @@ def plan_study(
     plan = StudyPlan(schema, budget, count, fitted, metric, held, level)
     plan.fit_event()  # raises before anything is spent
     return plan
+
+
+def _budget_of(
+    schema: Schema, budget: Budget | None, epsilon: float | None, delta: float | None
+) -> Budget:
+    """Returns the budget, of users where the schema keeps several rows of a unit and the budget does not say."""
+    unit = "example" if schema.rows_per_unit == 1 else "user"
+    return one_budget(budget, epsilon, delta).under(unit=unit)
 
 
 def _metric(classes: int, metric: str | None) -> str:
@@ -497,9 +529,17 @@ def _rows(table: Table, chosen: NDArray[np.bool_]) -> dict[str, Any]:
 def study(
     frame: Any,
     schema: Schema,
-    budget: Budget,
+    budget: Budget | None = None,
     *,
+    epsilon: float | None = None,
+    delta: float | None = None,
     n: int | None = None,
+    model: type[LinearModel] | None = None,
+    metric: str | None = None,
+    holdout: float = 0.2,
+    level: float | None = 0.9,
+    candidates: Mapping[str, Mapping[str, Any]] | None = None,
+    trials: float | None = None,
     show: Callable[[str], Any] | None = print,
     ledger_path: str | os.PathLike[str] | None = None,
     check: bool = True,
@@ -511,14 +551,22 @@ def study(
     Args:
         frame: the private table, as `Schema.read` takes it.
         schema: what is public about it.
-        budget: of all of it together.
+        budget: of all of it together, see `plan_study`.
+        epsilon: of a budget, beside delta, in place of `budget`.
+        delta: of a budget, beside epsilon.
         n: public number of units; None for that of the table, where it is public (replace_one, zero_out).
+        model: see `plan_study`, as metric, holdout, level, candidates and trials.
+        metric: that the model is scored by.
+        holdout: share of units that are held out.
+        level: that predictions are to cover; None for no sets of predictions.
+        candidates: settings to search among.
+        trials: of the search, on average.
         show: what is called with the plan in words before anything is spent; None for nothing.
         ledger_path: of the ledger file; None keeps the ledger in memory.
         check: whether the table is looked at first, without noise and on your machine: what does not fit its schema is
             written to standard error, and nothing is spent on a table that cannot be read (`require_readable`).
         progress: see `StudyPlan.run`.
-        settings: see `plan_study`.
+        settings: further public settings of the model, as intervals=0.3 of `LogisticRegression`.
 
     Guarantee:
         The budget, for all that the study holds together, predictions for public rows included. Running time is not
@@ -527,13 +575,25 @@ def study(
     """
     if check:
         require_readable(schema, frame)
+    budget = _budget_of(schema, budget, epsilon, delta)
     if n is None:
         if budget.adjacency == ADD_REMOVE:
             raise ValueError(
                 "n must be given under add_remove, where the number of units is private (got None)"
             )
         n = units_of(schema.read(frame))[0]
-    plan = plan_study(schema, budget, n=n, **settings)
+    plan = plan_study(
+        schema,
+        budget,
+        n=n,
+        model=model,
+        metric=metric,
+        holdout=holdout,
+        level=level,
+        candidates=candidates,
+        trials=trials,
+        **settings,
+    )
     if show is not None:
         show(str(plan))
     return plan.run(frame, ledger_path=ledger_path, check=False, progress=progress)

@@ -416,7 +416,7 @@ def who_is_drawn(
     records = checks.number_of_records(dataset)
     if ids is not None and users is not None:
         raise UnitError(
-            f"ids must not be given with users, who are drawn (got a {type(ids).__name__})"
+            f"record_ids must not be given with users, who are drawn (got a {type(ids).__name__})"
         )
     named: Any = None if ids is None else RecordIds(ids, records)
     owners = None if users is None else user_ids(users, records)

@@ -135,10 +135,10 @@ def problem_of_users(users: int, design: Design, adjacency: Adjacency) -> str:
     if users <= design.n:
         return ""
     if adjacency != ADD_REMOVE:
-        return f"users must be < n_users={design.n} (got a larger id, or more users)"
+        return f"users must be < n={design.n} (got a larger id, or more users)"
     return (
-        f"users must be numbered below n_users={design.n}, the reference (got a larger id, or more"
-        " users): number them without gaps, and give an n_users that is large enough"
+        f"users must be numbered below n={design.n}, the reference (got a larger id, or more"
+        " users): number them without gaps, and give an n that is large enough"
     )
 
 
@@ -427,7 +427,7 @@ class World:
         if shard and ids is not None and not isinstance(run.design, Assigned):
             ids.require_unique()
             ids = None
-        return make_sampler(run.design, size=size, steps=steps, resume=resume, ids=ids)
+        return make_sampler(run.design, size=size, steps=steps, resume=resume, record_ids=ids)
 
     def require_own_draws(self, loader: Any) -> None:
         """Raises UnknownSamplerError for a loader that draws what other processes may draw too, or only a part."""

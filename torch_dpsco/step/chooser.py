@@ -35,7 +35,7 @@ import torch
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import shown
 from torch_dpsco.accounting import calibrate
-from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.budgets import Budget, one_budget
 from torch_dpsco.accounting.designs import (
     Assigned,
     Design,
@@ -524,6 +524,9 @@ SAMPLING: dict[str, type[Poisson] | type[Fixed] | type[Shuffled] | type[Assigned
 def agreed(
     budget: Budget | None,
     adjacency: Adjacency | None,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    *,
     unit: str = "example",
     default: Adjacency = ZERO_OUT,
 ) -> tuple[Budget | None, Adjacency]:
@@ -532,14 +535,17 @@ def agreed(
     Raises:
         UnitError: the budget protects another unit.
         AdjacencyError: it is of another adjacency.
+        ValueError: epsilon and delta are given beside a budget, or one of them alone.
     """
+    if (epsilon, delta) != (None, None):
+        budget = one_budget(budget, epsilon, delta)
     if budget is None:
         return None, check_adjacency(adjacency or default)
+    budget = budget.under(adjacency or default, unit)
     if budget.unit != unit:
         raise UnitError(
             f"budget must be of unit {unit!r}: Budget(..., unit={unit!r}) (got {budget.unit!r})"
         )
-    budget = budget.under(adjacency or default)
     if adjacency not in (None, budget.adjacency):
         raise AdjacencyError(
             f"adjacency must be {budget.adjacency!r}, the budget's, or None (got {adjacency!r})"

@@ -85,7 +85,7 @@ _ADVICE = {
         " and load a checkpoint on all of them"
     ),
     "data": (
-        "give every rank the whole data set, its records in the same order, or shard= (and ids=) on"
+        "give every rank the whole data set, its records in the same order, or shard= (and record_ids=) on"
         " all ranks"
     ),
     "draw": "iterate over the loader and call optimizer.discard() in the same way on every rank",
@@ -337,7 +337,7 @@ class Ranks(World):
             # (test_a_record_of_two_ranks_is_refused, test_a_user_of_two_ranks_is_refused)
             raise UnitError(SEVERAL if users is None else SPREAD)
         if users is not None and len(every) > users:
-            raise UnitError(f"users of all ranks must be at most n_users={users} (got more)")
+            raise UnitError(f"users of all ranks must be at most n={users} (got more)")
 
     def sampler(
         self,
@@ -376,7 +376,9 @@ class Ranks(World):
             "own": shard,
         }
         if isinstance(run.design, Assigned):
-            self._sampler = RankAssignedSampler(run.design, **place, resume=resume, ids=ids)
+            self._sampler = RankAssignedSampler(
+                run.design, **place, resume=resume, record_ids=ids
+            )
         else:
             self._sampler = RankSampler(run.design, **place)
         return self._sampler

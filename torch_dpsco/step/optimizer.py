@@ -159,7 +159,7 @@ class RunOptimizer(CommonOptimizer):
         dataset: Dataset[Any],
         users: Any = None,
         *,
-        ids: Any = None,
+        record_ids: Any = None,
         shard: int | None = None,
         steps: int | None = None,
         resume: bool = False,
@@ -174,12 +174,12 @@ class RunOptimizer(CommonOptimizer):
         Args:
             dataset: map-style data set; tensors in memory (TensorDataset) are gathered fastest. Or a stream, as
                 `sampling.Spilled`.
-            users: where users are protected, and only there, the id of the user of each record: users are drawn, and
-                all their rows are delivered with their ids. Integers in [0, n_users), or strings (and other things that
-                hash), which are numbered in order of appearance. Under replace_one and zero_out n_users is the public
+            users: the id of the user of each record, for an optimizer that protects users: users are drawn, and
+                all their rows are delivered with their ids. Integers in [0, n), or strings (and other things that
+                hash), which are numbered in order of appearance. Under replace_one and zero_out n is the public
                 universe, and users without a record are legal; under add_remove users are numbered without gaps.
-            ids: for passes of random allocation, a unique id per record (integers, strings or bytes): a record picks
-                its batches by a keyed hash of it, so that the order of records may change, and each of several
+            record_ids: for passes of random allocation, a unique id per record (integers, strings or bytes): a record
+                picks its batches by a keyed hash of it, so that the order of records may change, and each of several
                 processes may have records of its own. With `shard`, in every design: an id on two ranks is refused.
             shard: where each of several processes has records of its own, that no other one has: how many this one has
                 at most, a public number (n, if none is known), by which its batches are filled up. Which process has a
@@ -213,7 +213,7 @@ class RunOptimizer(CommonOptimizer):
                 f" {check.shown(users if users is None else type(users))})"
             )
         run = self._run
-        drawn = who_is_drawn(run, self._world, dataset, users, ids, shard, steps)
+        drawn = who_is_drawn(run, self._world, dataset, users, record_ids, shard, steps)
         checks.require_universe(run.design, run.adjacency, drawn.size)
         partition = continued(run, self._batch, self.steps, resume=resume)
         steps = draws_left(run, self.steps, steps, partition, of_users=users is not None)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 
 from torch_dpsco import _validate as check
+from torch_dpsco import shown
 from torch_dpsco._validate import check_fields, typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import NO_BUDGET_DELTA, Budget, warn_of_delta
@@ -87,11 +88,15 @@ class Plan(ABC):
     # checks of fields, where they are not None
     ranges: ClassVar[Ranges] = {}
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.__repr__ = Plan.__repr__  # type: ignore[method-assign]  # a dataclass would make its own
+
     def __post_init__(self) -> None:
         check_fields(self)
         check.ranges(self, self.ranges)
         if self.budget is not None:
-            object.__setattr__(self, "budget", self.budget.under(self.adjacency))
+            object.__setattr__(self, "budget", self.budget.under(self.adjacency, self.unit))
         promised = (
             (self.adjacency, self.unit)
             if self.budget is None
@@ -179,13 +184,24 @@ class Plan(ABC):
         """The delta at which epsilons are shown: the budget's."""
         return NO_BUDGET_DELTA if self.budget is None else self.budget.quoted_delta
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
+        target = "noise of yours" if self.budget is None else self.budget.target
+        return shown.line(self, f"{target}, for one {self.unit} ({self.adjacency}); print it")
+
+    def _repr_html_(self) -> str:
+        return shown.table(self._title, self._rows())
+
+    @property
+    def _title(self) -> str:
+        return f"{type(self).__name__}: privacy for one {self.unit} ({in_words(self.adjacency)})"
+
+    def _rows(self) -> list[tuple[str, str]]:
         rows = [("promise", self._promise()), ("epsilon", self._epsilons()), *self.lines()]
-        rows.sort(key=lambda row: _LAST.index(row[0]) if row[0] in _LAST else -1)
-        out = [
-            f"{type(self).__name__}: privacy for one {self.unit} ({in_words(self.adjacency)})"
-        ]
-        for label, text in rows:
+        return sorted(rows, key=lambda row: _LAST.index(row[0]) if row[0] in _LAST else -1)
+
+    def __str__(self) -> str:
+        out = [self._title]
+        for label, text in self._rows():
             out += textwrap.wrap(
                 text,
                 _WIDTH,
