@@ -157,7 +157,7 @@ def make_private(
         budget=dp.Budget(1.0, 1e-5, adjacency="add_remove"),
         n=len(data),
         epochs=steps * case.size / len(data),
-        show=None,
+        verbose=False,
     )
     return looped(made[0], made[1], case.loss, _repeated(made[2], steps))
 

@@ -9,7 +9,7 @@ Medians of runs, which are fresh weights, noise and batches, on a fixed test set
 add_remove (Opacus, whose epsilon is the same number).
 
 * not private: Adam, 40 passes in batches of 64.
-* dp.fit: `dp.fit(model, dataset=..., loss=..., epsilon=..., delta=...)`, and nothing else.
+* dp.fit: `dp.fit(model, dataset=..., loss_fn=..., epsilon=..., delta=...)`, and nothing else.
 * make_private: around SGD of lr 0.1 and a loader of batches of 64, which are kept; and with recipe=True.
 * Opacus: as in its MNIST example (SGD of lr 0.1, clip 1, batches of 64, 10 passes), by make_private_with_epsilon; and
   tuned: the best of 9 settings by the test score of one run each, which is not private.
@@ -158,7 +158,7 @@ def by_fit(case: Case, epsilon: float) -> float:
         dp.fit(
             case.build(),
             dataset=case.train,
-            loss=LOSS,
+            loss_fn=LOSS,
             epsilon=epsilon,
             delta=DELTA,
             progress=False,
@@ -178,7 +178,7 @@ def by_make_private(case: Case, epsilon: float, recipe: bool = False) -> float:
         epsilon=epsilon,
         delta=DELTA,
         recipe=recipe,
-        show=None,
+        verbose=False,
     )
     while not steps.finalized:
         for x, y in batches:

@@ -7,7 +7,7 @@ Medians of runs, which are fresh weights, noise and batches; 1,337 private recor
 zero_out. A perceptron 64-64-10.
 
 * public alone: Adam, 100 steps on the 100 public records.
-* private alone: `dp.fit(net, dataset=..., loss=..., epsilon=..., delta=...)`.
+* private alone: `dp.fit(net, dataset=..., loss_fn=..., epsilon=..., delta=...)`.
 * pretrained: public alone first, then private steps over half of their usual way (distance 12: less is left to go).
 * between, too: as pretrained, and after every second private step one plain step on the public records.
 """
@@ -86,7 +86,7 @@ def run(way: str, parts: tuple[Part, Part, Part], epsilon: float) -> float:
     net, budget = perceptron(), dp.Budget(epsilon, DELTA)
     if way == "private alone":
         data = TensorDataset(*private)
-        dp.fit(net, dataset=data, loss=LOSS, budget=budget, progress=False)
+        dp.fit(net, dataset=data, loss_fn=LOSS, budget=budget, progress=False)
     else:
         pretrain(net, public)
     if way in ("pretrained", "between, too"):

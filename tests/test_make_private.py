@@ -491,7 +491,7 @@ def test_a_budget_in_either_form_is_enough(
 def test_the_recipe_replaces_batch_size_step_size_and_rule() -> None:
     loop = loop_of_a_net()
     net, private, loader = dp.make_private(
-        *loop, epsilon=2.0, delta=1e-4, recipe=True, show=None
+        *loop, epsilon=2.0, delta=1e-4, recipe=True, verbose=False
     )
     assert private.plan == dp.NetSGD.plan(n=60, budget=dp.Budget(2.0, 1e-4), dim=net)
     assert private.plan.average == "ema"
@@ -501,7 +501,7 @@ def test_the_recipe_replaces_batch_size_step_size_and_rule() -> None:
 
 def test_clip_and_epochs_are_kept_where_they_are_given() -> None:
     _, private, _ = dp.make_private(
-        *loop_of_a_net(), epsilon=2.0, delta=1e-4, clip=0.5, epochs=3, show=None
+        *loop_of_a_net(), epsilon=2.0, delta=1e-4, clip=0.5, epochs=3, verbose=False
     )
     assert (private.plan.clip, private.plan.offset, private.plan.steps) == (0.5, None, 15)
 
@@ -522,4 +522,4 @@ def test_clip_and_epochs_are_kept_where_they_are_given() -> None:
 )  # fmt: skip
 def test_what_is_missing_or_given_twice_is_named(given: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        dp.make_private(*loop_of_a_net(), **given, show=None)
+        dp.make_private(*loop_of_a_net(), **given, verbose=False)

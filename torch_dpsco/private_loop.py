@@ -77,7 +77,7 @@ def make_private(
     prox: Prox | None = None,
     reg: float = 0.0,
     accountant: Accountant | None = None,
-    show: Callable[[str], Any] | None = print,
+    verbose: bool = True,
 ) -> tuple[_Model, PrivateOptimizer, PrivateLoader]:
     """Returns private counterparts of a model, its torch optimizer and its data loader.
 
@@ -114,7 +114,7 @@ def make_private(
         prox: constraint or penalty.
         reg: see `PrivateOptimizer`.
         accountant: ledger to charge; default a new one with this budget.
-        show: what is called with the plan in words (`optimizer.plan`); None for nothing.
+        verbose: whether to print the plan, which is `optimizer.plan` too.
 
     Returns:
         (model, private optimizer, private loader).
@@ -131,7 +131,7 @@ def make_private(
         >>> model = torch.nn.Linear(3, 1)
         >>> model, optimizer, loader = dp.make_private(
         ...     model, torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.DataLoader(data, 16, shuffle=True),
-        ...     epsilon=1.0, delta=1e-3, epochs=1, show=None)
+        ...     epsilon=1.0, delta=1e-3, epochs=1, verbose=False)
         >>> type(optimizer).__name__, len(loader), optimizer.plan.batch_size
         ('NetSGD', 4, 16)
     """
@@ -165,8 +165,8 @@ def make_private(
     )
     reduction = reduction_of(loss, loss_reduction) or "mean"
     attach_sound(model, loss, loader, loss_reduction=reduction, rows=rows)
-    if show is not None and is_first():
-        show(str(private.plan))
+    if verbose and is_first():
+        print(private.plan)
     return model, private, loader
 
 
@@ -214,7 +214,7 @@ def reduction_of(loss: Any, asked: str | None) -> str | None:
     if own not in ("mean", "sum"):
         return asked
     if asked not in (None, own):
-        raise ValueError(f"loss_reduction must be {own!r}, that of loss (got {asked!r})")
+        raise ValueError(f"loss_reduction must be {own!r}, that of the loss (got {asked!r})")
     return str(own)
 
 
@@ -268,23 +268,23 @@ def note_probed(model: nn.Module, optimizer: PrivateOptimizer) -> None:
     optimizer.note_checks(first_step.verdicts)
 
 
-def loss_of(model: nn.Module, loss: Callable[..., Any], inputs: Any, targets: Any) -> Any:
-    """Returns loss(model(inputs), targets); where they do not go together says what shapes and dtypes met."""
+def loss_of(model: nn.Module, loss_fn: Callable[..., Any], inputs: Any, targets: Any) -> Any:
+    """Returns loss_fn(model(inputs), targets); where they do not go together says what shapes and dtypes met."""
     try:
-        found = loss(*read_for(loss, model(inputs), targets))
+        loss = loss_fn(*read_for(loss_fn, model(inputs), targets))
     except (DpscoError, torch.OutOfMemoryError):
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
         # PRIVACY: shapes of a record: the size of a batch is private (test_records_that_do_not_fit_are_described)
         raise ValueError(
-            f"dataset, model and loss must go together (got inputs {_kinds_of(inputs)} and"
+            f"dataset, model and loss_fn must go together (got inputs {_kinds_of(inputs)} and"
             f" targets {_kinds_of(targets)}, where parameters are"
             f" {_kinds_of(next(model.parameters()).detach()[None])}): match dtypes by x.to(dtype)"
             " in the data set, or model.to(dtype), and shapes with what model and loss take"
         ) from error
-    if not isinstance(found, Tensor) or found.numel() != 1:
-        raise ValueError(f"loss must return a scalar tensor (got {type(found).__name__})")
-    return found
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ValueError(f"loss_fn must return a scalar tensor (got {type(loss).__name__})")
+    return loss
 
 
 def _kinds_of(batch: Any) -> str:

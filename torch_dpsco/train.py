@@ -70,7 +70,7 @@ def fit(
     model: _Model,
     optimizer: PrivateOptimizer | RowFreeOptimizer | SolvedOptimizer | None = None,
     dataset: Dataset[Any] | None = None,
-    loss: _LossFn | None = None,
+    loss_fn: _LossFn | None = None,
     *,
     epsilon: float | None = None,
     delta: float | None = None,
@@ -104,7 +104,7 @@ def fit(
         model: attached, or it is attached here; for `HolderOutputSGD` plain.
         optimizer: private optimizer on the model's parameters.
         dataset: of (input, target) pairs; tensors in them are moved to the model's device.
-        loss: loss(model(input), target) -> scalar tensor. Labels of ours and of torch's are read by
+        loss_fn: loss_fn(model(input), target) -> scalar tensor. Labels of ours and of torch's are read by
             `losses.base`: 0/1, -1/1 and booleans say the same.
         epsilon: of the budget, without an optimizer, whose plan has one.
         delta: of the budget, beside epsilon.
@@ -115,7 +115,7 @@ def fit(
         record_ids: see `PrivateOptimizer.loader`: a unique id of each record.
         shard: see `PrivateOptimizer.loader`: where each of several processes has records of its own.
         steps: number of steps; default all that are left of the plan.
-        loss_reduction: "mean" or "sum": how loss reduces; default what torch's criteria and `per_record` say
+        loss_reduction: "mean" or "sum": how loss_fn reduces; default what torch's criteria and `per_record` say
             themselves, as the model was attached, or "mean".
         physical_batch_size: see `PrivateOptimizer.loader`.
         num_workers: see `PrivateOptimizer.loader`.
@@ -131,7 +131,7 @@ def fit(
 
     Raises:
         PrivacyError: the model or the loss couples records, or the model leaks them in another way; see `doctor`.
-        ValueError: no number of steps is known, or more than are planned; records are no pairs; loss reduces in
+        ValueError: no number of steps is known, or more than are planned; records are no pairs; loss_fn reduces in
             another way than declared, or has a term on the weights.
         InfeasibleError: the budget admits fewer steps; says how many.
         SequenceError: the optimizer is finalized or its plan is made, or it is not on this model's parameters.
@@ -149,12 +149,12 @@ def fit(
         >>> fit(model, optimizer, data, dp.losses.Logistic(), progress=False).training, optimizer.steps
         (False, 10)
     """
-    if dataset is None or loss is None:
+    if dataset is None or loss_fn is None:
         raise ValueError(
-            "dataset and loss must be given: fit(model, dataset=..., loss=..., epsilon=...,"
+            "dataset and loss_fn must be given: fit(model, dataset=..., loss_fn=..., epsilon=...,"
             " delta=...), or beside an optimizer"
         )
-    check.made(loss=loss)
+    check.made(loss_fn=loss_fn)
     check.positive_count(every=every)
     asked: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "budget": budget, "n": n}
     asked["accountant"] = accountant
@@ -162,14 +162,14 @@ def fit(
         optimizer = _untuned(model, dataset, asked, verbose=progress and is_first())
     else:
         _require_left_out(optimizer, asked)
-    loss = as_module(loss)
+    loss_fn = as_module(loss_fn)
     tell: Callable[[Any], None] = log or (lambda optimizer: None)
     drawn = {"users": users, "record_ids": record_ids, "shard": shard, "isolation": isolation}
     drawn["physical_batch_size"] = physical_batch_size
     if isinstance(optimizer, RowFreeOptimizer):
         fixed = {"steps": steps, "loss_reduction": loss_reduction, "checkpoint": checkpoint}
         _require_left_out(optimizer, drawn | fixed | {"compile": compile or None})
-        return _fit_row_free(model, optimizer, dataset, loss, num_workers, progress, tell)
+        return _fit_row_free(model, optimizer, dataset, loss_fn, num_workers, progress, tell)
     if isinstance(optimizer, SolvedOptimizer):
         raise ValueError(
             f"optimizer must make steps (got {type(optimizer).__name__}): call"
@@ -180,12 +180,12 @@ def fit(
     if saved.is_over(dataset):
         return model.eval()
     left = steps_to_make(optimizer, steps)
-    reduction = _agreed_reduction(model, loss_reduction, loss)
+    reduction = _agreed_reduction(model, loss_reduction, loss_fn)
     _require_pairs(dataset)
     optimizer.discard()  # what a run before left in progress comes again
     drawn |= {"steps": left, "resume": True, "num_workers": num_workers}
     loader = optimizer.loader(dataset, **drawn)
-    due, backward = _due(model, optimizer, loader, loss, reduction, compile=compile)
+    due, backward = _due(model, optimizer, loader, loss_fn, reduction, compile=compile)
     with torch.set_grad_enabled(backward):
         _make_steps(optimizer, due, saved, tell, left, progress=progress and is_first())
     return model.eval()
@@ -220,7 +220,7 @@ def _due(
     model: nn.Module,
     optimizer: PrivateOptimizer,
     loader: PrivateLoader,
-    loss: _LossFn,
+    loss_fn: _LossFn,
     reduction: str,
     *,
     compile: bool,
@@ -228,28 +228,28 @@ def _due(
     """Returns what makes each step, and whether by a backward; attaches the model, and probes it and the loss."""
     attached = is_attached(model)
     if attached:
-        require_sound(model, loss, loader)
+        require_sound(model, loss_fn, loader)
     else:
-        attach_sound(model, loss, loader, loss_reduction=reduction)
+        attach_sound(model, loss_fn, loader, loss_reduction=reduction)
     note_probed(model, optimizer)
     model.train()
-    closed = _closed_form(model, optimizer, loss, loader)
+    closed = _closed_form(model, optimizer, loss_fn, loader)
     if closed is not None:
         return (partial(optimizer.step_on, rows) for rows in closed.batches(loader)), False
-    compiled = _compiled(model, loss, loader, attached, reduction) if compile else None
-    settle_sizes(model, loss, loader)
-    return _steps_on(model, optimizer, loader, loss, compiled), True
+    compiled = _compiled(model, loss_fn, loader, attached, reduction) if compile else None
+    settle_sizes(model, loss_fn, loader)
+    return _steps_on(model, optimizer, loader, loss_fn, compiled), True
 
 
 def _closed_form(
-    model: nn.Module, optimizer: PrivateOptimizer, loss: _LossFn, loader: PrivateLoader
+    model: nn.Module, optimizer: PrivateOptimizer, loss_fn: _LossFn, loader: PrivateLoader
 ) -> ClosedForm | None:
     """Returns the rows of a linear model in closed form; None where there are none, or `step` is the caller's."""
     own = own_step(type(optimizer)) is own_step(PrivateOptimizer)  # others expect a backward
     if optimizer.oracle.unit == "user" or not own:
         return None
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    return closed_form(model, trained, loss, loader.dataset, loader)
+    return closed_form(model, trained, loss_fn, loader.dataset, loader)
 
 
 def _make_steps(
@@ -289,7 +289,7 @@ def _steps_on(
     model: nn.Module,
     optimizer: PrivateOptimizer,
     loader: PrivateLoader,
-    loss: _LossFn,
+    loss_fn: _LossFn,
     compiled: Any,
 ) -> Iterator[Callable[[], Any]]:
     """Yields the step that is due for each batch, after its forward and backward unless rows are compiled."""
@@ -309,20 +309,20 @@ def _steps_on(
         if compiled is not None:
             yield partial(compiled.step, optimizer, inputs, targets, users=users)
             continue
-        _require_all_counted(loss, targets)
-        loss_of(model, loss, inputs, targets).backward()
+        _require_all_counted(loss_fn, targets)
+        loss_of(model, loss_fn, inputs, targets).backward()
         yield partial(optimizer.step, users=users)
 
 
-def _require_all_counted(loss: _LossFn, targets: Any) -> None:
+def _require_all_counted(loss_fn: _LossFn, targets: Any) -> None:
     """Raises PrivacyError where a mean would be over the targets of the batch that are not ignored."""
-    if not isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) or loss.reduction != "mean":
+    if not isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)) or loss_fn.reduction != "mean":
         return
-    if isinstance(targets, Tensor) and bool((targets == loss.ignore_index).any()):
+    if isinstance(targets, Tensor) and bool((targets == loss_fn.ignore_index).any()):
         # PRIVACY: each ignored target of one record makes the rows of all others longer
         # (test_a_mean_over_the_targets_that_are_not_ignored_is_refused)
         raise PrivacyError(
-            f"{type(loss).__name__}(reduction='mean') must not ignore targets: it divides by the"
+            f"{type(loss_fn).__name__}(reduction='mean') must not ignore targets: it divides by the"
             " number of those that count, so that each record is in the rows of all others; use"
             " reduction='sum' and loss_reduction='sum'"
         )
@@ -332,7 +332,7 @@ def _fit_row_free(
     model: _Model,
     optimizer: RowFreeOptimizer,
     dataset: Dataset[Any],
-    loss: _LossFn,
+    loss_fn: _LossFn,
     num_workers: int,
     progress: bool,
     tell: Callable[[Any], None],
@@ -348,14 +348,14 @@ def _fit_row_free(
     optimizer.discard()
     loader = optimizer.loader(dataset, num_workers=num_workers)
     # PRIVACY: (test_fit_refuses_what_the_doctor_finds_before_the_first_step)
-    require_sound(model, loss, loader, optimizer)
+    require_sound(model, loss_fn, loader, optimizer)
     device = next(model.parameters()).device
     model.train()
     with optimizer, tqdm(total=len(loader), disable=not progress, unit="step") as bar:
         for batch in loader:
             optimizer.zero_grad()
             inputs, targets = to_device(batch, device)
-            loss_of(model, loss, inputs, targets).backward()
+            loss_of(model, loss_fn, inputs, targets).backward()
             optimizer.step()
             bar.update()
     tell(optimizer)
@@ -397,9 +397,9 @@ def steps_to_make(optimizer: PrivateOptimizer, steps: int | None) -> int:
     return wanted
 
 
-def _agreed_reduction(model: nn.Module, asked: str | None, loss: _LossFn) -> str:
+def _agreed_reduction(model: nn.Module, asked: str | None, loss_fn: _LossFn) -> str:
     """Returns the loss reduction by which rows are scaled: that of `attach`, if it was called."""
-    asked = reduction_of(loss, asked)
+    asked = reduction_of(loss_fn, asked)
     if not is_attached(model):
         return check.choice(("mean", "sum"), loss_reduction=asked or "mean")
     attached = "mean" if model._dpsco.mean else "sum"
@@ -425,7 +425,7 @@ def _require_pairs(dataset: Dataset[Any]) -> None:
 
 
 def _compiled(
-    model: nn.Module, loss: _LossFn, loader: PrivateLoader, attached: bool, reduction: str
+    model: nn.Module, loss_fn: _LossFn, loader: PrivateLoader, attached: bool, reduction: str
 ) -> Any:
     """Returns compiled rows for a model that `fit` has attached, or None, with a warning, and an attached model."""
     if attached:
@@ -435,7 +435,7 @@ def _compiled(
     else:
         known = first_step_of(model)
         detach(model)
-        rows: Any = act("rows.compiled")(model, loss, loader)
+        rows: Any = act("rows.compiled")(model, loss_fn, loader)
         if not isinstance(rows, str):
             loader.isolation.settle("rows are compiled for batches of one size")
             return rows

@@ -134,7 +134,7 @@ def test_a_net_is_as_good_untuned_as_experts_make_it() -> None:
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     test, train = order[:360], order[360:]
     data = TensorDataset(features[train], labels[train])
-    model = dp.fit(net(), dataset=data, loss=LOSS, epsilon=3.0, delta=1e-5, progress=False)
+    model = dp.fit(net(), dataset=data, loss_fn=LOSS, epsilon=3.0, delta=1e-5, progress=False)
     assert float((model(features[test]).argmax(1) == labels[test]).float().mean()) > 0.85
 
 
@@ -143,7 +143,7 @@ def test_fit_prints_its_plan_and_charges_the_ledger_that_is_given(
 ) -> None:
     accountant = dp.Accountant()
     model = dp.fit(
-        net(), dataset=made_up(), loss=LOSS, budget=BUDGET, accountant=accountant, steps=3
+        net(), dataset=made_up(), loss_fn=LOSS, budget=BUDGET, accountant=accountant, steps=3
     )
     assert not model.training
     assert capsys.readouterr().out.startswith("NetPlan: privacy for one example")
@@ -157,12 +157,12 @@ def test_fit_prints_its_plan_and_charges_the_ledger_that_is_given(
         ({"epsilon": 1.0}, "epsilon and delta must be given"),
         ({"epsilon": 1.0, "delta": 1e-5, "budget": BUDGET}, "in their place"),
         ({"epsilon": -1.0, "delta": 1e-5}, "epsilon must be > 0"),
-        ({"epsilon": 1.0, "delta": 1e-5, "dataset": None}, "dataset and loss must be given"),
+        ({"epsilon": 1.0, "delta": 1e-5, "dataset": None}, "dataset and loss_fn must be given"),
     ],
 )
 def test_what_fit_needs_is_named(given: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        dp.fit(net(), **{"dataset": made_up(), "loss": LOSS, "progress": False, **given})
+        dp.fit(net(), **{"dataset": made_up(), "loss_fn": LOSS, "progress": False, **given})
 
 
 def test_a_budget_beside_an_optimizer_is_refused() -> None:
@@ -177,8 +177,8 @@ def test_a_budget_beside_an_optimizer_is_refused() -> None:
 def test_the_size_is_asked_for_where_it_is_private() -> None:
     budget = dp.Budget(3.0, 1e-5, "add_remove")
     with pytest.raises(ValueError, match="n must be given under add_remove"):
-        dp.fit(net(), dataset=made_up(), loss=LOSS, budget=budget, progress=False)
-    dp.fit(net(), dataset=made_up(), loss=LOSS, budget=budget, n=60, steps=1, progress=False)
+        dp.fit(net(), dataset=made_up(), loss_fn=LOSS, budget=budget, progress=False)
+    dp.fit(net(), dataset=made_up(), loss_fn=LOSS, budget=budget, n=60, steps=1, progress=False)
 
 
 @pytest.mark.slow

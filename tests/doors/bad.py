@@ -123,6 +123,7 @@ ALIASES = {
     "adjacencies": "adjacenc",
     "n_users": r"\bn_users\b|\bn must",
     "state_dict": "state|version",
+    "loss_fn": "loss",
     "loss": "loss|score",
     "mechanism": "mechanism|outputs",
     "sampling": "sampling|design",

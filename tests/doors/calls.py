@@ -87,7 +87,7 @@ def _fit() -> Good:
         "model": net,
         "optimizer": optimizer,
         "dataset": records(24),
-        "loss": LOSS,
+        "loss_fn": LOSS,
         "progress": False,
     }
 
@@ -102,7 +102,7 @@ def _fit_users() -> Good:
         "model": net,
         "optimizer": optimizer,
         "dataset": records(48),
-        "loss": LOSS,
+        "loss_fn": LOSS,
         "progress": False,
     }
     return dp.fit, good | {"users": torch.arange(48) % 24}
@@ -116,7 +116,7 @@ def _fit_row_free() -> Good:
         "model": net,
         "optimizer": optimizer,
         "dataset": records(24, torch.float64),
-        "loss": LOSS,
+        "loss_fn": LOSS,
         "progress": False,
     }
 
@@ -228,7 +228,7 @@ simple(
     "dp.CompiledRows",
     dp.CompiledRows,
     model=lambda: model(),
-    loss=lambda: nn.functional.mse_loss,
+    loss_fn=lambda: nn.functional.mse_loss,
     backend="eager",
 )
 

@@ -282,7 +282,7 @@ def a_model() -> torch.nn.Linear:
 def fits_on(data: Any, loss: Any = LOSS, **changes: Any) -> Any:
     """Makes a fit of a fresh run, with another data set, loss or argument."""
     function, arguments = CALLS["dp.fit"]()
-    return function(**arguments | {"dataset": data, "loss": loss} | changes)
+    return function(**arguments | {"dataset": data, "loss_fn": loss} | changes)
 
 
 def changed(name: str, **arguments: Any) -> Any:
@@ -392,7 +392,7 @@ TO_BE_NAMED = {
     ),
     "a class of losses": (
         lambda: fits_on(TensorDataset(X, Y), torch.nn.MSELoss),
-        r"loss must be made first, as MSELoss\(\) \(got class MSELoss\)",
+        r"loss_fn must be made first, as MSELoss\(\) \(got class MSELoss\)",
     ),
     "records that are no pairs": (
         lambda: fits_on(TensorDataset(X)),

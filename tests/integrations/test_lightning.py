@@ -246,7 +246,7 @@ def test_it_makes_the_steps_of_make_private(parts: int) -> None:
     with repeatable():
         theirs = Usual()
         adam = torch.optim.AdamW(theirs.parameters(), lr=0.01)
-        given = {"epsilon": 3.0, "delta": DELTA, "clip": 0.5, "epochs": 2, "show": None}
+        given = {"epsilon": 3.0, "delta": DELTA, "clip": 0.5, "epochs": 2, "verbose": False}
         net, optimizer, loader = dp.make_private(theirs.net, adam, shuffled(), **given)
         loader = loader if parts == 1 else loader.in_parts(BATCH // parts)
         for x, y in _epochs(loader, 2):

@@ -199,7 +199,9 @@ def test_fit_takes_the_reduction_from_the_loss(reduction: str) -> None:
     )
     optimizer = dp.ClippedSGD(model.parameters(), plan)
     loss = dp.per_record(nn.BCEWithLogitsLoss, reduction=reduction)
-    with pytest.raises(ValueError, match=f"loss_reduction must be {reduction!r}, that of loss"):
+    with pytest.raises(
+        ValueError, match=f"loss_reduction must be {reduction!r}, that of the loss"
+    ):
         dp.fit(
             model,
             optimizer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from datetime import date
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch_dpsco as dp
 from torch_dpsco.estimators import (
     Category,
+    Date,
     LinearSVC,
     LogisticRegression,
     Number,
@@ -28,6 +30,7 @@ COLUMNS: dict[str, Any] = {
     "size": Ordered(["s", "m", "l"]),
     "town": Category(["a", "b", "c"]),
     "sex": Category(["f", "m"], baseline=True),
+    "day": Date("2020-03-01", "2021-01-15"),
 }
 RAW = {
     "age": [17, 40.5, 90],
@@ -35,6 +38,7 @@ RAW = {
     "size": "sml",
     "town": "abc",
     "sex": "fm",
+    "day": ["2020-03-01", "2020-05-10", "2021-01-15"],
 }
 ROWS = [dict(zip(RAW, row, strict=True)) for row in itertools.product(*RAW.values())]
 FRAME = {name: [row[name] for row in ROWS] for name in RAW}
@@ -56,6 +60,7 @@ def by_hand(found: Any, row: dict[str, Any], label: str = "") -> float:
     """Returns the score of a row as a reader of the table computes it: value times number, plus that of its level."""
     value = dict(zip(found.names, found.values, strict=True))
     total = value[f"{label}intercept"] + value[f"{label}age"] * row["age"]
+    total += value[f"{label}day"] * (date.fromisoformat(row["day"]) - date(2020, 3, 1)).days
     if row["dose"] is None:
         total += (
             value[f"{label}dose missing"] + value[f"{label}dose"] * 1.0

@@ -1,6 +1,6 @@
 """Compiled rows: per-sample gradients by `torch.func`, one record's gradient vectorized over records, and compiled.
 
-    row_i = d/dw loss(model(x_i), y_i),  x_i a batch of ONE record
+    row_i = d/dw loss_fn(model(x_i), y_i),  x_i a batch of ONE record
 
 Batches are cut into micro-batches of one fixed size, the last one filled up with records of zeros, so that Poisson
 batches of any size run one compiled program. Rows of the filling are cut off before anyone sees them; the others go
@@ -165,7 +165,7 @@ class CompiledRows:
 
     Args:
         model: not attached; what `attach` refuses is refused here too.
-        loss: loss(model(input), target) -> scalar tensor, for a batch of one record; "mean" or "sum" is the same.
+        loss_fn: loss_fn(model(input), target) -> scalar tensor, for a batch of one record; "mean" or "sum" is the same.
         micro_batch_size: records that are computed at once, >= 1; batches are filled up to multiples of it. Default:
             chosen by `micro_batch_size` for the design of the first optimizer, before compiling. Give it, as a
             divisor, where draws come in parts (`physical_batch_size`) that are smaller than a batch.
@@ -196,7 +196,7 @@ class CompiledRows:
     def __init__(
         self,
         model: nn.Module,
-        loss: _LossFn,
+        loss_fn: _LossFn,
         *,
         micro_batch_size: int | None = None,
         backend: str | Callable[..., Any] | None = "inductor",
@@ -211,7 +211,7 @@ class CompiledRows:
         self.micro_batch_size = micro_batch_size
         self.backend = backend
         self._model = model
-        self._loss = _RecordLoss(model, as_module(loss))
+        self._loss = _RecordLoss(model, as_module(loss_fn))
         self._layers = list(model.modules())
         self._eager = _rows_of(self._one)
         self._fast: Callable[..., _Rows] | None = None  # for records of the first batch's shape
@@ -231,7 +231,7 @@ class CompiledRows:
         Args:
             optimizer: on exactly the model's trainable parameters.
             inputs: tensor, or nested tensors, with the records in the first dimension, as model(inputs) takes them.
-            targets: the same for loss(output, targets).
+            targets: the same for loss_fn(output, targets).
             users: see `PrivateOptimizer.step`.
 
         Raises:
@@ -472,7 +472,7 @@ class CompiledRows:
         if any(grad is not None for grad in torch.autograd.grad(loss, real, allow_unused=True)):
             # PRIVACY: not a leak, but another objective (test_a_captured_weight_in_the_loss_is_refused)
             raise ValueError(
-                "loss must not use parameters that are kept outside of the model (a weight in a"
+                "loss_fn must not use parameters that are kept outside of the model (a weight in a"
                 " variable, a loss with parameters of its own): give reg= or prox= to the optimizer"
                 " instead"
             )
@@ -541,12 +541,12 @@ def _shapes(inputs: Any, targets: Any) -> tuple[Any, ...]:
     return structure, [(t.shape[1:], t.dtype, t.device) for t in leaves]
 
 
-def try_compile(model: nn.Module, loss: _LossFn, loader: PrivateLoader) -> CompiledRows | str:
+def try_compile(model: nn.Module, loss_fn: _LossFn, loader: PrivateLoader) -> CompiledRows | str:
     """Returns compiled rows, or why there are none, for a loop that can do without; reads no value of a record.
 
     Args:
         model: see `CompiledRows`.
-        loss: see `CompiledRows`.
+        loss_fn: see `CompiledRows`.
         loader: of (inputs, targets), with a first record, of which only the shapes are used.
     """
     device = next(model.parameters()).device
@@ -556,7 +556,7 @@ def try_compile(model: nn.Module, loss: _LossFn, loader: PrivateLoader) -> Compi
     size = micro_batch_size(model, design, loader.physical_batch_size)
 
     def compiled() -> CompiledRows | str:
-        rows = CompiledRows(model, loss, micro_batch_size=size)
+        rows = CompiledRows(model, loss_fn, micro_batch_size=size)
         example = to_device(loader.collate_fn([loader.dataset[0]]), device)[:2]
         return rows.prepare(*example) or rows
 

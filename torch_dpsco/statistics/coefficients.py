@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators.schema import Category, Number, Ordered, Schema
+from torch_dpsco.estimators.schema import Category, Date, Number, Ordered, Schema
 from torch_dpsco.show import plots
 from torch_dpsco.statistics.summary import Summary, summarize
 
@@ -163,8 +163,13 @@ def _released(model: Any, schema: Schema) -> Coefficients:
     )
 
 
-def _ends(kind: Number | Ordered) -> tuple[float, float]:
-    return (kind.low, kind.high) if isinstance(kind, Number) else (0.0, len(kind.levels) - 1.0)
+def _ends(kind: Number | Date | Ordered) -> tuple[float, float]:
+    """Returns the ends of a column in its own units: of a date days since the first one, of levels their places."""
+    if isinstance(kind, Number):
+        return kind.low, kind.high
+    if isinstance(kind, Date):
+        return 0.0, kind.number.high - kind.number.low
+    return 0.0, len(kind.levels) - 1.0
 
 
 def _units(schema: Schema) -> Iterator[tuple[str, float]]:
@@ -177,11 +182,14 @@ def _units(schema: Schema) -> Iterator[tuple[str, float]]:
         low, high = _ends(kind)
         if isinstance(kind, Number):
             yield f"per 1 of {low:g} to {high:g}", high - low
+        elif isinstance(kind, Date):
+            yield f"per day from {kind.low} to {kind.high}", high
         else:
             yield f"per level of {kind.levels[0]} to {kind.levels[-1]}", high
         if kind.missing:
             yield "against the middle", 1.0
-    yield "where numbers are 0", 0.0
+    dated = any(isinstance(kind, Date) for kind in schema.columns.values())
+    yield f"where numbers are 0{', days the first ones' if dated else ''}", 0.0
 
 
 def _map(schema: Schema) -> Array:
