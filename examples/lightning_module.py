@@ -77,8 +77,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
     train, test = load()
     usual: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
-    figures = {}
-    budget = dp.Budget(args.epsilon, DELTA, adjacency="add_remove")
+    figures, budget = dict[str, float](), dp.Budget(args.epsilon, DELTA, adjacency="add_remove")
     problem = LOSS.problem(bound_x=1.0)
     plan = dp.HolderSGD.plan(problem=problem, n=len(train), budget=budget, epochs=2 if args.quick else None)
     batch_sizes = {"not_private": BATCH, "private": plan.batch_size}

@@ -57,7 +57,7 @@ def train(
         f"plan, {variant} {loss_name}: {planned.steps} steps of about {planned.batch_size} rows, lr {planned.lr:.3g},"
         f" gradient bound {planned.grad_bound:.3g} and noise {planned.noise_std:.2g} per coordinate at the start"
     )
-    optimizer = dp.HolderSGD(model.parameters(), dp.HolderSGD.plan(**plan))
+    optimizer = dp.HolderSGD(model.parameters(), planned)
     return dp.fit(model, optimizer, dataset, loss), optimizer
 
 

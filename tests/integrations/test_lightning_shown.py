@@ -433,10 +433,11 @@ def test_a_process_that_died_in_a_step_goes_on_without_it(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_the_example_prints_both_scores_and_spends_its_budget(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    path = ROOT / "examples" / "lightning_module.py"
+    monkeypatch.syspath_prepend(str(path.parent))
     with warnings.catch_warnings():  # it adds filters
-        path = ROOT / "examples" / "lightning_module.py"
         figures = runpy.run_path(str(path))["main"](["--quick"])
     assert 0.9 * 4.0 < figures["epsilon"] <= 4.0
     assert f"private {figures['private_accuracy']:.4f}, not private" in capsys.readouterr().out
