@@ -118,7 +118,7 @@ def test_units_and_spans_are_those_of_the_schema() -> None:
         "per day from 2020-03-01 to 2021-01-15",
         "where numbers are 0, days the first ones",
     )
-    assert found.spans.tolist() == [73, 8, 1, 2, 1, 1, 1, 1, 0]
+    assert found.spans.tolist() == [73, 8, 1, 2, 1, 1, 1, 1, 320, 0]
     moved = np.abs(found.values * found.spans)[:-1]
     assert found.strongest.tolist() == np.argsort(-moved, kind="stable").tolist()
     assert found.intervals is None
