@@ -181,7 +181,7 @@ class RowFreeOptimizer(AnswerOptimizer):
             sampler.log.succeed(self._log)
         self._log = sampler.log
         self._log.on_restart = self.zero_grad
-        self._log.is_over = lambda: self._steps >= self.planned_steps
+        self._log.progress, self._log.planned = self, self.planned_steps
         self._log.on_delivery = lambda chunk: self._backwards.begin()
         return BoundedLoader(loader, *bounds)
 

@@ -338,7 +338,8 @@ class PrivateLoader:
         log.restart()
         # of this iteration only: nothing is left over when it is broken off
         chunks: deque[Chunk] = deque()
-        for batch in () if log.is_over() else batches(self._split(chunks), chunks):
+        over = log.progress.steps >= log.planned
+        for batch in () if over else batches(self._split(chunks), chunks):
             chunk = chunks.popleft()
             log.deliver(chunk)
             flat = isinstance(batch, _FilledUp)
@@ -355,7 +356,7 @@ class PrivateLoader:
             else:
                 parts = list(batch) if isinstance(batch, (tuple, list)) else [batch]
                 yield [*parts, chunk.users.clone()]
-            if log.is_over():
+            if log.progress.steps >= log.planned:
                 return
 
 

@@ -39,7 +39,7 @@ from dataclasses import replace
 from decimal import Context, Decimal, localcontext
 from hashlib import blake2b, sha256
 from itertools import islice
-from types import NoneType
+from types import NoneType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import numpy as np
@@ -162,11 +162,12 @@ class DesignSampler(Sampler[list[int]], ABC):
 
     def __iter__(self) -> Iterator[list[int]]:
         self.log.restart()
-        for drawn in () if self.log.is_over() else self.dealt():
+        log = self.log
+        for drawn in () if log.progress.steps >= log.planned else self.dealt():
             draw = replace(drawn[0])
             self.log.deliver(Chunk(draw, draw.size, draw.size, last=True, source=drawn))
             yield drawn[1].tolist()
-            if self.log.is_over():
+            if log.progress.steps >= log.planned:
                 return
 
 
@@ -529,7 +530,8 @@ class DrawLog:
         self.dataset: Any = None  # that is drawn from
         self.owner: Any = None  # whose steps use the draws
         self.on_restart: Callable[[], None] = lambda: None
-        self.is_over: Callable[[], bool] = lambda: False  # whether all planned steps are made
+        self.progress: Any = SimpleNamespace(steps=0)  # of the run, whose loops end with its plan
+        self.planned: float = math.inf
         self.on_delivery: Callable[[Chunk], None] = lambda chunk: None
         self._given_up = False
         self._replaced = False  # by the log of another loader
@@ -554,7 +556,7 @@ class DrawLog:
             raise SequenceError(_UNUSED)
         self.on_restart()
         self.give_up()
-        if self.is_over():
+        if self.progress.steps >= self.planned:
             warnings.warn(
                 "all planned steps are made: this loop has no batches; make a new optimizer for"
                 " another run",

@@ -16,6 +16,7 @@ private rows outside of the ledger, so it is shown a gradient of zeros. Rows tha
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -96,14 +97,15 @@ class LogicalBatch:
         self._draw_rows = 0  # rows seen of the draw
 
     def bind(
-        self, loader: Any, on_restart: Callable[[], None], is_over: Callable[[], bool]
+        self, loader: Any, on_restart: Callable[[], None], progress: Any, planned: int | None
     ) -> None:
         """Takes draws from a loader of this design, and from no other loader any more.
 
         Args:
             loader: it.
             on_restart: called when an iteration over it begins.
-            is_over: whether all planned steps are made, so that an iteration ends.
+            progress: of the run, whose `steps` an iteration ends with where they reach the planned number.
+            planned: that number; None for no end.
 
         Raises:
             UnknownSamplerError: a foreign sampler.
@@ -138,7 +140,8 @@ class LogicalBatch:
             self._made = sampler.so_far.made
             self._loader = loader
         self._log.on_restart = on_restart
-        self._log.is_over = is_over
+        self._log.progress = progress
+        self._log.planned = math.inf if planned is None else planned
         self._log.on_delivery = lambda chunk: retire_forwards(
             self._params, None if chunk.slots is None else chunk.size
         )

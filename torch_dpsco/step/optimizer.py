@@ -267,7 +267,7 @@ class RunOptimizer(CommonOptimizer):
                 f" {type(loader).__name__}): use optimizer.loader"
             )
         self._world.require_own_draws(loader)
-        self._batch.bind(loader, self.discard, self._is_over)
+        self._batch.bind(loader, self.discard, self._progress, self._run.planned)
         own = isinstance(loader, PrivateLoader)
         self._isolation = loader.isolation if own else Isolation()
         self._isolation.private = self.sizes_are_private
@@ -352,10 +352,6 @@ class RunOptimizer(CommonOptimizer):
     def steps(self) -> int:
         """Steps made, or lost."""
         return self._progress.steps
-
-    def _is_over(self) -> bool:
-        """Whether all planned steps are made."""
-        return self._run.planned is not None and self._progress.steps >= self._run.planned
 
     @property
     def finalized(self) -> bool:

@@ -229,7 +229,7 @@ class PrivateOptimizer(RunOptimizer):
                 "released() is running: the parameters hold the answer, not the point of the next"
                 " step"
             )
-        if self._is_over():
+        if self._run.planned is not None and self._progress.steps >= self._run.planned:
             self.discard()
             answer = (
                 "the answer is installed"
