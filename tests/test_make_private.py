@@ -279,7 +279,9 @@ def test_the_reduction_of_a_probed_criterion_is_read_from_it(reduction: str) -> 
     model, _, _ = private(linear(), loss=nn.BCEWithLogitsLoss(reduction=reduction))
     assert model._dpsco.mean is (reduction == "mean")
     other = {"mean": "sum", "sum": "mean"}[reduction]
-    with pytest.raises(ValueError, match=f"loss_reduction must be {reduction!r}, that of loss"):
+    with pytest.raises(
+        ValueError, match=f"loss_reduction must be {reduction!r}, that of the loss"
+    ):
         private(linear(), loss=nn.BCEWithLogitsLoss(reduction=reduction), loss_reduction=other)
 
 

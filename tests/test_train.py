@@ -442,7 +442,7 @@ def test_the_reduction_of_a_criterion_of_torch_is_read_from_it(reduction: str) -
     dp.fit(model, holder(model), records(), loss, progress=False)
     assert model._dpsco.mean is (reduction == "mean")
     other = {"mean": "sum", "sum": "mean"}[reduction]
-    message = f"loss_reduction must be '{reduction}', that of loss"
+    message = f"loss_reduction must be '{reduction}', that of the loss"
     fresh = linear()
     refused(ValueError, message, fresh, holder(fresh), records(), loss, loss_reduction=other)
 

@@ -210,7 +210,7 @@ def test_iterates_stay_in_the_promised_ball_unless_another_set_is_given() -> Non
 # -- wrong inputs -----------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "unit": ({"budget": dp.Budget(4.0, 1e-4)}, UnitError, "unit 'user'"),
+    "unit": ({"budget": dp.Budget(4.0, 1e-4, unit="example")}, UnitError, "unit 'user'"),
     "zero-out": (
         {"budget": dp.Budget(4.0, 1e-4, adjacency="zero_out", unit="user")},
         AdjacencyError,

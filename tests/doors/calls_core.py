@@ -218,7 +218,7 @@ simple(
     noise_multiplier=2.0,
     batch_size=6,
 )
-simple("dp.oracles.AutoClip", dp.oracles.AutoClip, bound=1.0, noise_multiplier=1.0, batch_size=6)
+simple("dp.oracles.AutoClip", dp.oracles.AutoClip, clip=1.0, noise_multiplier=1.0, batch_size=6)
 simple(
     "dp.oracles.UserClipped",
     dp.oracles.UserClipped,

@@ -41,7 +41,6 @@ EXEMPT = {
         "statistics.[!p]*",
         "audits.OneRunResult",
         "audits.Audit",
-        "estimators.base.LinearModel",
         "step.plan.Plan",
     ),
     "accounting.report.PrivacyReport",
@@ -80,7 +79,7 @@ EXEMPT = {
             "Parts",
         )
     ),
-    *(f"estimators.{column}.*" for column in ("Number", "Category", "Ordered")),
+    *(f"estimators.{column}.*" for column in ("Number", "Date", "Category", "Ordered")),
     *("statistics.prepare.PrivateTransformer", "CompiledRows.prepare", "CompiledRows.step"),
     # hooks that other libraries call
     "integrations.lightning.PrivateTraining.*",

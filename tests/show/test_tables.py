@@ -96,7 +96,7 @@ def test_four_commands_make_a_model_of_an_export_of_excel(ward, capsys):
     assert f"next: dpsco {fit.replace('8', '1')}" in out
     code, out, _ = run(capsys, fit)
     assert code == 0
-    assert "held out: auc 0.9" in out
+    assert "of 'verstorben': auc 0.9" in out
     code, out, err = run(capsys, "predict study/model.json new.csv --out predictions.csv")
     assert (code, err) == (0, "")
     assert "nothing protects what that tells about these people" in out

@@ -401,7 +401,7 @@ def number_of_counts(*, rows: bool, targets: bool, spreads: bool) -> int:
 
     Example:
         >>> number_of_counts(rows=True, targets=True, spreads=True)
-        32
+        35
     """
     return (
         1 + RADIUS_COUNTS * rows + (LOCATION_COUNTS + SPREAD_COUNTS * spreads if targets else 0)
