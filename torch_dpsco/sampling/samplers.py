@@ -530,7 +530,9 @@ class DrawLog:
         self.dataset: Any = None  # that is drawn from
         self.owner: Any = None  # whose steps use the draws
         self.on_restart: Callable[[], None] = lambda: None
-        self.progress: Any = SimpleNamespace(steps=0)  # of the run, whose loops end with its plan
+        self.progress: Any = SimpleNamespace(
+            steps=0
+        )  # of the run, whose loops end with its plan
         self.planned: float = math.inf
         self.on_delivery: Callable[[Chunk], None] = lambda chunk: None
         self._given_up = False
