@@ -80,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
     private = evaluate(model, data.test_features, data.test_labels)
     baseline = evaluate(fit_baseline(data.train_features, data.train_labels), data.test_features, data.test_labels)
-    statement, card = optimizer.report(), args.card or CARD
+    # of a quick run as text: pictures take seconds
+    statement, card = optimizer.report(), args.card or (CARD.with_suffix(".md") if args.quick else CARD)
     statement.save(card, overwrite=args.card is None)
     report = statement.figures
     print(f"\n{'test set of 16,281 people':<28}{'accuracy':>10}{'AUC':>10}")

@@ -264,7 +264,7 @@ def test_the_card_of_the_logistic_example_is_where_it_says(
     runs: dict[str, Run], folder: Path
 ) -> None:
     shown = runs["logistic_regression"].text.split()[-1]
-    assert shown == "privacy_card.html"
+    assert shown == "privacy_card.md"
     assert "differential privacy for one example (add_remove: added or removed)" in (
         folder / shown
     ).read_text(encoding="utf-8")

@@ -161,14 +161,14 @@ class DesignSampler(Sampler[list[int]], ABC):
         return self.draws()
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.log.restart()
         log = self.log
-        for drawn in () if log.progress.steps >= log.planned else self.dealt():
-            draw = replace(drawn[0])
-            self.log.deliver(Chunk(draw, draw.size, draw.size, last=True, source=drawn))
-            yield drawn[1].tolist()
+        log.restart()
+        for drawn in self.dealt():
             if log.progress.steps >= log.planned:
                 return
+            draw = replace(drawn[0])
+            log.deliver(Chunk(draw, draw.size, draw.size, last=True, source=drawn))
+            yield drawn[1].tolist()
 
 
 class PoissonSampler(DesignSampler):
@@ -512,6 +512,9 @@ _GIVEN_UP = (
 )
 
 
+_OVER = "all planned steps are made: this loop has no batches; make a new optimizer for more"
+
+
 class DrawLog:
     """Which delivered rows a step may use: those of one draw, once.
 
@@ -559,12 +562,7 @@ class DrawLog:
         self.on_restart()
         self.give_up()
         if self.progress.steps >= self.planned:
-            warnings.warn(
-                "all planned steps are made: this loop has no batches; make a new optimizer for"
-                " another run",
-                UtilityWarning,
-                stacklevel=3,
-            )
+            warnings.warn(_OVER, UtilityWarning, stacklevel=3)
 
     @staticmethod
     def _refuse_replaced() -> NoReturn:
