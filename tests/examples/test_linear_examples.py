@@ -149,7 +149,7 @@ def test_printed_epsilons_are_true_and_within_the_budget(
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize(("name", "models"), [("linear_regression", 4), ("svm", 4)])
+@pytest.mark.parametrize(("name", "models"), [("linear_regression", 2), ("svm", 2)])
 def test_publishing_several_models_is_said_to_cost_what_all_their_steps_cost(
     name: str, models: int, quick: dict[str, Run]
 ) -> None:
@@ -175,7 +175,7 @@ def test_printed_errors_are_those_of_the_trained_models(
 ) -> None:
     figures, text, trained = quick["linear_regression"]
     data, models = examples["linear_regression"].data, iter(trained)
-    for variant, width in zip(VARIANTS, (41, 42), strict=True):
+    for variant, width in (("predep", 41),):
         table = text.split(f"{variant}: 65,469 flights to predict")[1]
         for name in ("huber", "squared"):
             with torch.no_grad():
@@ -191,8 +191,11 @@ def test_printed_errors_are_those_of_the_trained_models(
             ) == pytest.approx(found, 1e-5)
 
 
-def test_the_non_private_fits_reach_the_published_anchors(quick: dict[str, Run]) -> None:
-    figures = quick["linear_regression"].figures
+def test_the_non_private_fits_reach_the_published_anchors(
+    examples: dict[str, Example], quick: dict[str, Run]
+) -> None:
+    more = examples["linear_regression"].run("--quick", "--variant", "atdep").figures
+    figures = quick["linear_regression"].figures | more
     published = {"predep": (0.414, 0.447, 0.7234, 0.426), "atdep": (0.212, 0.215, 0.3138, 0.426)}
     for variant, (huber, squared, rmse, median) in published.items():
         assert figures[f"{variant}_huber_baseline_mae"] == pytest.approx(huber, abs=1e-3)
@@ -288,7 +291,7 @@ def test_printed_scores_are_those_of_the_trained_machines(
 ) -> None:
     figures, text, models = quick["svm"]
     module, data = examples["svm"].module, examples["svm"].data
-    for name, model in zip((*HINGES, "logistic"), models, strict=True):
+    for name, model in zip(("hinge_2", "logistic"), models, strict=True):
         with torch.no_grad():
             scores = model(data.test_features)
         found = (module.accuracy(scores, data.test_labels), module.auc(scores, data.test_labels))
