@@ -468,6 +468,7 @@ class UserFilteredSGD(PlannedOptimizer):
             AdjacencyError: the budget is not of replace_one.
         """
         budget = _replaced(budget, epsilon, delta, "or use UserClippedSGD")
+        check.positive_count(n=n)
         items = check.positive_count(min_items=min_items)
         most = max_steps if steps is None else check.positive_count(steps=steps)
         check.positive_count(max_steps=max_steps)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_dpsco._validate import between, choice, positive
+from torch_dpsco._validate import between, choice, flag, positive
 from torch_dpsco.accounting.analysis.rounding import upper as upper  # for losses of your own too
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.problem import Problem, Promised, TableGradBound, round_up
@@ -270,7 +270,7 @@ class TableLoss(Loss):
             (0.25, 1.0, 0.5)
         """
         bound_x, bound_y = record_bounds(bound_x, bound_y)
-        if intercept:
+        if flag(intercept=intercept):
             bound_x = math.nextafter(math.hypot(bound_x, 1.0), math.inf)
         exponent = self._choose(holder_exponent)
         constant = self.holder_constant(exponent, bound_x)

@@ -722,13 +722,15 @@ class RecordIds:
     @typed
     def __init__(self, ids: Any, records: int | None = None) -> None:
         if isinstance(ids, (str, bytes, Mapping, Set)) or not isinstance(ids, Iterable):
-            raise UnitError(f"ids must hold one id per record (got {type(ids).__name__})")
+            raise UnitError(f"record_ids must hold one id per record (got {type(ids).__name__})")
         if isinstance(ids, (Tensor, np.ndarray)) and ids.ndim != 1:
-            raise UnitError(f"ids must hold one id per record (got {ids.ndim} dimensions)")
+            raise UnitError(
+                f"record_ids must hold one id per record (got {ids.ndim} dimensions)"
+            )
         plain = ids.tolist() if isinstance(ids, (Tensor, np.ndarray)) else ids
         self._names = [id_bytes(thing) for thing in plain]
         if records is not None and len(self) != records:
-            raise UnitError("ids must hold one id per record (got more or fewer)")
+            raise UnitError("record_ids must hold one id per record (got more or fewer)")
 
     @classmethod
     def of(cls, ids: Any, records: int | None) -> RecordIds:
