@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
+from torch_dpsco.accounting.answers import Answers
 from torch_dpsco.accounting.budgets import (
     NO_BUDGET_DELTA,
     Budget,
@@ -63,6 +64,7 @@ class Accountant:
         unit: what one record is; a budget's unit wins. Optimizers of another unit are refused.
         ledger_path: of the ledger file (see `ledger_file`); None keeps the ledger in memory and checkpoints only.
         must_exist: refuse to make a new ledger file: for all runs on some data but the first.
+        anew: charge also those releases again whose answers an earlier run on the file has paid for (see `answers`).
 
     Raises:
         PrivacyError: the ledger file is in use, damaged, an older copy, or missing although it must exist.
@@ -91,8 +93,10 @@ class Accountant:
         unit: str = "example",
         ledger_path: str | os.PathLike[str] | None = None,
         must_exist: bool = False,
+        anew: bool = False,
     ) -> None:
         check.choice(("example", "user"), unit=unit)
+        check.flag(anew=anew)
         if budget is not None:
             adjacency = budget.adjacency if budget.says_adjacency else adjacency
             unit = budget.unit
@@ -100,6 +104,9 @@ class Accountant:
         self._journal = open_journal(adjacency, unit, ledger_path, must_exist)
         self._limit = Limit(self._journal, budget)
         self._part: Parallel | None = None  # that it charges; None is all records
+        path = self.ledger_path
+        # of releases that are made at once; None without a file
+        self.answers = None if path is None else Answers(path, anew)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accountant:
         return self

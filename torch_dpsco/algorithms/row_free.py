@@ -29,6 +29,7 @@ from torch.utils.data import Dataset, TensorDataset
 from torch_dpsco import _validate as check
 from torch_dpsco import compat
 from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.answers import paid
 from torch_dpsco.accounting.designs import Design, Shuffled, is_exact
 from torch_dpsco.accounting.events import KNorm
 from torch_dpsco.algorithms.output_sgd_numbers import LossPromises
@@ -122,6 +123,7 @@ class RowFreeOptimizer(AnswerOptimizer):
         self._given_up = False
         self._epoch = ""
         self._log: DrawLog | None = None
+        self._seen: list[Tensor] = []  # the records, where all are in memory
         for p in self._params:
             p.detach().zero_()
         self._backwards = Backwards(self._params)
@@ -163,13 +165,8 @@ class RowFreeOptimizer(AnswerOptimizer):
             and sum(t.numel() for t in dataset.tensors) <= _IN_MEMORY
         )
         if isinstance(dataset, TensorDataset) and small and collate_fn is None:
-            dataset, bounds = (
-                TensorDataset(*bounded(dataset.tensors, *bounds)),
-                (
-                    None,
-                    None,
-                ),
-            )  # once for all epochs
+            self._seen = bounded(dataset.tensors, *bounds)
+            dataset, bounds = TensorDataset(*self._seen), (None, None)  # once for all epochs
         loader = PrivateLoader(
             dataset,
             sampler,
@@ -369,13 +366,8 @@ class RowFreeOptimizer(AnswerOptimizer):
             )
         self._require_unedited()
         # PRIVACY: charged before the noise is drawn (test_the_release_is_charged_before_its_noise)
-        self.accountant.authorize(self.event)
-        flat = torch.cat([averaged(p, self.state).flatten() for p in self._params])
-        draw = knorm_vector if isinstance(self.event, KNorm) else gaussian_vector
-        if is_exact(self.event):
-            flat = exact_release(flat, self.event, self._noise)
-        else:
-            flat.add_(draw(len(flat), 1.0, self._noise), alpha=self.noise_std)
+        answer = paid(self.accountant, self.event, self._plan.to_dict, self._seen, self._draw)
+        flat = self._params[0].new_tensor(answer)
         answers = list(
             map(Tensor.view_as, flat.split([p.numel() for p in self._params]), self._params)
         )
@@ -386,6 +378,17 @@ class RowFreeOptimizer(AnswerOptimizer):
         self.state.clear()
         self.zero_grad()
         self._backwards.close()
+
+    def _draw(self) -> list[float]:
+        """Draws the noise, which is charged."""
+        flat = torch.cat([averaged(p, self.state).flatten() for p in self._params])
+        draw = knorm_vector if isinstance(self.event, KNorm) else gaussian_vector
+        if is_exact(self.event):
+            flat = exact_release(flat, self.event, self._noise)
+        else:
+            flat.add_(draw(len(flat), 1.0, self._noise), alpha=self.noise_std)
+        released: list[float] = flat.tolist()
+        return released
 
     @contextmanager
     def released(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 import numpy as np
@@ -34,6 +34,7 @@ from torch_dpsco._validate import check_fields, require_ours, typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.analysis.rounding import FloatArray, asks_exact, require_gaussian
+from torch_dpsco.accounting.answers import paid
 from torch_dpsco.accounting.budgets import Budget, warn_of_delta
 from torch_dpsco.accounting.designs import Full
 from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT, check_adjacency
@@ -764,18 +765,28 @@ def fit_linear(
 
     records = records_in(None)
     source = noise_generator(records.device, generator)
-    if task.prepare is not None or codes is not None:
-        # PRIVACY: of units and weights, before anything is drawn (test_what_is_measured_is_charged_with_the_release)
-        ledger.authorize(plan.event())
+    measured = task.prepare is not None or codes is not None
+    solved = None if measured else plan.solve(records)
+
+    def draw() -> tuple[dict[str, Any], list[float]]:
+        if not measured:
+            return {}, plan.draw(solved, source).tolist()
+        found, private = units, records
         if task.prepare is not None:
-            units = task.prepare.measure(
+            found = task.prepare.measure(
                 records, task.preparation, task.most_records, task.adjacency, source
             )
-            records = records_in(units)
-        answer = plan.draw(plan.solve(records) if codes is None else (records, codes), source)
-    else:
-        answer = plan.release(plan.solve(records), ledger, source)
-    return _fit_of(task, units, answer)
+            private = records_in(found)
+        answer = plan.draw(plan.solve(private) if codes is None else (private, codes), source)
+        return asdict(found), answer.tolist()
+
+    kept = None if isinstance(features, Stored) else plan.to_dict
+    seen = [part for part in (features, targets, weights, users) if isinstance(part, Tensor)]
+    # PRIVACY: of units and weights, before anything is drawn (test_what_is_measured_is_charged_with_the_release)
+    found, answer = paid(ledger, plan.event(), kept, seen, draw)
+    if found:
+        units = Units.of(found)
+    return _fit_of(task, units, torch.tensor(answer, dtype=torch.float64, device=records.device))
 
 
 def _require_unit(plan: LinearPlan, ledger: Accountant, users: Tensor | None) -> None:

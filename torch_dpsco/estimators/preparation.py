@@ -20,9 +20,10 @@ Differs from the paper in: it is not there. Source: docs/proofs/preparation.md
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -177,6 +178,15 @@ class Units:
     rows: Preparation
     location: float = 0.0
     spread: float = 1.0
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Units:
+        """Returns what `dataclasses.asdict` has made primitives of, which JSON may have kept."""
+        rows: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in row["rows"].items()
+        }
+        return cls(Preparation(**rows), row["location"], row["spread"])
 
 
 # bound over the least one that is told apart

@@ -100,6 +100,7 @@ class SolvedOptimizer(AnswerOptimizer):
             )
         super().__init__(given, {}, plan, Full(task.n), 0, ledger, generator)
         self._solved: Any = None
+        self._seen: tuple[Tensor, ...] = ()  # the records that it was solved for
         ledger.declare(self.event, 1)
 
     @classmethod
@@ -257,6 +258,7 @@ class SolvedOptimizer(AnswerOptimizer):
             )
         device = self._params[0].device
         columns = targets.squeeze(1) if targets.dim() == 2 else targets
+        self._seen = features, columns
         return make_records(self._plan.task, features.to(device).flatten(1), columns.to(device))
 
     def _require_open(self) -> None:
@@ -285,11 +287,10 @@ class SolvedOptimizer(AnswerOptimizer):
                 " your own"
             )
         task = self._plan.task
-        answer = self._plan.release(self._solved, self.accountant, self._noise)[
-            : task.parameters
-        ]
+        answer = self._plan.release(self._solved, self.accountant, self._noise, self._seen)
+        answer = answer[: task.parameters]
         answer = answer.reshape(task.num_scores, task.width)
-        self._solved = None
+        self._solved, self._seen = None, ()
         self._params[0].copy_(answer[:, : task.dim])
         if len(self._params) == 2:
             self._params[1].copy_(answer[:, -1] * task.preparation.intercept)

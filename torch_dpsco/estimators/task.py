@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -29,6 +29,7 @@ from torch_dpsco._validate import check_fields
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.analysis.rounding import down, safe
+from torch_dpsco.accounting.answers import paid
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import BaseEvent
 from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT, Adjacency, RDPCurve, Sequential
@@ -490,21 +491,35 @@ class LinearPlan(Plan):
         """
         return records
 
-    def release(self, solved: Any, accountant: Accountant, generator: Source) -> Tensor:
+    def release(
+        self,
+        solved: Any,
+        accountant: Accountant,
+        generator: Source,
+        seen: Sequence[Tensor] = (),
+    ) -> Tensor:
         """Charges, draws the noise and returns the private vector (parameters,) float64.
 
         Args:
             solved: from `solve`.
             accountant: charged before anything is drawn.
             generator: of the noise, which must stay secret as long as the data are; no stream of the solver.
+            seen: raw records, by which an answer that was paid for is known (`accounting.answers`).
 
         Raises:
             BudgetExceeded: nothing was drawn.
+            PrivacyError: an answer was paid for with other records.
             NotCertifiedError: an internal error, see `estimators.solvers.solve`; outside of the guarantee.
         """
         # PRIVACY: charged before anything is drawn (test_a_refused_release_draws_nothing)
-        accountant.authorize(self.event())
-        return self.draw(solved, generator)
+        answer = paid(
+            accountant,
+            self.event(),
+            self.to_dict,
+            seen,
+            lambda: self.draw(solved, generator).tolist(),
+        )
+        return torch.tensor(answer, dtype=torch.float64, device=generator.device)
 
     @abstractmethod
     def draw(self, solved: Any, generator: Source) -> Tensor:

@@ -33,6 +33,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco import shown
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.answers import paid
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
@@ -227,8 +228,14 @@ def conformal(
     )
     source = noise_generator("cpu", generator)
     # PRIVACY: charged before the draw, where it was proved (test_no_set_is_drawn_that_was_not_charged)
-    ledger.authorize(conformal_event(budget))
-    threshold = float([*edges, math.inf][draw(law, source)])
+    chosen = paid(
+        ledger,
+        conformal_event(budget),
+        lambda: {"conformal": level, "edges": edges.tolist()},
+        [law],
+        lambda: int(draw(law, source)),
+    )
+    threshold = float([*edges, math.inf][chosen])
     return ConformalSets(model, level, threshold, tuple(labels), ledger.report(delta))
 
 

@@ -29,6 +29,7 @@ from torch_dpsco._validate import check_fields, require_ours
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.accounting.analysis.rounding import exact_grid, with_grid
+from torch_dpsco.accounting.answers import paid
 from torch_dpsco.accounting.budgets import Budget, warn_of_delta
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
@@ -169,8 +170,15 @@ class PrivateTransformer(_Names, TransformerMixin, BaseEstimator):
             total += self._numbers(np.clip(scaled, -1.0, 1.0), present)
         source = noise_generator("cpu", None)
         # PRIVACY: charged before anything is drawn (test_nothing_is_drawn_that_was_not_charged_by_a_transformer)
-        ledger.authorize(event)
-        released = exact_release(torch.from_numpy(total / _UNIT), event, source).numpy()
+        released = np.asarray(
+            paid(
+                ledger,
+                event,
+                self._title,
+                [rows],
+                lambda: exact_release(torch.from_numpy(total / _UNIT), event, source).tolist(),
+            )
+        )
         self._low = low
         self._high = high
         self._install(released.reshape(-1, rows.shape[1]), event.sigma)
@@ -178,6 +186,11 @@ class PrivateTransformer(_Names, TransformerMixin, BaseEstimator):
         vars(self).pop("feature_names_in_", None)
         vars(self).update(columns)
         return self
+
+    def _title(self) -> dict[str, Any]:
+        """Returns what is public about the release."""
+        settings = {name: str(value) for name, value in self.get_params().items()}
+        return {"prepare": type(self).__name__, **settings, "accountant": ""}
 
     def transform(self, X: Any) -> Array:
         """Returns rows (m, d), each a function of its own row and of what was released."""

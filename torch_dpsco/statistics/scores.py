@@ -31,6 +31,7 @@ from torch_dpsco._validate import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.accounting.analysis.rounding import exact_grid, with_grid
+from torch_dpsco.accounting.answers import paid
 from torch_dpsco.accounting.budgets import Budget, warn_of_delta
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
@@ -259,8 +260,15 @@ def score(
     total = counts(vectors * records.valid[:, None], records.users)
     source = noise_generator("cpu", generator)
     # PRIVACY: charged before noise is drawn (test_nothing_is_released_that_was_not_charged)
-    ledger.authorize(noise.event)
-    noisy = noise.release(total, source)
+    noisy = np.asarray(
+        paid(
+            ledger,
+            noise.event,
+            lambda: {"score": kind, "limit": limit, "bins": bins},
+            [vectors],
+            lambda: noise.release(total, source).tolist(),
+        )
+    )
     if kind == "auc":
         noisy = noisy.reshape(2, bins)
     return _made(kind, limit, noisy, noise, ledger.report(delta))

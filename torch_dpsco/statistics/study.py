@@ -30,8 +30,16 @@ from torch_dpsco import _validate as check
 from torch_dpsco import shown
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.answers import paid
 from torch_dpsco.accounting.budgets import Budget, one_budget, parts, warn_of_delta
-from torch_dpsco.accounting.events import ADD_REMOVE, Event, Parallel, in_words
+from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    Event,
+    Parallel,
+    Sequential,
+    event_to_json,
+    in_words,
+)
 from torch_dpsco.accounting.report import HELD
 from torch_dpsco.errors import ConditionError, UnitError
 from torch_dpsco.estimators.base import LinearModel, stand_in
@@ -42,6 +50,7 @@ from torch_dpsco.estimators.models import (
     SoftmaxRegression,
 )
 from torch_dpsco.estimators.schema import ROW, Category, Schema, Table
+from torch_dpsco.noise import KeyedStream
 from torch_dpsco.show.bar import bar_of
 from torch_dpsco.show.look import require_readable
 from torch_dpsco.show.preview import Preview
@@ -227,8 +236,17 @@ class StudyPlan:
         begin("rehearse on made-up rows")
         self._rehearse(charges)
         ledger = Accountant(self.budget, ledger_path=ledger_path)
+        # kept with the answers, so that the same study is cut in the same way after a crash
+        seed, name = paid(
+            ledger,
+            Sequential(()),
+            self._title,
+            [table.X, table.y, places],
+            lambda: [secrets.token_hex(32), secrets.token_hex(16)],
+        )
         # PRIVACY: a part of its own for each unit, drawn anew (test_where_a_unit_is_does_not_depend_on_others)
-        held = split(units, self.held / self.n, self.budget.adjacency)[places]
+        source = KeyedStream(bytes.fromhex(seed), "held")
+        held = split(units, self.held / self.n, self.budget.adjacency, source)[places]
 
         def fitted(part: Accountant) -> LinearModel:
             given = self.model.get_params(deep=False)
@@ -237,7 +255,18 @@ class StudyPlan:
             found = model.fit(**_rows(table, ~held))
             return found.best_estimator_ if isinstance(found, PrivateSearch) else found
 
-        return self._carried_out(ledger, charges, fitted, _rows(table, held), begin)
+        return self._carried_out(ledger, charges, name, fitted, _rows(table, held), begin)
+
+    def _title(self) -> dict[str, Any]:
+        """Returns what is public about it."""
+        return {
+            "schema": self.schema.to_dict(),
+            "n": self.n,
+            "held": self.held,
+            "metric": self.metric,
+            "level": self.level,
+            "fit": event_to_json(self.fit_event()),
+        }
 
     def _charges(self) -> dict[str, tuple[Event, ...]]:
         """Returns what is charged on each part."""
@@ -248,16 +277,17 @@ class StudyPlan:
         self,
         ledger: Accountant,
         charges: dict[str, tuple[Event, ...]],
+        name: str,
         fitted: Callable[[Accountant], LinearModel],
         held: dict[str, Any],
         begin: Callable[[str], None] = lambda step: None,
     ) -> Study:
         """Returns the study: a fit that charges the first part, measured on the rows of the second."""
         positional = self.budget.adjacency != ADD_REMOVE
-        name = f"{HELD}{secrets.token_hex(16)}"
+        partition = f"{HELD}{name}"
         cut = ("positional", False) if positional else ("keyed", True)
-        ledger.declare(Parallel(charges, name, *cut), 1)
-        part = partial(ledger.part, partition=name, kind=cut[0], key_public=cut[1])
+        ledger.declare(Parallel(charges, partition, *cut), 1)
+        part = partial(ledger.part, partition=partition, kind=cut[0], key_public=cut[1])
         charged: dict[str, Any] = {"budget": self._shared, "accountant": part("held")}
         with parts():
             model = fitted(part("fit"))
@@ -304,7 +334,7 @@ class StudyPlan:
             "y": [target],
             **({} if unit == "example" else {"groups": [0]}),
         }
-        self._carried_out(ledger, charges, fitted, held).try_out()
+        self._carried_out(ledger, charges, "rehearsal", fitted, held).try_out()
 
     def fit_event(self) -> Event:
         """Returns what the fit, or the search, charges."""
