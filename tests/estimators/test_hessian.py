@@ -15,7 +15,8 @@ from tests.reference.papers.objective import amp_delta_monotone
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.analysis.objective import hessian_sensitivity
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators.base import fit_linear, plan_linear
+from torch_dpsco.estimators.base import plan_linear
+from torch_dpsco.estimators.fits import fit_linear
 from torch_dpsco.estimators.objective import ObjectivePlan, plan_objective
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.task import LinearTask, build_objective, make_records

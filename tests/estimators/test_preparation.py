@@ -29,7 +29,8 @@ from torch_dpsco.estimators import (
     TiltedClassifier,
     preparation,
 )
-from torch_dpsco.estimators.base import fit_linear, plan_linear
+from torch_dpsco.estimators.base import plan_linear
+from torch_dpsco.estimators.fits import fit_linear
 from torch_dpsco.estimators.preparation import (
     Preparation,
     PrivatePreparation,

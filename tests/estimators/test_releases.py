@@ -23,7 +23,8 @@ from torch_dpsco.accounting.analysis.objective import (
 )
 from torch_dpsco.errors import ConditionError, InfeasibleError, PrivacyError, UtilityWarning
 from torch_dpsco.estimators import output
-from torch_dpsco.estimators.base import fit_linear, plan_linear
+from torch_dpsco.estimators.base import plan_linear
+from torch_dpsco.estimators.fits import fit_linear
 from torch_dpsco.estimators.objective import plan_objective
 from torch_dpsco.estimators.output import plan_output
 from torch_dpsco.estimators.preparation import Preparation

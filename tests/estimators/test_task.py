@@ -13,7 +13,8 @@ from torch import Tensor
 
 import torch_dpsco as dp
 from torch_dpsco.errors import AdjacencyError, ConditionError, UnitError
-from torch_dpsco.estimators.base import choose_mechanism, fit_linear, plan_linear
+from torch_dpsco.estimators.base import choose_mechanism, plan_linear
+from torch_dpsco.estimators.fits import fit_linear
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.solvers import solve
 from torch_dpsco.estimators.task import LinearTask, build_objective, make_records

@@ -28,7 +28,8 @@ from torch_dpsco.estimators import (
     preparation,
 )
 from torch_dpsco.estimators import gradient_descent as users
-from torch_dpsco.estimators.base import fit_linear, plan_linear
+from torch_dpsco.estimators.base import plan_linear
+from torch_dpsco.estimators.fits import fit_linear
 from torch_dpsco.estimators.gradient_descent import UserGDPlan, plan_users, users_of
 from torch_dpsco.estimators.objectives import LinearObjective
 from torch_dpsco.estimators.preparation import Preparation

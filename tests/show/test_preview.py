@@ -17,7 +17,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 import torch_dpsco as dp
 from torch_dpsco import estimators as models
-from torch_dpsco.estimators.base import fit_linear
+from torch_dpsco.estimators.fits import fit_linear
 from torch_dpsco.show import preview as module
 
 ROOT = Path(__file__).parents[2]

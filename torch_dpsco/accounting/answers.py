@@ -22,11 +22,9 @@ import itertools
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b, sha256
 from typing import TYPE_CHECKING, Any, NoReturn
-
-import numpy as np
 
 from torch_dpsco.accounting.events import Event, Sequential, event_to_json
 from torch_dpsco.accounting.ledger import LOCK
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
 
 CHARGED, ANSWERED = 1, 2  # marks of a release
 _NOTHING = Sequential(())
-_ROWS = 65536  # that are read at once
 _ANEW = "Accountant(..., anew=True) charges it again"
 
 
@@ -82,7 +79,7 @@ def paid(
     accountant: Accountant,
     event: Event,
     plan: Callable[[], Mapping[str, Any]] | None,
-    records: Iterable[Any],
+    records: Callable[[str], str],
     draw: Callable[[], Any],
 ) -> Any:
     """Charges a release and draws its answer; or returns the one that the ledger file has paid for.
@@ -92,7 +89,7 @@ def paid(
         event: of the release.
         plan: returns public primitives that tell it from other releases; None, or where there are none (ValueError),
             keeps no answer.
-        records: arrays or tensors, of which the confidential file keeps a keyed digest; read only if it is needed.
+        records: returns their fingerprint by a key (`sampling.fingerprint`), which the confidential file keeps.
         draw: draws the noise and returns the answer: numbers and lists of them, as JSON holds.
 
     Raises:
@@ -132,19 +129,19 @@ def _title(plan: Callable[[], Mapping[str, Any]], event: Event) -> str | None:
 
 
 def _charged(
-    accountant: Accountant, event: Event, release: str, path: str, records: Iterable[Any]
+    accountant: Accountant, event: Event, release: str, path: str, records: Callable[[str], str]
 ) -> dict[str, Any]:
     """Returns what the confidential file of a release holds, after charging the release unless that was done."""
     if accountant.marked(release):
         kept = _read(path)
         # PRIVACY: one charge is for one table (test_other_records_get_no_answer_of_these)
-        if kept["records"] != _fingerprint(bytes.fromhex(kept["key"]), records):
+        if kept["records"] != records(kept["key"]):
             _refuse(path, "belongs to other records (or to another release of the same plan)")
         return kept
-    key = secrets.token_bytes(32)
-    kept = {"key": key.hex(), "records": _fingerprint(key, records)}
+    key = secrets.token_hex(32)
+    kept = {"key": key, "records": records(key)}
     _keep(path, kept)
-    # PRIVACY: charged before anything is drawn (test_a_refused_release_draws_nothing)
+    # PRIVACY: charged before anything is drawn (test_a_release_that_dies_anywhere_has_one_answer)
     accountant.authorize(event, releases={release: CHARGED})
     return kept
 
@@ -179,19 +176,6 @@ def _refuse(path: str, why: str) -> NoReturn:
     raise PrivacyError(
         f"the answer {path!r}, which the ledger has paid for, {why}: run the same script on the same records; {_ANEW}"
     )
-
-
-def _fingerprint(key: bytes, records: Iterable[Any]) -> str:
-    """Returns the keyed digest of arrays or tensors, by their values as float64."""
-    digest = blake2b(key=key, digest_size=16)
-    for table in records:
-        digest.update(f"{tuple(table.shape)};".encode())
-        for start in range(0, len(table), _ROWS):
-            block = table[start : start + _ROWS]
-            if hasattr(block, "detach"):  # a tensor
-                block = block.detach().cpu().double().numpy()
-            digest.update(np.ascontiguousarray(block, dtype=np.float64).tobytes())
-    return digest.hexdigest()
 
 
 def _seal(kept: Mapping[str, Any], answer: Any) -> str:

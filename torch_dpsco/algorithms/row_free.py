@@ -19,6 +19,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from torch_dpsco.sampling import (
     Chunk,
     DrawLog,
     PrivateLoader,
+    fingerprint,
     make_sampler,
 )
 from torch_dpsco.sampling.loader import source_of
@@ -366,7 +368,13 @@ class RowFreeOptimizer(AnswerOptimizer):
             )
         self._require_unedited()
         # PRIVACY: charged before the noise is drawn (test_the_release_is_charged_before_its_noise)
-        answer = paid(self.accountant, self.event, self._plan.to_dict, self._seen, self._draw)
+        answer = paid(
+            self.accountant,
+            self.event,
+            self._plan.to_dict,
+            partial(fingerprint, contents=self._seen),
+            self._draw,
+        )
         flat = self._params[0].new_tensor(answer)
         answers = list(
             map(Tensor.view_as, flat.split([p.numel() for p in self._params]), self._params)

@@ -48,6 +48,7 @@ from torch_dpsco.losses.base import TableLoss
 from torch_dpsco.losses.table import ResidualClipped, SoftmaxCrossEntropy
 from torch_dpsco.noise import Source
 from torch_dpsco.problem import Problem, round_up
+from torch_dpsco.sampling import fingerprint
 from torch_dpsco.step.plan import Plan
 
 _CHECKS: dict[str, Callable[..., Any]] = {  # of what is not None
@@ -516,7 +517,7 @@ class LinearPlan(Plan):
             accountant,
             self.event(),
             self.to_dict,
-            seen,
+            partial(fingerprint, contents=seen),
             lambda: self.draw(solved, generator).tolist(),
         )
         return torch.tensor(answer, dtype=torch.float64, device=generator.device)

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco import shown
 from torch_dpsco.accounting.calibrate import rounded_up
-from torch_dpsco.estimators.base import LinearFit, fit_linear
+from torch_dpsco.estimators.fits import LinearFit, fit_linear
 from torch_dpsco.estimators.preparation import Units
 from torch_dpsco.estimators.reading import as_features, require_finite
 from torch_dpsco.estimators.records import Records

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ from torch_dpsco.accounting.report import PrivacyReport
 from torch_dpsco.algorithms.mechanisms import draw, score_law, score_slack
 from torch_dpsco.estimators.reading import as_features, require_finite
 from torch_dpsco.noise import noise_generator
+from torch_dpsco.sampling import fingerprint
 from torch_dpsco.statistics.held_out import (
     BLOCK,
     HeldOut,
@@ -232,7 +234,7 @@ def conformal(
         ledger,
         conformal_event(budget),
         lambda: {"conformal": level, "edges": edges.tolist()},
-        [law],
+        partial(fingerprint, contents=[law]),
         lambda: int(draw(law, source)),
     )
     threshold = float([*edges, math.inf][chosen])

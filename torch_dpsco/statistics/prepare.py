@@ -18,6 +18,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
@@ -48,6 +49,7 @@ from torch_dpsco.estimators.reading import (
     read_columns,
 )
 from torch_dpsco.noise import noise_generator
+from torch_dpsco.sampling import fingerprint
 from torch_dpsco.statistics.held_out import ledger_of
 from torch_dpsco.step.exact_noise import exact_release
 
@@ -175,7 +177,7 @@ class PrivateTransformer(_Names, TransformerMixin, BaseEstimator):
                 ledger,
                 event,
                 self._title,
-                [rows],
+                partial(fingerprint, contents=[rows]),
                 lambda: exact_release(torch.from_numpy(total / _UNIT), event, source).tolist(),
             )
         )

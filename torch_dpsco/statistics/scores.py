@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ from torch_dpsco.accounting.report import PrivacyReport
 from torch_dpsco.errors import ConditionError
 from torch_dpsco.estimators.reading import as_codes
 from torch_dpsco.noise import Source, noise_generator
+from torch_dpsco.sampling import fingerprint
 from torch_dpsco.statistics.estimates import (
     Counts,
     Estimate,
@@ -265,7 +267,7 @@ def score(
             ledger,
             noise.event,
             lambda: {"score": kind, "limit": limit, "bins": bins},
-            [vectors],
+            partial(fingerprint, contents=[vectors]),
             lambda: noise.release(total, source).tolist(),
         )
     )

@@ -51,6 +51,7 @@ from torch_dpsco.estimators.models import (
 )
 from torch_dpsco.estimators.schema import ROW, Category, Schema, Table
 from torch_dpsco.noise import KeyedStream
+from torch_dpsco.sampling import fingerprint
 from torch_dpsco.show.bar import bar_of
 from torch_dpsco.show.look import require_readable
 from torch_dpsco.show.preview import Preview
@@ -241,7 +242,7 @@ class StudyPlan:
             ledger,
             Sequential(()),
             self._title,
-            [table.X, table.y, places],
+            partial(fingerprint, contents=[table.X, table.y, places]),
             lambda: [secrets.token_hex(32), secrets.token_hex(16)],
         )
         # PRIVACY: a part of its own for each unit, drawn anew (test_where_a_unit_is_does_not_depend_on_others)
