@@ -243,8 +243,8 @@ class UserClippedSGD(PlannedOptimizer):
                 users: "full"), "shuffled", "allocated" (each user once per pass, secretly: `Assigned`, at the price of
                 Poisson), "assigned" (one such pass) or "full"; or a design of users.
             min_items: rows that a user must have, public; others contribute 0.
-            rows_per_user: without a clip: rows that most users have, by public knowledge: from 8 on there is less noise, since the clip
-                may be short; default unknown, which is as safe as 1.
+            rows_per_user: rows that most users have, by public knowledge, where no clip is given: from 8 on there is
+                less noise, since the clip may be short; default unknown, which is as safe as 1.
             average: "last", "uniform" or "weighted"; default "last", or "weighted" where the rule chooses lr.
             adjacency: default the budget's, or "zero_out".
             dim: number of parameters, or the model: the step rule takes 64 without it. A warning tells where noise
