@@ -282,7 +282,7 @@ def test_batches_move_to_the_device_of_the_model_whatever_their_structure() -> N
 # -- refused before anything is spent ---------------------------------------------------------------------------------
 
 
-def refused(
+def check_refused(
     kind: type[Exception],
     message: str,
     model: nn.Module,
@@ -302,7 +302,7 @@ def refused(
 def test_more_steps_than_are_planned_are_refused_and_the_plan_can_still_be_made() -> None:
     model = linear()
     optimizer = planned(model)
-    refused(
+    check_refused(
         ValueError,
         r"steps must be <= 5, what is left of the 5 planned ones \(got 6\)",
         model,
@@ -311,7 +311,7 @@ def test_more_steps_than_are_planned_are_refused_and_the_plan_can_still_be_made(
     )
     assert not optimizer.finalized
     dp.fit(model, optimizer, records(), LOSS, steps=5, progress=False)
-    refused(SequenceError, "finalized: make a new one", model, optimizer)
+    check_refused(SequenceError, "finalized: make a new one", model, optimizer)
 
 
 def test_a_plan_that_is_made_is_refused_with_the_way_out() -> None:
@@ -320,7 +320,7 @@ def test_a_plan_that_is_made_is_refused_with_the_way_out() -> None:
     for inputs, targets in optimizer.loader(records(), steps=1):
         LOSS(model(inputs), targets).backward()
         optimizer.step()
-    refused(
+    check_refused(
         SequenceError,
         "the optimizer is finalized: make a new one to train again",
         model,
@@ -356,7 +356,7 @@ def test_steps_that_the_budget_does_not_admit_are_refused_and_as_many_as_named_c
         dp.fit(model, optimizer, records(), LOSS, steps=500, progress=False)
     admitted = int(re.search(r"<= (\d+)", str(caught.value))[1])
     assert len(accountant) == (1 if already and design is dp.Shuffled else already)
-    refused(InfeasibleError, f"<= {admitted},", model, optimizer, steps=admitted + 1)
+    check_refused(InfeasibleError, f"<= {admitted},", model, optimizer, steps=admitted + 1)
     dp.fit(model, optimizer, records(), LOSS, steps=admitted, progress=False)
     assert optimizer.steps == admitted > 0
     assert optimizer.report().epsilon <= 3.0
@@ -364,11 +364,13 @@ def test_steps_that_the_budget_does_not_admit_are_refused_and_as_many_as_named_c
 
 def test_an_unknown_number_of_steps_is_refused() -> None:
     model = linear()
-    refused(ValueError, r"steps must be given.*\(got None\)", model, holder(model, steps=None))
-    refused(
+    check_refused(
+        ValueError, r"steps must be given.*\(got None\)", model, holder(model, steps=None)
+    )
+    check_refused(
         ValueError, r"steps must be an integer >= 1 \(got 0\)", model, holder(model), steps=0
     )
-    refused(
+    check_refused(
         ValueError,
         r"physical_batch_size must be an integer >= 1",
         model,
@@ -379,8 +381,8 @@ def test_an_unknown_number_of_steps_is_refused() -> None:
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
     model = mlp()
-    refused(SequenceError, r"model 4, optimizer 2, in common 0", model, holder(linear()))
-    refused(
+    check_refused(SequenceError, r"model 4, optimizer 2, in common 0", model, holder(linear()))
+    check_refused(
         SequenceError,
         r"in common 2\); freeze the others with requires_grad_",
         model,
@@ -402,7 +404,7 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 def test_records_that_are_no_pairs_are_refused(record: Any, got: str) -> None:
     model = linear()
     message = rf"dataset must give \(input, target\) pairs \({got}.*TensorDataset\(X, y\).*write the loop yourself"
-    refused(ValueError, message, model, holder(model), Records([record] * N))
+    check_refused(ValueError, message, model, holder(model), Records([record] * N))
 
 
 def test_an_optimizer_of_torch_is_refused() -> None:
@@ -419,7 +421,9 @@ def test_a_stream_is_refused() -> None:
         def __iter__(self) -> Any:
             return iter([])
 
-    refused(ValueError, "dataset must be map-style", model := linear(), holder(model), Stream())
+    check_refused(
+        ValueError, "dataset must be map-style", model := linear(), holder(model), Stream()
+    )
 
 
 @pytest.mark.parametrize(
@@ -431,7 +435,7 @@ def test_a_stream_is_refused() -> None:
 )
 def test_a_loss_that_is_no_scalar_tensor_is_refused(loss: Any, got: str) -> None:
     message = rf"the loss must be a tensor with one number \(got {got}\)"
-    refused(ValueError, message, model := linear(), holder(model), loss=loss)
+    check_refused(ValueError, message, model := linear(), holder(model), loss=loss)
     assert not is_attached(model)
 
 
@@ -444,7 +448,9 @@ def test_the_reduction_of_a_criterion_of_torch_is_read_from_it(reduction: str) -
     other = {"mean": "sum", "sum": "mean"}[reduction]
     message = f"loss_reduction must be '{reduction}', that of the loss"
     fresh = linear()
-    refused(ValueError, message, fresh, holder(fresh), records(), loss, loss_reduction=other)
+    check_refused(
+        ValueError, message, fresh, holder(fresh), records(), loss, loss_reduction=other
+    )
 
 
 @pytest.mark.cases(1, 1)
@@ -462,7 +468,7 @@ def test_the_check_of_the_reduction_sees_no_value_of_the_data(
     model = linear()
     wrong = {"mean": "sum", "sum": "mean"}[reduction]
     message = rf"this is a {reduction}, and\s+dp.attach\(loss_reduction='{wrong}'"
-    refused(ValueError, message, model, holder(model), data, loss, loss_reduction=wrong)
+    check_refused(ValueError, message, model, holder(model), data, loss, loss_reduction=wrong)
     assert set(torch.cat(seen).unique().tolist()) <= {0.0, 1.0}
 
 
@@ -474,7 +480,7 @@ def test_a_loss_that_couples_records_is_refused(attached: bool) -> None:
     def tilted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return torch.logsumexp((output - target).square().flatten(), 0)
 
-    refused(PrivacyError, "coupled records", model, holder(model), loss=tilted)
+    check_refused(PrivacyError, "coupled records", model, holder(model), loss=tilted)
     assert is_attached(model) == attached
 
 
@@ -590,12 +596,14 @@ def test_a_mean_over_the_targets_that_are_not_ignored_is_refused():
 def test_a_sum_may_ignore_targets(several):
     model = Tokens() if several else nn.Sequential(nn.Linear(5, 3))
     loss = nn.CrossEntropyLoss(reduction="sum")
+    optimizer = full_steps(model)
     dp.fit(
         model,
-        full_steps(model),
+        optimizer,
         token_labels(several),
         loss,
         steps=2,
         loss_reduction="sum",
         progress=False,
     )
+    assert optimizer.steps == 2

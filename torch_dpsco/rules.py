@@ -309,7 +309,7 @@ class AdamBC(UpdateRule):
     def __init__(
         self,
         noise_std: float,
-        betas: Sequence[float] = (0.9, 0.999),
+        betas: tuple[float, float] = (0.9, 0.999),
         floor: float = 0.2,
         weight_decay: float = 0.0,
         average: str = "last",
@@ -317,7 +317,7 @@ class AdamBC(UpdateRule):
         super().__init__(average)
         self.noise_std = check.positive(noise_std=noise_std)
         first, second = betas
-        self.betas = check.below_one(beta1=first), check.below_one(beta2=second)
+        self.betas = check.below_one(betas=first), check.below_one(betas=second)
         self.floor = check.positive(floor=floor)
         self.weight_decay = check.nonnegative(weight_decay=weight_decay)
 

@@ -532,7 +532,7 @@ ADAPTIVE = given(
 
 
 def no_adaptive_schedule_passes_the_target(mode, epsilon, delta, rounds):
-    """Each mu is chosen from the luck so far: more is asked for after lucky noise."""
+    """Whether it holds; each mu is chosen from the luck so far: more is asked for after lucky noise."""
     epsilon *= 2 if delta < 1e-6 else 1
     run, ledger = (
         make_filter(Budget(epsilon, delta, "replace_one", mode=mode)),
@@ -554,23 +554,22 @@ def no_adaptive_schedule_passes_the_target(mode, epsilon, delta, rounds):
         ledger.add(event, times)
         mus, samples = asked
         loss += times * mu * mu / 2 + math.sqrt(times) * mu * noise
-    assert run.admits(ledger)
-    assert excess(mode, mus, samples, epsilon, delta) <= 0
-    assert refused is None or excess(mode, *refused, epsilon, delta) > -1e-6
+    fits = run.admits(ledger) and excess(mode, mus, samples, epsilon, delta) <= 0
+    return fits and (refused is None or excess(mode, *refused, epsilon, delta) > -1e-6)
 
 
 @pytest.mark.slow
 @settings(max_examples=100)
 @ADAPTIVE
 def test_no_adaptive_schedule_passes_the_target(mode, epsilon, delta, rounds):
-    no_adaptive_schedule_passes_the_target(mode, epsilon, delta, rounds)
+    assert no_adaptive_schedule_passes_the_target(mode, epsilon, delta, rounds)
 
 
 @pytest.mark.weekly
 @settings(max_examples=1000)
 @ADAPTIVE
 def test_none_of_many_adaptive_schedules_passes_the_target(mode, epsilon, delta, rounds):
-    no_adaptive_schedule_passes_the_target(mode, epsilon, delta, rounds)
+    assert no_adaptive_schedule_passes_the_target(mode, epsilon, delta, rounds)
 
 
 @pytest.mark.slow

@@ -205,8 +205,11 @@ def test_the_warning_names_noise_signal_and_what_they_come_from() -> None:
 
 def test_parameters_beyond_the_records_do_not_count() -> None:
     """Noise in directions that no gradient has moves no loss."""
-    for dim in (600, 10**9):
+    plans = [
         dp.HolderSGD.plan(problem=UNIT, n=600, budget=dp.Budget(0.5, 1e-5), dim=dim, lr=0.1)
+        for dim in (600, 10**9)
+    ]
+    assert plans[0].noise_std == plans[1].noise_std
 
 
 def test_nothing_is_said_where_no_scale_is_public() -> None:

@@ -118,6 +118,7 @@ def test_a_hook_that_is_removed_before_the_backward_is_seen(where: str) -> None:
     value.backward()
     with refused(run, SequenceError, "hooks, which could change"):
         run.opt.step()
+    assert run.opt.steps == 0
 
 
 def test_a_hook_put_there_before_the_optimizer_was_made_is_refused_too() -> None:
@@ -127,6 +128,7 @@ def test_a_hook_put_there_before_the_optimizer_was_made_is_refused_too() -> None
     run.backward(first_batch(run))
     with refused(run, SequenceError, "hooks of others"):
         run.opt.step()
+    assert run.opt.steps == 0
 
 
 @pytest.mark.slow
@@ -152,6 +154,7 @@ def test_a_gradient_edited_behind_the_back_of_its_version_is_refused() -> None:
     run.model.weight.grad.data.mul_(1.0 + 1e-15)
     with refused(run, SequenceError, "p.grad must be what backward"):
         run.opt.step()
+    assert run.opt.steps == 0
 
 
 EDITS: dict[str, Callable[[Run], Any]] = {
@@ -240,6 +243,7 @@ def test_the_largest_gradient_that_is_promised_is_admitted(reduction: str) -> No
         LOSS(model(x), y, reduction=reduction).backward()
         opt.step()
     opt.finalize()
+    assert (opt.steps, opt.finalized) == (plan.steps, True)
 
 
 def test_a_sum_that_was_declared_a_mean_breaks_the_promise() -> None:

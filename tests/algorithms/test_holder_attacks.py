@@ -198,9 +198,12 @@ def test_no_record_that_is_zeroed_moves_an_average_by_more_than_the_bound_of_zer
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_pair_in_single_precision_exceeds_the_bound_of_single_precision(name, bounded):
     rng = np.random.default_rng(sum(map(ord, name)))
-    for _ in range(25):
-        attack(rng, FAMILIES[name], "shuffle", bounded, np.float32, SINGLE)
-        attack(rng, FAMILIES[name], "uniform", bounded, np.float32, SINGLE)
+    worst = max(
+        attack(rng, FAMILIES[name], order, bounded, np.float32, SINGLE)
+        for order in ("shuffle", "uniform")
+        for _ in range(25)
+    )
+    assert worst > 0.1  # the search comes near
 
 
 def test_the_growth_with_the_root_of_the_steps_is_real_at_exponent_zero():

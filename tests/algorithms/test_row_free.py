@@ -82,6 +82,7 @@ def test_a_run_cannot_be_copied(copied: Callable[[Any], Any], steps: int) -> Non
         copied(run.opt)
     with refused(run, SequenceError, "must not be copied"):
         copy.deepcopy((run.model, run.opt))
+    assert run.opt.steps == steps
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -167,6 +168,7 @@ def test_a_permutation_is_used_to_its_end() -> None:
     run.train(steps=EPOCH)  # between epochs a loop may be broken off
     run.train(steps=EPOCH)
     run.opt.finalize()
+    assert run.opt.finalized
 
 
 @pytest.mark.parametrize("used", [0, 1])
@@ -203,6 +205,7 @@ def test_a_step_of_an_equal_but_new_permutation_is_refused() -> None:
         with refused(run, SequenceError, "do not break a loop off within an epoch"):
             run.opt.step()
         break
+    assert run.opt.steps == 1
 
 
 def test_a_skipped_batch_is_noticed() -> None:
@@ -212,6 +215,7 @@ def test_a_skipped_batch_is_noticed() -> None:
             pass
     with refused(run, SequenceError, "the previous batch was not used"):
         run.train(itertools.islice(run.opt.loader(records()), 1, None))
+    assert (run.opt.steps, len(run.opt.accountant)) == (0, 0)
 
 
 def test_a_batch_is_used_once_and_only_one_of_the_own_loader() -> None:
@@ -252,6 +256,7 @@ def test_a_data_set_of_another_size_is_refused(size: int) -> None:
     run = make()
     with refused(run, UnitError, rf"declared {N}, the data set has {size}"):
         run.opt.loader(records(size))
+    assert (run.opt.steps, len(run.opt.accountant)) == (0, 0)
 
 
 class Stream(IterableDataset):
@@ -285,6 +290,7 @@ def test_a_data_set_that_is_no_map_of_pairs_is_refused(item: Any) -> None:
         run.opt.loader(Stream())
     with refused(run, ValueError, r"dataset must give \(features, target\) pairs"):
         next(iter(run.opt.loader(Items(item))))
+    assert (run.opt.steps, len(run.opt.accountant)) == (0, 0)
 
 
 def test_other_data_sets_and_collate_functions_deliver_the_same_batches() -> None:
@@ -344,6 +350,7 @@ def test_gradients_put_there_by_hand_are_refused() -> None:
         with refused(run, SequenceError, r"got None"):
             run.opt.step()
         break
+    assert (run.opt.steps, len(run.opt.accountant)) == (0, 0)
 
 
 def add_decay(weight: nn.Parameter) -> None:
@@ -389,6 +396,7 @@ def test_an_attached_model_is_refused() -> None:
         with refused(run, SequenceError, "not attached"):
             run.opt.step()
         break
+    assert (run.opt.steps, len(run.opt.accountant)) == (0, 0)
 
 
 def test_another_step_size_is_refused() -> None:
@@ -417,6 +425,7 @@ def test_a_scheduler_is_refused_as_soon_as_it_changes_the_step_size() -> None:
     run.backward(next(batches))
     with refused(run, SequenceError, r"lr must be 0.1, that of the plan.*\(got 0.05\)"):
         run.opt.step()
+    assert run.opt.steps == 2
 
 
 def test_a_schedule_fixed_in_advance_is_followed() -> None:

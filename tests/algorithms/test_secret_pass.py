@@ -88,7 +88,8 @@ def test_more_noise_and_fewer_steps_are_worse() -> None:
 def test_only_what_is_said_of_the_chosen_steps_is_said() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UtilityWarning)
-        planned(dp.AcceleratedSGD, problem=MOMENTS, clip=None, n=200_000)
+        plan = planned(dp.AcceleratedSGD, problem=MOMENTS, clip=None, n=200_000)
+    assert plan.steps > 1
 
 
 def test_a_pilot_keeps_the_charge_of_a_secret_pass() -> None:

@@ -78,7 +78,9 @@ def test_raise_if_names_the_worst_finding_and_its_fix():
 
 
 def test_raise_if_overlooks_warnings():
-    Diagnosis.of([WARNING]).raise_if()
+    found = Diagnosis.of([WARNING])
+    found.raise_if()
+    assert found.findings == (WARNING,)
 
 
 def test_advice_comes_last_and_leaves_a_script_healthy():

@@ -106,10 +106,10 @@ FINE = {
     "dp.HolderSGD.loader.users": "none",
     **dict.fromkeys(
         [
-            "dp.HolderSGD.loader.ids",
-            "dp.UserClippedSGD.loader.ids",
-            "dp.fit.ids",
-            "dp.make_private.ids",
+            "dp.HolderSGD.loader.record_ids",
+            "dp.UserClippedSGD.loader.record_ids",
+            "dp.fit.record_ids",
+            "dp.make_private.record_ids",
         ],
         "none",
     ),
@@ -117,6 +117,29 @@ FINE = {
     "dp.UserClippedSGD.plan.dim": "none Model",
     "dp.UserClippedSGD.plan[noise].dim": "none Model",
     "dp.UserClippedSGD.plan[searched].dim": "none Model",
+    "dp.UserClippedSGD.plan[searched].rows_per_user": "part",  # an average
+    "dp.NetSGD.plan.dim": "Model",
+    "dp.NetSGD.plan[noise].dim": "none Model",
+    # as torch's: a scheduler's warm-up begins at 0, which make_private takes over, and groups of parameters bring
+    # their own; a later change of it is free of charge
+    **{
+        f"dp.{name}.lr": NONNEGATIVE
+        for name in (
+            "PrivateOptimizer",
+            *(
+                f"{optimizer}.plan{variant}"
+                for optimizer in (
+                    "ClippedSGD",
+                    "AcceleratedSGD",
+                    "ProximalSGD",
+                    "HolderSGD",
+                    "CorrelatedSGD",
+                    "NetSGD",
+                )
+                for variant in ("", "[noise]")
+            ),
+        )
+    },
     "dp.UserFilteredSGD.plan.dim": "none Model",
     "dp.LocalizedUserSGD.plan.dim": "Model",
     **{
@@ -142,11 +165,13 @@ FINE = {
     "dp.audit.pair": "tuple list Tensor Array",
     "dp.fit.users": "none",
     "dp.fit[row-free].users": "none",
-    **dict.fromkeys(["dp.fit[row-free].ids", "dp.fit[user].ids"], "none"),
+    **dict.fromkeys(["dp.fit[row-free].record_ids", "dp.fit[user].record_ids"], "none"),
     "dp.audit_training.other": "tuple",
     "dp.losses.EpsilonInsensitive.width": NONNEGATIVE,
     "dp.oracles.AdaptiveClipped.count_noise": "zero part",
     "dp.oracles.AdaptiveClipped.first": NONNEGATIVE,
+    "dp.rules.AdamBC.floor": POSITIVE,
+    "dp.rules.AdamBC.weight_decay": NONNEGATIVE,
     "dp.rules.Momentum.momentum": "zero",
     "attack_norm": "inf",
     "clip0": POSITIVE,
@@ -254,6 +279,7 @@ FINE = {
     "audit.OneRunAudit.dataset.base": "tuple list Tensor Array DataSet",
     "statistics.search.PrivateSearch.fit.X": "Tensor DataSet",  # of other lengths than y, which is named
     "StudyPlan.preview.frame": "none",
+    "StudyPlan.preview.epsilons": "tuple list set",
     **{  # that of the plan it is given to
         f"dp.Budget{mode}.{name}": "none"
         for mode in ("", "[rdp]", "[rdp-mixture]")

@@ -399,7 +399,7 @@ TO_BE_NAMED = {
     ),
     "no accelerator": (
         lambda: changed("accelerate.prepare", accelerator=None),
-        r"accelerator must be an Accelerator of accelerate \(got None\)",
+        r"accelerator must be an Accelerator \(got None\)",
     ),
     "lists for tensors": (
         lambda: dp.per_record(torch.nn.BCEWithLogitsLoss())([0.1], [1.0]),

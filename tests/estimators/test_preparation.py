@@ -570,7 +570,9 @@ def test_preparations_that_do_not_go_together_are_refused() -> None:
 # -- power ------------------------------------------------------------------------------------------------------------
 
 
-def failing(change: Callable[[pytest.MonkeyPatch], None], check: Callable[[], None]) -> None:
+def expect_failure(
+    change: Callable[[pytest.MonkeyPatch], None], check: Callable[[], None]
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         change(patch)
         with pytest.raises(AssertionError):
@@ -581,9 +583,11 @@ def test_a_charge_without_what_is_measured_would_be_seen() -> None:
     def forgotten(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(LinearTask, "measured", 0.0)
 
-    failing(forgotten, test_the_level_of_measurements_is_in_the_delta_of_objective_perturbation)
+    expect_failure(
+        forgotten, test_the_level_of_measurements_is_in_the_delta_of_objective_perturbation
+    )
     for mechanism in SPLIT:
-        failing(
+        expect_failure(
             forgotten,
             lambda mechanism=mechanism: test_gaussian_mechanisms_get_what_is_left(mechanism),
         )

@@ -107,7 +107,8 @@ def test_the_printed_headline_is_that_of_every_model_and_within_the_budget(
     _, figures, text, made = quick[name]
     assert len(made) == MODELS[name]
     quoted = re.search(
-        r": \((\S+), (\S+)\)-differential privacy for one example \(replace_one\)", text
+        r": \((\S+), (\S+)\)-differential privacy for one example \(replace_one: replaced by any other\)",
+        text,
     )
     assert float(quoted[2]) == DELTAS[name]
     own = [optimizer.report().epsilon for _, optimizer in made]

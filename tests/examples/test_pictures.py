@@ -36,4 +36,8 @@ def test_bars_are_the_figures_of_this_ending(pictures: ModuleType) -> None:
 
 def test_a_script_draws_nothing(pictures: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.__import__", lambda name, *_: asked.append(name))
     pictures.bars("AUC", FIGURES, "_auc")
+    monkeypatch.undo()
+    assert not asked  # it loads nothing to draw with

@@ -28,7 +28,7 @@ def test_the_studies_find_what_is_there(tmp_path):
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         timeout=900,
     )
-    scores = [float(score) for score in re.findall(r"held out: auc ([\d.]+) [+]- ", done.stdout)]
+    scores = [float(score) for score in re.findall(r"of '.+': auc ([\d.]+) [+]- ", done.stdout)]
     for score, least in zip(scores, (0.85, 0.77, 0.45), strict=True):
         assert score > least
     assert "sex=Male" in done.stdout

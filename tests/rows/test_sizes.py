@@ -558,7 +558,7 @@ def test_all_sizes_are_tested(usual: int, most: int | None) -> None:
 # -- what a loop does after the test -------------------------------------------------------------------------------
 
 
-def later(change: Callable[[nn.Module, Tensor], Tensor], match: str) -> None:
+def expect_refusal_later(change: Callable[[nn.Module, Tensor], Tensor], match: str) -> None:
     """A loop that was tested goes on in another way, which is refused and costs nothing."""
     model = net()
     optimizer, loader, _ = looped(model, SUM, steps=2)
@@ -578,12 +578,14 @@ def later(change: Callable[[nn.Module, Tensor], Tensor], match: str) -> None:
     ids=["other memory", "in place", "exact, in place"],
 )
 def test_inputs_that_are_computed_later_are_refused(change: Callable[[Tensor], Tensor]) -> None:
-    later(lambda model, x: model(change(x)), "inputs of the model must be the tensors")
+    expect_refusal_later(
+        lambda model, x: model(change(x)), "inputs of the model must be the tensors"
+    )
 
 
 def test_public_data_outside_of_their_block_are_told_of_it() -> None:
     told = r"public or generated data, write `with dp.public\(model\):`"
-    later(lambda model, x: model(torch.ones_like(x)), told)
+    expect_refusal_later(lambda model, x: model(torch.ones_like(x)), told)
 
 
 def test_inputs_that_are_computed_in_place_keep_slots() -> None:
@@ -605,7 +607,7 @@ def test_threads_that_are_set_after_the_draw_are_refused() -> None:
         return model(x)
 
     try:
-        later(change, "model and torch must stay")
+        expect_refusal_later(change, "model and torch must stay")
     finally:
         torch.set_num_threads(threads)
 
@@ -619,7 +621,7 @@ def test_a_model_compiled_after_the_test_is_refused(part: bool) -> None:
         model[1].compile(backend="aot_eager")
         return model(x)
 
-    later(change, "model and torch must stay")
+    expect_refusal_later(change, "model and torch must stay")
 
 
 def test_a_term_that_is_no_exact_mean_is_refused() -> None:

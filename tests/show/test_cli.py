@@ -90,7 +90,7 @@ def test_a_table_becomes_a_folder_that_may_be_published(folder, capsys):
         "fit table.csv --schema schema.toml --epsilon 4 --out study --ledger study.ledger",
     )
     assert (code, err) == (0, "")
-    assert out.index("Study of 'died'") < out.index("held out: auc ")
+    assert out.index("Study of 'died'") < out.index(" of 'died': auc ")
     assert {path.name for path in Path("study").iterdir()} == {
         "model.json",
         "report.html",

@@ -70,7 +70,7 @@ def inside(model: Any, X: np.ndarray, y: np.ndarray, m: int, runs: int = 10) -> 
     return {name: band.low <= got[name] <= band.high for name, (band,) in preview.scores.items()}
 
 
-def require_covered(trials: list[dict[str, bool]]) -> None:
+def check_covered(trials: list[dict[str, bool]]) -> None:
     """At least 90 % minus a binomial tail of 1e-6."""
     least = stats.binom.ppf(1e-6, len(trials), 0.9)
     for name in trials[0]:
@@ -86,7 +86,7 @@ def test_scores_of_real_fits_lie_in_the_band(kind):
     for seed in range(60):
         X, y = table(kind, 1200 + 600 + 600, seed)
         trials.append(inside(make(kind, 600, epsilon=(0.3, 1.0, 3.0)[seed % 3]), X, y, 1200))
-    require_covered(trials)
+    check_covered(trials)
 
 
 @pytest.mark.weekly
@@ -97,7 +97,7 @@ def test_a_small_sample_has_an_honest_band(kind):
     for seed in range(60):
         X, y = table(kind, 100 + 2000 + 50, seed)
         trials.append(inside(make(kind, 2000, epsilon=20.0), X, y, 100, runs=8))
-    require_covered(trials)
+    check_covered(trials)
 
 
 @pytest.mark.weekly
@@ -114,7 +114,7 @@ def test_scores_of_real_fits_of_users_lie_in_the_band():
         trials.append(
             {name: band.low <= got[name] <= band.high for name, (band,) in shown.items()}
         )
-    require_covered(trials)
+    check_covered(trials)
 
 
 def example(name: str) -> ModuleType:
@@ -149,7 +149,7 @@ def test_scores_of_real_tables_lie_in_the_band(load):
     for seed in range(16):
         order = np.random.default_rng(seed).permutation(len(y))[: 16_000 + 8000 + 8000]
         trials.append(inside(model(), X[order], y[order], 16_000, runs=6))
-    require_covered(trials)
+    check_covered(trials)
 
 
 @pytest.mark.slow

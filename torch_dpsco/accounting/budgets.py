@@ -52,7 +52,7 @@ from numpy.typing import ArrayLike
 
 from torch_dpsco import _validate as check
 from torch_dpsco import shown
-from torch_dpsco._validate import check_fields, in_our_words
+from torch_dpsco._validate import check_fields, in_our_words, typed
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.analysis.rdp import FloatArray, curve_of
 from torch_dpsco.accounting.analysis.risk import line_of_advantage, line_of_rates
@@ -205,6 +205,7 @@ class Budget:
         # adaptive modes promise the target alone: at another delta the odometer's epsilon would say more than the risk
         return self.delta if self.risk is None or self.adaptive else NO_BUDGET_DELTA
 
+    @typed
     def under(self, adjacency: Adjacency | None = None, unit: str | None = None) -> Budget:
         """Returns this budget with adjacency and unit, those that it was made without; None leaves them open.
 

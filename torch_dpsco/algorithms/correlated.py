@@ -134,7 +134,7 @@ class CorrelatedSGD(PlannedOptimizer):
         Args:
             n: public number of records.
             clip: C > 0, chosen without looking at the data.
-            lr: step size, > 0.
+            lr: step size, >= 0.
             epsilon: of a budget, beside delta, in place of `budget`.
             delta: of a budget, beside epsilon.
             budget: target; the noise is chosen for it unless it is given.

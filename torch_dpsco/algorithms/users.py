@@ -243,8 +243,8 @@ class UserClippedSGD(PlannedOptimizer):
                 users: "full"), "shuffled", "allocated" (each user once per pass, secretly: `Assigned`, at the price of
                 Poisson), "assigned" (one such pass) or "full"; or a design of users.
             min_items: rows that a user must have, public; others contribute 0.
-            rows_per_user: rows that most users have, by public knowledge: from 8 on there is less noise, since the clip
-                may be short; default unknown, which is as safe as 1.
+            rows_per_user: rows that most users have, by public knowledge, where no clip is given: from 8 on there is
+                less noise, since the clip may be short; default unknown, which is as safe as 1.
             average: "last", "uniform" or "weighted"; default "last", or "weighted" where the rule chooses lr.
             adjacency: default the budget's, or "zero_out".
             dim: number of parameters, or the model: the step rule takes 64 without it. A warning tells where noise
@@ -269,6 +269,11 @@ class UserClippedSGD(PlannedOptimizer):
         )
         if distance is not None:
             check.positive(distance=distance)
+        if clip is not None and rows_per_user is not None:
+            raise ValueError(
+                "rows_per_user must be left out beside clip: it is for the search of a clip (got"
+                f" {rows_per_user})"
+            )
         by_rule = clip is None or lr is None
         if noise_multiplier is not None and by_rule:
             raise MissingConstantError(

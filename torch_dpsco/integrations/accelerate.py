@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from torch_dpsco import _validate as check
+from torch_dpsco._validate import typed
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.errors import PrivacyError, SequenceError, UnknownSamplerError
 from torch_dpsco.private_loop import make_private, require_replaceable
@@ -29,6 +30,7 @@ from torch_dpsco.step.checks import require_same_parameters
 from torch_dpsco.step.run import CommonOptimizer
 
 _Model = TypeVar("_Model", bound=nn.Module)
+_USUAL = {"recipe": False, "loss_reduction": "mean"}
 _PLAIN = (
     "NO",
     "MULTI_CPU",
@@ -36,6 +38,7 @@ _PLAIN = (
 )  # distributed types in which each process holds the whole model
 
 
+@typed
 def prepare(
     accelerator: Accelerator,
     model: _Model,
@@ -96,18 +99,18 @@ def prepare(
         (5, True)
     """
     _require_plain(accelerator, model)
-    if (epsilon, delta, budget) != (None, None, None):
-        model, optimizer, loader = make_private(
-            model,
-            optimizer,
-            loader,
-            epsilon=epsilon,
-            delta=delta,
-            budget=budget,
-            epochs=epochs,
-            recipe=recipe,
-            loss_reduction=loss_reduction,
-        )
+    settings: dict[str, Any] = {
+        "epsilon": epsilon,
+        "delta": delta,
+        "budget": budget,
+        "epochs": epochs,
+        "recipe": recipe,
+        "loss_reduction": loss_reduction,
+    }
+    if isinstance(optimizer, CommonOptimizer):
+        _require_usual(settings)
+    elif (epsilon, delta, budget) != (None, None, None):
+        model, optimizer, loader = make_private(model, optimizer, loader, **settings)
     _require_private(optimizer)
     if isinstance(loader, DataLoader):
         require_replaceable(loader, "loader")
@@ -136,14 +139,6 @@ def prepare(
 
 
 def _require_plain(accelerator: Accelerator, model: nn.Module) -> None:
-    if not isinstance(accelerator, Accelerator):
-        raise ValueError(
-            f"accelerator must be an Accelerator of accelerate (got {check.shown(accelerator)})"
-        )
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"model must be a Module of torch.nn, the model itself (got {check.shown(model)})"
-        )
     kind = DistributedType(accelerator.distributed_type).value
     steps = accelerator.gradient_accumulation_steps
     if kind not in _PLAIN:
@@ -166,6 +161,16 @@ def _require_plain(accelerator: Accelerator, model: nn.Module) -> None:
         replicated = isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel))
         if replicated or name.startswith(("FullySharded", "FSDP", "DeepSpeedEngine")):
             raise ValueError(f"model must not be wrapped (got {name}): {_WHOLE}")
+
+
+def _require_usual(settings: dict[str, Any]) -> None:
+    """Raises ValueError for a setting of `dp.make_private` beside an optimizer that is private already."""
+    for name, value in settings.items():
+        if value != _USUAL.get(name):
+            raise ValueError(
+                f"{name} must be left out for an optimizer that is private already, whose plan has"
+                f" it (got {check.shown(value)})"
+            )
 
 
 def _require_private(optimizer: Any) -> None:

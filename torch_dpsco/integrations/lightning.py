@@ -137,6 +137,10 @@ class PrivateTraining(Callback):
         self.loss_reduction = check.choice(("mean", "sum"), loss_reduction=loss_reduction)
         self.private_logs = private_logs
         self.private_checkpoints = private_checkpoints
+        if n is not None:
+            check.positive_count(n=n)
+        if clip is not None:
+            check.positive(clip=clip)
         asked = (epsilon, delta, budget, n, clip, accountant) != (None,) * 6 or recipe
         self._budget = one_budget(budget, epsilon, delta) if asked else None
         self._n = n

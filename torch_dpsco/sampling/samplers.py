@@ -778,7 +778,7 @@ class RecordIds:
 
 
 SEVERAL = (
-    "ids must be unique (got one of several records): who has several records is protected as a"
+    "record_ids must be unique (got one of several records): who has several records is protected as a"
     " user, by UserClippedSGD and optimizer.loader(dataset, users=...)"
 )
 SPREAD = "users must be on one rank each, with all of their records (got one who is on several)"
@@ -799,7 +799,9 @@ def id_bytes(thing: Any) -> bytes:
     # PRIVACY: 1, 1.0 and True are equal, and hash() is another one in each process
     # (test_ids_that_are_not_the_same_everywhere_are_refused)
     if not isinstance(thing, int) or isinstance(thing, bool):
-        raise UnitError(f"ids must be integers, strings or bytes (got a {type(thing).__name__})")
+        raise UnitError(
+            f"record_ids must be integers, strings or bytes (got a {type(thing).__name__})"
+        )
     return b"i%x" % thing
 
 

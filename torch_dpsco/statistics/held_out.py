@@ -88,6 +88,11 @@ def ledger_of(
             f" {budget.unit!r})"
         )
     ledger = Accountant(budget) if accountant is None else accountant
+    if groups is not None and ledger.unit != "user":
+        raise UnitError(
+            f"groups must go with an accountant of unit 'user' (got unit {ledger.unit!r}): make it"
+            " of Budget(..., unit='user')"
+        )
     ledger.require_unit(budget.unit, budget.adjacency)
     if ledger.adjacency != budget.adjacency:
         # PRIVACY: the noise is for one adjacency (test_a_ledger_of_another_adjacency_is_refused_by_a_transformer)
