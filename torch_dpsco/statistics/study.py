@@ -227,6 +227,11 @@ class StudyPlan:
         begin("rehearse on made-up rows")
         self._rehearse(charges)
         ledger = Accountant(self.budget, ledger_path=ledger_path)
+        if len(ledger):
+            raise ValueError(
+                "the ledger file of a study must be new, since it spends its whole budget (got"
+                f" {len(ledger)} charges in {str(ledger_path)!r})"
+            )
         # PRIVACY: a part of its own for each unit, drawn anew (test_where_a_unit_is_does_not_depend_on_others)
         held = split(units, self.held / self.n, self.budget.adjacency)[places]
 
