@@ -174,6 +174,15 @@ def test_a_fit_that_fails_leaves_a_charge_and_no_study(monkeypatch, tmp_path):
     assert len(dp.accounting.ledger_file.LedgerCopy(path).book.ledger) == 1
 
 
+def test_a_ledger_of_another_run_is_refused_before_anything_is_spent(tmp_path):
+    path = tmp_path / "ledger"
+    made(ledger_path=str(path))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"must be new, since it spends .* charges in '.*ledger'"):
+        made(ledger_path=str(path))
+    assert path.read_bytes() == before
+
+
 def test_the_plan_is_shown_before_anything_is_spent():
     def stop(text):
         assert "fit: 3200 of 4000, the whole budget" in text
