@@ -259,7 +259,11 @@ def test_no_process_aborts(name, bad):
 
 def test_of_a_data_frame_in_parquet_the_index_is_left_out_and_people_are_ids(tmp_path):
     pandas = pytest.importorskip("pandas")
-    columns = {"user": np.arange(40) // 2 + 10**6, "age": np.arange(40.0), "late": ["a", "b"] * 20}
+    columns = {
+        "user": np.arange(40) // 2 + 10**6,
+        "age": np.arange(40.0),
+        "late": ["a", "b"] * 20,
+    }
     frame = pandas.DataFrame(columns).sample(frac=1, random_state=0)
     frame.to_parquet(path := str(tmp_path / "t.parquet"))
     first = drafted(path, {}, target="late")

@@ -178,7 +178,9 @@ def test_a_ledger_of_another_run_is_refused_before_anything_is_spent(tmp_path):
     path = tmp_path / "ledger"
     made(ledger_path=str(path))
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=r"must be new, since it spends .* charges in '.*ledger'"):
+    with pytest.raises(
+        ValueError, match=r"must be new, since it spends .* charges in '.*ledger'"
+    ):
         made(ledger_path=str(path))
     assert path.read_bytes() == before
 

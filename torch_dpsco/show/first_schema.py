@@ -130,7 +130,9 @@ class Draft:
         plain = asdict(Dialect())
         shown = {} if Path(self.table).suffix.lower() not in TEXT else plain.keys() - {"sheet"}
         given = asdict(self.dialect)
-        return {name: sign for name, sign in given.items() if name in shown or sign != plain[name]}
+        return {
+            name: sign for name, sign in given.items() if name in shown or sign != plain[name]
+        }
 
     @property
     def left_out(self) -> list[str]:
