@@ -95,7 +95,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.update is not None:
         text = args.update.read_text(encoding="utf-8")
         for title, table in found.items():
-            text = replaced(text, title, table)
+            if BLOCK.format(title, "").split("\n")[0] in text:
+                text = replaced(text, title, table)
         args.update.write_text(text, encoding="utf-8")
 
 

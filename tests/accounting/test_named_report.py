@@ -137,6 +137,9 @@ def test_a_row_gets_a_name_by_ids_or_by_a_promise(tmp_path: Path) -> None:
     [
         ("patient", "patients"),
         ("company", "companies"),
+        ("woman", "women"),
+        ("young man", "young men"),
+        ("human", "humans"),
         ("day", "days"),
         ("bus", "buses"),
         ("branch", "branches"),

@@ -111,7 +111,7 @@ def test_one_command_prints_every_table_of_the_document_and_replaces_them(
         assert table in printed
         assert table != old[name]
     assert "not installed" in new["step-peers"]
-    for name in ("step", "step-modes", "memory", "draws"):
+    for name in ("step", "memory", "draws"):
         assert re.search(r"\| <= \d", old[name]), f"no goal is shown in {name}"
 
 

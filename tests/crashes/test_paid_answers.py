@@ -378,7 +378,7 @@ def test_what_does_not_fit_leaves_no_charge(tmp_path: Path) -> None:
 
 def test_the_answer_is_said_to_be_an_old_one(tmp_path: Path) -> None:
     carried_out(tmp_path, logistic)
-    with pytest.warns(UtilityWarning, match="given again: nothing is charged"):
+    with pytest.warns(UtilityWarning, match="given again, and nothing is charged"):
         carried_out(tmp_path, logistic)
 
 

@@ -307,7 +307,7 @@ def test_pictures_are_written_as_their_suffix_says(suffix, start, folder, capsys
         ),
         (
             "fit new.csv --schema schema.toml --epsilon 1 --out o",
-            "column 'died' must be in TABLE, once",
+            "column 'died' must be in TABLE, once .got it 0 times.: names must be those of",
         ),
         ("fit open.csv --schema schema.toml --epsilon 1 --out o", "quotes enclose whole cells"),
         (

@@ -257,6 +257,23 @@ def test_no_process_aborts(name, bad):
     assert subprocess.run(words, capture_output=True).returncode == 1
 
 
+def test_of_a_data_frame_in_parquet_the_index_is_left_out_and_people_are_ids(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    columns = {
+        "user": np.arange(40) // 2 + 10**6,
+        "age": np.arange(40.0),
+        "late": ["a", "b"] * 20,
+    }
+    frame = pandas.DataFrame(columns).sample(frac=1, random_state=0)
+    frame.to_parquet(path := str(tmp_path / "t.parquet"))
+    first = drafted(path, {}, target="late")
+    assert first.ids == "user"
+    assert list(first.features) == ["age"]
+    assert first.left_out == ["'__index_level_0__'"]
+    assert "[dialect]" not in str(first)  # cells of Parquet have types
+    assert 'decimal = ","' in str(drafted(path, {"decimal": ","}, target="late"))
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -15,7 +15,13 @@ import torch_dpsco as dp
 from tests.streams import Picked
 from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, ZERO_OUT
 from torch_dpsco.accounting.report import HELD
-from torch_dpsco.errors import BudgetExceeded, ConditionError, PrivacyError, UnitError
+from torch_dpsco.errors import (
+    BudgetExceeded,
+    ConditionError,
+    PrivacyError,
+    UnitError,
+    UtilityWarning,
+)
 from torch_dpsco.estimators import Category, LinearSVC, LogisticRegression, Number, Ridge, Schema
 from torch_dpsco.noise import Repeatable
 from torch_dpsco.show import plots
@@ -172,6 +178,19 @@ def test_a_fit_that_fails_leaves_a_charge_and_no_study(monkeypatch, tmp_path):
     with pytest.raises(RuntimeError, match="broken"):
         made(ledger_path=path)
     assert len(dp.accounting.ledger_file.LedgerCopy(path).book.ledger) == 1
+
+
+def test_a_ledger_of_another_run_is_refused_before_anything_is_spent(tmp_path):
+    path = tmp_path / "ledger"
+    first = made(ledger_path=str(path))
+    with pytest.raises(
+        ValueError, match=r"must be new, since it spends .* charges in '.*ledger'"
+    ):
+        made(ledger_path=str(path), holdout=0.3)
+    with pytest.warns(UtilityWarning, match="paid for by an earlier run"):
+        again = made(ledger_path=str(path))
+    assert again.score.value == first.score.value
+    assert again.privacy.epsilon == first.privacy.epsilon
 
 
 def test_the_plan_is_shown_before_anything_is_spent():

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 CHARGED, ANSWERED = 1, 2  # marks of a release
 _NOTHING = Sequential(())
-_ANEW = "Accountant(..., anew=True) charges it again"
+_ANEW = "another ledger file, or Accountant(..., anew=True), charges it again"
 
 
 class Answers:
@@ -152,7 +152,7 @@ def _known(accountant: Accountant, release: str, path: str, kept: dict[str, Any]
         # PRIVACY: another answer would be a second one (test_an_answer_that_was_altered_is_refused)
         _refuse(path, "is not the one that the ledger knows")
     warn(
-        f"the answer to this plan was paid for by an earlier run and is given again: nothing is charged, {_ANEW}",
+        f"the answer to this plan was paid for by an earlier run and is given again, and nothing is charged; {_ANEW}",
         outside(),
     )
     return kept["answer"]

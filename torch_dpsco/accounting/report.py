@@ -466,7 +466,13 @@ def _checked(argument: str, given: str) -> str:
     return text
 
 
+_IRREGULAR = {"child": "children", "man": "men", "woman": "women"}
+
+
 def _plural(name: str) -> str:
+    rest, space, last = name.rpartition(" ")
+    if last in _IRREGULAR:
+        return f"{rest}{space}{_IRREGULAR[last]}"
     if name.endswith("y") and name[-2:-1] not in "aeiou":
         return f"{name[:-1]}ies"
     return f"{name}es" if name.endswith(("s", "x", "ch", "sh")) else f"{name}s"

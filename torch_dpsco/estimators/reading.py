@@ -464,10 +464,11 @@ def columns_of(frame: Any, wanted: list[str], dates: Collection[str] = ()) -> di
     there = names(frame)
     for name in wanted:
         if (times := there.count(name)) != 1:
-            alone = ": there is one column alone; see the separator of a file"
+            alone = "there is one column alone; see the separator of a file"
+            other = "names must be those of the table, to the letter"
             raise ValueError(
-                f"column {name!r} must be in the frame, once (got it {times} times)"
-                f"{alone if len(there) == 1 else ''}"
+                f"column {name!r} must be in the frame, once (got it {times} times):"
+                f" {alone if len(there) == 1 else other}"
             )
     columns = {name: column(name, frame[name], name in dates) for name in wanted}
     lengths = {name: len(found) for name, found in columns.items()}

@@ -126,9 +126,13 @@ class Draft:
 
     @property
     def signs(self) -> dict[str, str]:
-        """The dialect, without a sheet where there is none."""
+        """The dialect of a text file; of others, what was told about it."""
+        plain = asdict(Dialect())
+        shown = {} if Path(self.table).suffix.lower() not in TEXT else plain.keys() - {"sheet"}
         given = asdict(self.dialect)
-        return {name: sign for name, sign in given.items() if sign or name != "sheet"}
+        return {
+            name: sign for name, sign in given.items() if name in shown or sign != plain[name]
+        }
 
     @property
     def left_out(self) -> list[str]:
@@ -142,7 +146,8 @@ class Draft:
             lines.insert(
                 1, f"# Ranges and levels are those of {self.public}, which is public.\n"
             )
-        lines += ["", "[dialect]  # how the file writes its cells"]
+        if self.signs:
+            lines += ["", "[dialect]  # how the file writes its cells"]
         lines += [f"{name} = {toml(value)}" for name, value in self.signs.items()]
         for name, guess in self.features.items():
             lines += ["", f"[columns.{toml(name)}]", *_column(guess)]
@@ -194,7 +199,7 @@ def _column(guess: Guess) -> Iterator[str]:
         yield f"format = {toml(guess.format)}{why}"
     yield f"low = {guess.answer('low')}  # {least}; what is below counts as it"
     yield f"high = {guess.answer('high')}  # {most}"
-    yield "missing = true  # a second feature says that it is missing; false: such rows teach nothing"
+    yield "missing = true  # one more feature says so; false if none is missing: other rows would teach nothing"
 
 
 def drafted(
@@ -227,15 +232,18 @@ def drafted(
         )
     for name, value in (("target", target), ("ids", ids)):
         if value is not None and there.count(value) != 1:
-            raise ValueError(f"{name} must be a column of {table!r} (got {value!r})")
+            raise ValueError(
+                f"{name} must be a column of {table!r}, once, to the letter (got {value!r})"
+            )
     known: dict[str, Guess] = {}
     if public is not None:
         known = _columns(public, guessed_dialect(public, {}), answers=True)
     columns: dict[str, Guess] = {}
     for name in there:
         single = there.count(name) == 1 and name.strip() and name.isprintable()
+        usable = single and not name.startswith("__index_level_")  # as pandas names its index
         columns[name] = known.get(name) or (
-            _guess(name, _values(frame, name), dialect) if single else Guess("text")
+            _guess(name, _values(frame, name), dialect) if usable else Guess("text")
         )
     if ids is None:
         named = [name for name, guess in columns.items() if guess.kind == "ids"]
@@ -297,6 +305,7 @@ def _guess(name: str, values: Sequence[Any], dialect: Dialect) -> Guess:
     different = set(map(str, filled))
     words = _words(name)
     is_named = ID_WORDS & {*words} or any(map(_ENDS_IDS.search, words[-1:]))
+    is_named = is_named or name.lower() in _PEOPLE
     if is_named and len(different) > _FEW:
         return Guess("ids")
     if not filled:

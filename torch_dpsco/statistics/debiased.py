@@ -177,8 +177,8 @@ def _clear(
 def _buried(least: float, needed: float, spread: float) -> ConditionError:
     return ConditionError(
         "the noisy Hessian must stand out of its noise for intervals: its least eigenvalue is"
-        f" {least:.3g} with a standard error of {spread:.3g}, and {needed:.3g} and a quarter of"
-        " this error are needed. Take fewer or less dependent features (leave one level out of"
+        f" {least:.3g} with a standard error of {spread:.3g}, and {needed + _MARGIN * spread:.3g}"
+        " is needed. Take fewer or less dependent features (leave one level out of"
         " each group beside an intercept), a larger epsilon or share of it, more records, or a"
         " smaller bound_x"
     )

@@ -245,6 +245,12 @@ class StudyPlan:
             partial(fingerprint, contents=[table.X, table.y, places]),
             lambda: [secrets.token_hex(32), secrets.token_hex(16)],
         )
+        others = {partition for partition, *_ in ledger.ledger.entries()} - {f"{HELD}{name}"}
+        if others:
+            raise ValueError(
+                "the ledger file of a study must be new, since it spends its whole budget (got"
+                f" {len(ledger)} charges in {str(ledger_path)!r})"
+            )
         # PRIVACY: a part of its own for each unit, drawn anew (test_where_a_unit_is_does_not_depend_on_others)
         source = KeyedStream(bytes.fromhex(seed), "held")
         held = split(units, self.held / self.n, self.budget.adjacency, source)[places]
