@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from scipy.stats import kstest
 
+from tests.doors.calls import CALLS
 from tests.reference.papers.user_level import (
     ball_marginal_cdf,
     ball_marginal_variance,
@@ -107,6 +108,9 @@ def test_no_user_is_in_two_phases():
     assert sum(own.n_users for own in filters) <= 4000
     with pytest.raises(ValueError, match="at most n=3000"):
         Parts(tuple((Full(own.n_users), own.steps) for own in filters), 3000)
+    function, arguments = CALLS["dp.LocalizedUserSGD.plan"]()
+    design = function(**arguments).design
+    assert sum(part.n for part, _ in design.parts) <= design.n == arguments["n"]
 
 
 @pytest.mark.weekly

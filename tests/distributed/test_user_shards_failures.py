@@ -347,7 +347,10 @@ def test_users_without_a_shard_are_refused_on_all_ranks(failed: list[dict[str, A
             "too many under add_remove",
             "UnitError: users of all ranks must be at most n=12",
         ),
-        ("kind", "UnitError: ids must be integers, strings or bytes (got a tuple)"),
+        (
+            "kind",
+            "UnitError: record_ids must be integers, strings or bytes, one id each (got a tuple)",
+        ),
         ("sampler", "UnknownSamplerError: loader must draw this rank's positions"),
         ("votes", "(got AdaptiveClipped): run it in one process, as users who vote on clips"),
         (

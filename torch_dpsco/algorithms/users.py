@@ -269,11 +269,6 @@ class UserClippedSGD(PlannedOptimizer):
         )
         if distance is not None:
             check.positive(distance=distance)
-        if clip is not None and rows_per_user is not None:
-            raise ValueError(
-                "rows_per_user must be left out beside clip: it is for the search of a clip (got"
-                f" {rows_per_user})"
-            )
         by_rule = clip is None or lr is None
         if noise_multiplier is not None and by_rule:
             raise MissingConstantError(
@@ -299,7 +294,7 @@ class UserClippedSGD(PlannedOptimizer):
             secure=secure,
             clip=_START if clip is None else units,
             noise_multiplier=noise,
-            quantile=None if clip is not None else _quantile(rows_per_user),
+            quantile=_quantile(rows_per_user, clip),
             min_items=check.positive_count(min_items=min_items),
         )
 
@@ -310,14 +305,18 @@ class UserClippedSGD(PlannedOptimizer):
         super()._move(params, release, phase, k)
 
 
-def _quantile(rows_per_user: float | None) -> float:
-    """Returns the quantile of users' lengths that the clip follows.
+def _quantile(rows_per_user: float | None, clip: float | None) -> float | None:
+    """Returns the quantile of users' lengths that the clip follows; None for a public clip.
 
     With a row or two gradients of the more frequent class are shorter, and a clip below them has its users outvote the
     others without end (docs/proofs/steps.md#users).
     """
+    if clip is not None and rows_per_user is not None:
+        raise ValueError(
+            f"rows_per_user must be left out beside clip, which it is to find (got {rows_per_user})"
+        )
     if rows_per_user is None:
-        return _SAFE_QUANTILE
+        return None if clip is not None else _SAFE_QUANTILE
     rows = check.positive(rows_per_user=rows_per_user)
     return next((q for least, q in _QUANTILES.items() if rows >= least), _SAFE_QUANTILE)
 

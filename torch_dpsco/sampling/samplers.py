@@ -724,9 +724,7 @@ class RecordIds:
         if isinstance(ids, (str, bytes, Mapping, Set)) or not isinstance(ids, Iterable):
             raise UnitError(f"record_ids must hold one id per record (got {type(ids).__name__})")
         if isinstance(ids, (Tensor, np.ndarray)) and ids.ndim != 1:
-            raise UnitError(
-                f"record_ids must hold one id per record (got {ids.ndim} dimensions)"
-            )
+            raise UnitError(f"record_ids must hold one id per record (got {ids.ndim}D)")
         plain = ids.tolist() if isinstance(ids, (Tensor, np.ndarray)) else ids
         self._names = [id_bytes(thing) for thing in plain]
         if records is not None and len(self) != records:
@@ -800,7 +798,7 @@ def id_bytes(thing: Any) -> bytes:
     # (test_ids_that_are_not_the_same_everywhere_are_refused)
     if not isinstance(thing, int) or isinstance(thing, bool):
         raise UnitError(
-            f"record_ids must be integers, strings or bytes (got a {type(thing).__name__})"
+            f"record_ids must be integers, strings or bytes, one id each (got a {type(thing).__name__})"
         )
     return b"i%x" % thing
 
