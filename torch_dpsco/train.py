@@ -30,6 +30,12 @@ from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.ledger_file import sync_folder
 from torch_dpsco.acts import act
 from torch_dpsco.algorithms.nets import NetSGD
+from torch_dpsco.algorithms.prepared import (
+    PreparedOptimizer,
+    Standardized,
+    require_undone,
+    standardize,
+)
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.compat import own_step
 from torch_dpsco.diagnosis.probe import settle_sizes
@@ -176,6 +182,8 @@ def fit(
             " optimizer.solve(dataset) and finalize()"
         )
     require_same_parameters(model, optimizer)
+    prepared = _prepared(model, optimizer, dataset, users, steps, checkpoint)
+    dataset = dataset if prepared is None else prepared.dataset
     saved = Checkpoint(checkpoint, every, model, optimizer)
     if saved.is_over(dataset):
         return model.eval()
@@ -188,7 +196,30 @@ def fit(
     due, backward = _due(model, optimizer, loader, loss_fn, reduction, compile=compile)
     with torch.set_grad_enabled(backward):
         _make_steps(optimizer, due, saved, tell, left, progress=progress and is_first())
+    if prepared is not None:
+        prepared.undo(model)
     return model.eval()
+
+
+def _prepared(
+    model: nn.Module,
+    optimizer: PrivateOptimizer,
+    dataset: Dataset[Any],
+    users: Any,
+    steps: int | None,
+    checkpoint: Any,
+) -> Standardized | None:
+    """Returns the data set in private units, where the plan of the optimizer measures them; else None."""
+    if not isinstance(optimizer, PreparedOptimizer) or optimizer.plan.prepare is None:
+        return None
+    if (steps, checkpoint) != (None, None):
+        raise ValueError(
+            "steps and checkpoint must be None beside a plan with prepare='auto', whose units are"
+            f" taken out of the weights at the end (got {steps} and {checkpoint}): write the loop"
+            " with dp.standardize"
+        )
+    require_undone(model)
+    return standardize(optimizer, dataset, users)
 
 
 def _untuned(

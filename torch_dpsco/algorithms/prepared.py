@@ -1,0 +1,269 @@
+"""Rows in private units, for loops: centered and scaled by what is measured before the first step, in the same budget.
+
+    x = 5 clip((raw - m) / r, 1),   then   <w, x> + b = <w 5/r, raw> + b - <w 5/r, m>   for rows that are not clipped
+
+The plan has the public numbers of the measurement, and noise for what it leaves of the budget; `standardize` charges
+it, measures, maps the data set, and takes the units out of the weights afterwards. The mechanism is that of the
+estimators, `estimators.preparation`; with users the rows of each weigh 1 together.
+
+Differs from the paper in: it is not there. Source: docs/proofs/preparation.md#loops
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from torch_dpsco._validate import typed
+from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon, gaussian_mu
+from torch_dpsco.accounting.budgets import Budget
+from torch_dpsco.accounting.events import Event, Sequential
+from torch_dpsco.errors import ConditionError, MissingConstantError, SequenceError
+from torch_dpsco.estimators.gradient_descent import users_of
+from torch_dpsco.estimators.preparation import (
+    Preparation,
+    PrivatePreparation,
+    counts_level,
+    level_left,
+    number_of_counts,
+    share_within,
+    sum_level,
+)
+from torch_dpsco.estimators.records import Records
+from torch_dpsco.noise import noise_generator
+from torch_dpsco.sampling import PrivateLoader
+from torch_dpsco.sampling.loader import user_ids
+from torch_dpsco.step.checks import world_size
+from torch_dpsco.step.chooser import require_planned
+from torch_dpsco.step.plan import PlannedOptimizer, StepPlan
+
+BOUND = 5.0  # norm that prepared rows are clipped to, beside the 1 of a bias
+_WITHIN = 0.9  # of rows, whose distance from the center is less than the radius
+_MOST_ROWS = 2**31  # for which roundings of sums are bounded
+_MORE = 1.001  # of noise, where what was measured takes more than its share
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedPlan(StepPlan):
+    """Public numbers of a run, rows of which may be put into private units before.
+
+    Args:
+        noise_multiplier: noise std on a sum over the clip.
+        prepare: what is measured of rows before the first step; None for nothing.
+    """
+
+    noise_multiplier: float
+    prepare: PrivatePreparation | None = None
+
+    values: ClassVar[tuple[type, ...]] = (Preparation, PrivatePreparation)
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yields what is to be said beside the promise."""
+        yield from super().lines()
+        if self.prepare is not None:
+            yield "prepared", str(self.prepare)
+
+    def _event_until(self, steps: int | None) -> Event:
+        event = super()._event_until(steps)
+        if self.prepare is None:
+            return event
+        # PRIVACY: units are released too (test_a_plan_charges_what_it_measures)
+        return Sequential((self.prepare.event(self.adjacency), event))
+
+
+_Plan = TypeVar("_Plan", bound=PreparedPlan)
+
+
+def measurements(
+    bound_x: float, n: int, dim: int | None, budget: Budget
+) -> PrivatePreparation | None:
+    """Returns what is measured of rows before a run, by public numbers; None where it does not pay.
+
+    Args:
+        bound_x: bound on the norm of raw rows.
+        n: public number of records, or users.
+        dim: of a model with one score, its bias included.
+        budget: of the run.
+    """
+    require_planned(budget)
+    if dim is None:
+        raise MissingConstantError(
+            "dim must be the number of parameters, or the model, beside prepare='auto' (got None)"
+        )
+    if not budget.delta:
+        raise ConditionError("delta must be > 0 beside prepare='auto' (got 0)")
+    mu = gaussian_mu(budget.epsilon, budget.delta)
+    rows = sum_level(mu, n, dim, budget.adjacency)
+    counts = number_of_counts(rows=True, targets=False, spreads=False)
+    level = counts_level(mu, n, counts)
+    if not (rows and level):
+        return None
+    within = share_within(_WITHIN, level, n, counts)
+    return PrivatePreparation(given=Preparation(bound_x), rows=rows, counts=level, within=within)
+
+
+def rest(budget: Budget, prepare: PrivatePreparation) -> Budget:
+    """Returns about what a budget leaves beside what is measured: exactly so for Gaussian noise."""
+    left = level_left(gaussian_mu(budget.epsilon, budget.delta), prepare.level)
+    return Budget(
+        gaussian_epsilon(left, budget.delta),
+        budget.delta,
+        adjacency=budget.adjacency,
+        unit=budget.unit,
+    )
+
+
+def with_measurements(plan: _Plan, budget: Budget, prepare: PrivatePreparation) -> _Plan:
+    """Returns the plan of both, with the noise of a plan for `rest`, or more where both together need it."""
+    made = replace(plan, budget=budget, prepare=prepare)
+    # PRIVACY: of both, as the ledger will compose them (test_a_plan_that_measures_is_within_its_budget)
+    while made.epsilon(budget.delta) > budget.epsilon:
+        made = replace(made, noise_multiplier=made.noise_multiplier * _MORE)
+    return made
+
+
+class PreparedOptimizer(PlannedOptimizer):
+    """Base of optimizers whose plans may measure units of rows before the first step."""
+
+    plan: PreparedPlan
+    units: Preparation | None = None  # that were measured
+    _prepared: Dataset[Any] | None = None  # the data set that is in them
+
+    def _start(self, device: torch.device) -> None:
+        prepare = self._plan.prepare
+        if prepare is not None:
+            self.accountant.declare(prepare.event(self.adjacency), 1)
+        super()._start(device)
+
+    def loader(self, dataset: Dataset[Any], *args: Any, **drawn: Any) -> PrivateLoader:
+        """Returns a loader, see `PrivateOptimizer.loader`, of the data set that `standardize` has returned, if any."""
+        if self._plan.prepare is not None and dataset is not self._prepared:
+            raise SequenceError(
+                "dataset must be in the units that the plan measures: iterate over"
+                " prepared = dp.standardize(optimizer, dataset), optimizer.loader(prepared.dataset),"
+                " and call prepared.undo(model) at the end; dp.fit does it by itself"
+            )
+        return super().loader(dataset, *args, **drawn)
+
+
+class Standardized(NamedTuple):
+    """A data set in private units.
+
+    Args:
+        dataset: its rows, and the targets as they were.
+        units: what was done to each row, released; None for nothing.
+    """
+
+    dataset: TensorDataset
+    units: Preparation | None
+
+    @torch.no_grad()
+    def undo(self, layer: nn.Linear) -> None:
+        """Takes the units out of the weights, once: then the layer is one for raw rows.
+
+        Args:
+            layer: that reads the rows; it has a bias.
+        """
+        if self.units is None:
+            return
+        require_undone(layer)
+        center, scale = self.units.shift_and_scale
+        weight = layer.weight.double() / scale.to(layer.weight.device)
+        layer.bias.sub_(weight @ center.to(layer.weight.device))
+        layer.weight.copy_(weight)
+
+
+def require_undone(layer: Any) -> None:
+    """Raises ConditionError for a layer that units cannot be taken out of."""
+    if not isinstance(layer, nn.Linear) or layer._parameters["bias"] is None:
+        raise ConditionError(
+            "model must be an nn.Linear with a bias, out of which units can be taken (got"
+            f" {type(layer).__name__}); for another one leave prepare= out of the plan"
+        )
+
+
+@typed
+def standardize(
+    optimizer: PreparedOptimizer,
+    dataset: TensorDataset,
+    users: Any = None,
+    *,
+    units: Preparation | None = None,
+) -> Standardized:
+    """Measures rows privately, as the plan says, and returns the data set in these units: centered, scaled, clipped.
+
+    Charged to the optimizer's ledger before anything is drawn, once: a second call gives the same units. Where the plan
+    measures nothing, nothing is charged, and the data set is returned as it is.
+
+    Args:
+        optimizer: of a plan with prepare="auto".
+        dataset: of (rows (n, d), targets) in memory, all of the records that the run draws from.
+        users: the id of the user of each record, for an optimizer that protects users.
+        units: those that this run has measured in a process before, to go on without a new charge.
+
+    Raises:
+        BudgetExceeded: nothing was drawn.
+        ConditionError: the data set is none of tensors.
+
+    Guarantee:
+        The event `plan.prepare.event(adjacency)`, beside that of the steps; unit and adjacency are the plan's. Assumed:
+        fewer than 2^31 rows; the bound on raw rows is public, and enforced by clipping.
+        Source: docs/proofs/preparation.md#loops
+
+    Example:
+        >>> import torch_dpsco as dp
+        >>> data = TensorDataset(torch.rand(4000, 3) / 2 + 0.5, torch.ones(4000, 1))
+        >>> model = dp.attach(nn.Linear(3, 1))
+        >>> plan = dp.HolderSGD.plan(problem=dp.losses.Logistic().problem(bound_x=2.0, intercept=True), n=4000,
+        ...                          epsilon=1.0, delta=1e-6, dim=model, prepare="auto")
+        >>> optimizer = dp.HolderSGD(model.parameters(), plan)
+        >>> prepared = standardize(optimizer, data)
+        >>> bool(prepared.dataset.tensors[0].mean(0).norm() < 0.5), len(optimizer.accountant)
+        (True, 1)
+    """
+    prepare = optimizer._plan.prepare
+    if prepare is None:
+        return Standardized(dataset, None)
+    tensors = getattr(dataset, "tensors", ())
+    if len(tensors) != 2 or tensors[0].dim() != 2 or not tensors[0].is_floating_point():
+        raise ConditionError(
+            "dataset must be a TensorDataset of rows (n, d), floating point, and targets, to be"
+            f" prepared (got {type(dataset).__name__})"
+        )
+    if world_size() > 1:
+        raise ConditionError("prepare must be None in a run of several processes")
+    rows, targets = tensors
+    if units is None:
+        units = optimizer.units or _measured(optimizer, prepare, rows, users)
+    optimizer.units = units
+    images = [units(part) for part in rows.split(2**16)]
+    prepared = TensorDataset(torch.cat(images).to(rows.dtype) if images else rows, targets)
+    optimizer._prepared = prepared
+    return Standardized(prepared, units)
+
+
+def _measured(
+    optimizer: PreparedOptimizer, prepare: PrivatePreparation, rows: Tensor, users: Any
+) -> Preparation:
+    """Returns private units, after charging them."""
+    shares = None
+    if users is not None:
+        # PRIVACY: rows of a user weigh 1 together (test_a_user_moves_units_as_much_as_one_record)
+        shares = users_of(user_ids(users, len(rows)).to(rows.device))[1]
+    records = Records(rows, rows.new_zeros(len(rows)), shares, prepare=prepare.given)
+    # PRIVACY: before anything is drawn (test_units_are_charged_before_they_are_drawn)
+    optimizer.accountant.authorize(prepare.event(optimizer.adjacency))
+    found = prepare.measure(
+        records,
+        Preparation(1.0),
+        _MOST_ROWS,
+        optimizer.adjacency,
+        noise_generator(rows.device, None),
+    ).rows
+    assert found.scale is not None  # of rows that are measured
+    return replace(found, scale=tuple(value / BOUND for value in found.scale), bound_x=BOUND)
