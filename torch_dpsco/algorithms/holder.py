@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch_dpsco import _validate as check
-from torch_dpsco.accounting.budgets import Budget, parts
+from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import Design
 from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.algorithms.holder_numbers import (
@@ -27,7 +27,6 @@ from torch_dpsco.algorithms.holder_numbers import (
     balanced_lr,
 )
 from torch_dpsco.algorithms.prepared import (
-    BOUND,
     PreparedOptimizer,
     PreparedPlan,
     measurements,
@@ -35,7 +34,6 @@ from torch_dpsco.algorithms.prepared import (
     with_measurements,
 )
 from torch_dpsco.errors import ConditionError, MissingConstantError, outside, warn
-from torch_dpsco.estimators.preparation import PrivatePreparation
 from torch_dpsco.problem import Pace, Problem, TableGradBound, shared_bound
 from torch_dpsco.prox import Prox
 from torch_dpsco.step.chooser import (
@@ -51,13 +49,12 @@ from torch_dpsco.step.chooser import (
     dimension,
     public_size,
     scale_of_problem,
-    usual_distance,
     warn_if_buried,
 )
 from torch_dpsco.step.oracle import NOISES, HolderClipped
 from torch_dpsco.step.plan import Ranges, StepPlan, expected, noise_on_mean
 
-_NEARER = 0.25  # of the usual distance of labels, in private units
+_NEAR = 1.25  # guess of the distance in private units, of losses of labels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,11 +275,8 @@ class _Task(Task):
 
     def plan(self, secure: str | None) -> HolderPlan:
         """Returns the plan, stage by stage."""
-        prepare = self._measured()
-        if prepare is not None and self.budget is not None:
-            with parts():  # the whole is judged below
-                made = self._in_units(rest(self.budget, prepare)).plan(secure)
-            return with_measurements(made, self.budget, prepare)
+        if self.prepare is not None:
+            return self._prepared(secure)
         clip, scale = self._promises()
         draws = self._design(scale)
         multiplier = choose_noise(self.budget, *draws, self)
@@ -315,34 +309,28 @@ class _Task(Task):
             risk_bound=risk,
         )
 
-    def _measured(self) -> PrivatePreparation | None:
-        """Returns what is measured before the run; None for nothing."""
-        if self.prepare is None:
-            return None
-        known = isinstance(self.problem.exact_grad_bound, TableGradBound)
-        if not (known and self.problem.is_glm) or math.isfinite(self.problem.radius):
+    def _prepared(self, secure: str | None) -> HolderPlan:
+        """Returns the plan of steps in private units, with what measuring them leaves of the budget."""
+        table = self.problem.exact_grad_bound
+        if (
+            not (isinstance(table, TableGradBound) and self.problem.is_glm)
+            or self.problem.radius < math.inf
+        ):
             raise ConditionError(
                 "problem must be of a loss of dp.losses with one score, without a radius, which"
                 f" would be one in raw units, beside prepare='auto' (got {self.problem})"
             )
-        if self.goal is None or self.problem.bound_x is None:
-            raise MissingConstantError(
-                "budget must be given, and no noise_multiplier, beside prepare='auto' (got"
-                f" noise_multiplier={self.noise_multiplier})"
+        real = table.loss.target_kind == "real"
+        bound = table.bound_x
+        prepare = measurements(self.budget, self, bound_x=bound, dim=self.dim, real=real)
+        inner = replace(self, prepare=None, budget=rest(self.budget, prepare))
+        if prepare is not None:
+            problem = table.loss.problem(
+                bound_x=HolderPlan.length, bound_y=table.bound_y, intercept=True
             )
-        return measurements(self.problem.bound_x, self.n, self.dim, self.goal)
-
-    def _in_units(self, left: Budget) -> _Task:
-        """Returns what is asked for in private units, with what is left of the budget."""
-        table = self.problem.exact_grad_bound
-        assert isinstance(table, TableGradBound)
-        problem = table.loss.problem(bound_x=BOUND, bound_y=table.bound_y, intercept=True)
-        distance = self.distance
-        if distance is None and table.loss.target_kind != "real":
-            distance = _NEARER * usual_distance(
-                problem.grad_at_zero, problem.bound_x, None, smooth=True
-            )
-        return replace(self, problem=problem, budget=left, distance=distance, prepare=None)
+            near = None if real else _NEAR
+            inner = replace(inner, problem=problem, distance=self.distance or near)
+        return with_measurements(inner.plan(secure), self.budget, prepare)
 
     def _promises(self) -> tuple[float, Scale | None]:
         """Returns the share of the bound at which rows are clipped, and what the step rule measures by, if it holds."""

@@ -1,6 +1,6 @@
 """Rows in private units, for loops: centered and scaled by what is measured before the first step, in the same budget.
 
-    x = 5 clip((raw - m) / r, 1),   then   <w, x> + b = <w 5/r, raw> + b - <w 5/r, m>   for rows that are not clipped
+    x = clip((raw - m) B/r, B),   then   <w, x> + b = <w', raw> + b - <w', m>,   w' = w B/r,   for rows that are not cut
 
 The plan has the public numbers of the measurement, and noise for what it leaves of the budget; `standardize` charges
 it, measures, maps the data set, and takes the units out of the weights afterwards. The mechanism is that of the
@@ -39,11 +39,13 @@ from torch_dpsco.noise import noise_generator
 from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.sampling.loader import user_ids
 from torch_dpsco.step.checks import world_size
-from torch_dpsco.step.chooser import require_planned
+from torch_dpsco.step.chooser import Given, require_planned
 from torch_dpsco.step.plan import PlannedOptimizer, StepPlan
 
-BOUND = 5.0  # norm that prepared rows are clipped to, beside the 1 of a bias
-_WITHIN = 0.9  # of rows, whose distance from the center is less than the radius
+_WITHIN, _WITHIN_REAL = (
+    0.9,
+    0.98,
+)  # of rows within the radius: of labels, and of targets that lie on lines
 _MOST_ROWS = 2**31  # for which roundings of sums are bounded
 _MORE = 1.001  # of noise, where what was measured takes more than its share
 
@@ -56,6 +58,10 @@ class PreparedPlan(StepPlan):
         noise_multiplier: noise std on a sum over the clip.
         prepare: what is measured of rows before the first step; None for nothing.
     """
+
+    length: ClassVar[float] = (
+        5.0  # norm that prepared rows are clipped to, beside the 1 of a bias
+    )
 
     noise_multiplier: float
     prepare: PrivatePreparation | None = None
@@ -80,46 +86,56 @@ _Plan = TypeVar("_Plan", bound=PreparedPlan)
 
 
 def measurements(
-    bound_x: float, n: int, dim: int | None, budget: Budget
+    budget: Budget | None,
+    given: Given,
+    *,
+    bound_x: float | None,
+    dim: int | None,
+    real: bool = False,
 ) -> PrivatePreparation | None:
     """Returns what is measured of rows before a run, by public numbers; None where it does not pay.
 
     Args:
-        bound_x: bound on the norm of raw rows.
-        n: public number of records, or users.
-        dim: of a model with one score, its bias included.
         budget: of the run.
+        given: n, the public number of records or users, and what else is given of the run.
+        bound_x: bound on the norm of raw rows.
+        dim: of a model with one score, its bias included.
+        real: whether targets are numbers, to which rows that are cut do not belong.
     """
-    require_planned(budget)
-    if dim is None:
+    if budget is None or given.noise_multiplier is not None or bound_x is None or dim is None:
         raise MissingConstantError(
-            "dim must be the number of parameters, or the model, beside prepare='auto' (got None)"
+            "budget, bound_x and dim (the number of parameters, or the model) must be given beside"
+            f" prepare='auto', and noise_multiplier not (got {budget}, {bound_x}, {dim} and"
+            f" {given.noise_multiplier})"
         )
+    require_planned(budget)
     if not budget.delta:
         raise ConditionError("delta must be > 0 beside prepare='auto' (got 0)")
     mu = gaussian_mu(budget.epsilon, budget.delta)
-    rows = sum_level(mu, n, dim, budget.adjacency)
+    rows = sum_level(mu, given.n, dim, budget.adjacency)
     counts = number_of_counts(rows=True, targets=False, spreads=False)
-    level = counts_level(mu, n, counts)
+    level = counts_level(mu, given.n, counts)
     if not (rows and level):
         return None
-    within = share_within(_WITHIN, level, n, counts)
+    within = share_within(_WITHIN_REAL if real else _WITHIN, level, given.n, counts)
     return PrivatePreparation(given=Preparation(bound_x), rows=rows, counts=level, within=within)
 
 
-def rest(budget: Budget, prepare: PrivatePreparation) -> Budget:
-    """Returns about what a budget leaves beside what is measured: exactly so for Gaussian noise."""
+def rest(budget: Budget | None, prepare: PrivatePreparation | None) -> Budget | None:
+    """Returns about what a budget leaves beside what is measured, if anything is: exactly so for Gaussian noise."""
+    if budget is None or prepare is None:
+        return budget
     left = level_left(gaussian_mu(budget.epsilon, budget.delta), prepare.level)
-    return Budget(
-        gaussian_epsilon(left, budget.delta),
-        budget.delta,
-        adjacency=budget.adjacency,
-        unit=budget.unit,
-    )
+    epsilon = gaussian_epsilon(left, budget.delta)
+    return Budget(epsilon, budget.delta, adjacency=budget.adjacency, unit=budget.unit)
 
 
-def with_measurements(plan: _Plan, budget: Budget, prepare: PrivatePreparation) -> _Plan:
+def with_measurements(
+    plan: _Plan, budget: Budget | None, prepare: PrivatePreparation | None
+) -> _Plan:
     """Returns the plan of both, with the noise of a plan for `rest`, or more where both together need it."""
+    if budget is None or prepare is None:
+        return plan
     made = replace(plan, budget=budget, prepare=prepare)
     # PRIVACY: of both, as the ledger will compose them (test_a_plan_that_measures_is_within_its_budget)
     while made.epsilon(budget.delta) > budget.epsilon:
@@ -130,7 +146,7 @@ def with_measurements(plan: _Plan, budget: Budget, prepare: PrivatePreparation) 
 class PreparedOptimizer(PlannedOptimizer):
     """Base of optimizers whose plans may measure units of rows before the first step."""
 
-    plan: PreparedPlan
+    _plan: PreparedPlan
     units: Preparation | None = None  # that were measured
     _prepared: Dataset[Any] | None = None  # the data set that is in them
 
@@ -159,11 +175,11 @@ class Standardized(NamedTuple):
         units: what was done to each row, released; None for nothing.
     """
 
-    dataset: TensorDataset
+    dataset: Dataset[Any]
     units: Preparation | None
 
     @torch.no_grad()
-    def undo(self, layer: nn.Linear) -> None:
+    def undo(self, layer: nn.Module) -> None:
         """Takes the units out of the weights, once: then the layer is one for raw rows.
 
         Args:
@@ -171,26 +187,27 @@ class Standardized(NamedTuple):
         """
         if self.units is None:
             return
-        require_undone(layer)
+        layer = require_undone(layer)
         center, scale = self.units.shift_and_scale
         weight = layer.weight.double() / scale.to(layer.weight.device)
         layer.bias.sub_(weight @ center.to(layer.weight.device))
         layer.weight.copy_(weight)
 
 
-def require_undone(layer: Any) -> None:
-    """Raises ConditionError for a layer that units cannot be taken out of."""
+def require_undone(layer: nn.Module) -> nn.Linear:
+    """Returns a layer that units can be taken out of; raises ConditionError for others."""
     if not isinstance(layer, nn.Linear) or layer._parameters["bias"] is None:
         raise ConditionError(
             "model must be an nn.Linear with a bias, out of which units can be taken (got"
             f" {type(layer).__name__}); for another one leave prepare= out of the plan"
         )
+    return layer
 
 
 @typed
 def standardize(
     optimizer: PreparedOptimizer,
-    dataset: TensorDataset,
+    dataset: Dataset[Any],
     users: Any = None,
     *,
     units: Preparation | None = None,
@@ -229,7 +246,7 @@ def standardize(
     prepare = optimizer._plan.prepare
     if prepare is None:
         return Standardized(dataset, None)
-    tensors = getattr(dataset, "tensors", ())
+    tensors: Any = getattr(dataset, "tensors", ())
     if len(tensors) != 2 or tensors[0].dim() != 2 or not tensors[0].is_floating_point():
         raise ConditionError(
             "dataset must be a TensorDataset of rows (n, d), floating point, and targets, to be"
@@ -242,7 +259,7 @@ def standardize(
         units = optimizer.units or _measured(optimizer, prepare, rows, users)
     optimizer.units = units
     images = [units(part) for part in rows.split(2**16)]
-    prepared = TensorDataset(torch.cat(images).to(rows.dtype) if images else rows, targets)
+    prepared = TensorDataset(torch.cat(images).to(rows.dtype), targets)
     optimizer._prepared = prepared
     return Standardized(prepared, units)
 
@@ -266,4 +283,5 @@ def _measured(
         noise_generator(rows.device, None),
     ).rows
     assert found.scale is not None  # of rows that are measured
-    return replace(found, scale=tuple(value / BOUND for value in found.scale), bound_x=BOUND)
+    length = optimizer._plan.length
+    return replace(found, scale=tuple(value / length for value in found.scale), bound_x=length)
