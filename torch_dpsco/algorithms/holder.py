@@ -275,7 +275,7 @@ class _Task(Task):
 
     def plan(self, secure: str | None) -> HolderPlan:
         """Returns the plan, stage by stage."""
-        if self.prepare is not None:
+        if self.prepare:
             return self._prepared(secure)
         clip, scale = self._promises()
         draws = self._design(scale)
@@ -324,7 +324,7 @@ class _Task(Task):
         bound = table.bound_x
         prepare = measurements(self.budget, self, bound_x=bound, dim=self.dim, real=real)
         inner = replace(self, prepare=None, budget=rest(self.budget, prepare))
-        if prepare is not None:
+        if prepare:
             problem = table.loss.problem(
                 bound_x=HolderPlan.length, bound_y=table.bound_y, intercept=True
             )

@@ -23,7 +23,7 @@ from torch_dpsco._validate import typed
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon, gaussian_mu
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.events import Event, Sequential
-from torch_dpsco.errors import ConditionError, MissingConstantError, SequenceError
+from torch_dpsco.errors import ConditionError, MissingConstantError, SequenceError, UnitError
 from torch_dpsco.estimators.gradient_descent import users_of
 from torch_dpsco.estimators.preparation import (
     Preparation,
@@ -47,7 +47,6 @@ _WITHIN, _WITHIN_REAL = (
     0.98,
 )  # of rows within the radius: of labels, and of targets that lie on lines
 _MOST_ROWS = 2**31  # for which roundings of sums are bounded
-_MORE = 1.001  # of noise, where what was measured takes more than its share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,15 +67,24 @@ class PreparedPlan(StepPlan):
 
     values: ClassVar[tuple[type, ...]] = (Preparation, PrivatePreparation)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prepare and self.secure:
+            # PRIVACY: units get noise in floating point (test_exact_noise_of_units_is_refused)
+            raise ConditionError(
+                f"secure must be None beside prepare='auto' (got {self.secure!r}): units are"
+                " measured with noise in floating point"
+            )
+
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
         yield from super().lines()
-        if self.prepare is not None:
+        if self.prepare:
             yield "prepared", str(self.prepare)
 
     def _event_until(self, steps: int | None) -> Event:
         event = super()._event_until(steps)
-        if self.prepare is None:
+        if not self.prepare:
             return event
         # PRIVACY: units are released too (test_a_plan_charges_what_it_measures)
         return Sequential((self.prepare.event(self.adjacency), event))
@@ -109,8 +117,6 @@ def measurements(
             f" {given.noise_multiplier})"
         )
     require_planned(budget)
-    if not budget.delta:
-        raise ConditionError("delta must be > 0 beside prepare='auto' (got 0)")
     mu = gaussian_mu(budget.epsilon, budget.delta)
     rows = sum_level(mu, given.n, dim, budget.adjacency)
     counts = number_of_counts(rows=True, targets=False, spreads=False)
@@ -123,7 +129,7 @@ def measurements(
 
 def rest(budget: Budget | None, prepare: PrivatePreparation | None) -> Budget | None:
     """Returns about what a budget leaves beside what is measured, if anything is: exactly so for Gaussian noise."""
-    if budget is None or prepare is None:
+    if not budget or not prepare:
         return budget
     left = level_left(gaussian_mu(budget.epsilon, budget.delta), prepare.level)
     epsilon = gaussian_epsilon(left, budget.delta)
@@ -134,12 +140,12 @@ def with_measurements(
     plan: _Plan, budget: Budget | None, prepare: PrivatePreparation | None
 ) -> _Plan:
     """Returns the plan of both, with the noise of a plan for `rest`, or more where both together need it."""
-    if budget is None or prepare is None:
+    if not budget or not prepare:
         return plan
     made = replace(plan, budget=budget, prepare=prepare)
-    # PRIVACY: of both, as the ledger will compose them (test_a_plan_that_measures_is_within_its_budget)
+    # PRIVACY: of both, as the ledger will compose them (test_noise_is_raised_until_both_fit_the_budget)
     while made.epsilon(budget.delta) > budget.epsilon:
-        made = replace(made, noise_multiplier=made.noise_multiplier * _MORE)
+        made = replace(made, noise_multiplier=made.noise_multiplier * 1.001)
     return made
 
 
@@ -152,13 +158,13 @@ class PreparedOptimizer(PlannedOptimizer):
 
     def _start(self, device: torch.device) -> None:
         prepare = self._plan.prepare
-        if prepare is not None:
+        if prepare:
             self.accountant.declare(prepare.event(self.adjacency), 1)
         super()._start(device)
 
     def loader(self, dataset: Dataset[Any], *args: Any, **drawn: Any) -> PrivateLoader:
         """Returns a loader, see `PrivateOptimizer.loader`, of the data set that `standardize` has returned, if any."""
-        if self._plan.prepare is not None and dataset is not self._prepared:
+        if self._plan.prepare and dataset is not self._prepared:
             raise SequenceError(
                 "dataset must be in the units that the plan measures: iterate over"
                 " prepared = dp.standardize(optimizer, dataset), optimizer.loader(prepared.dataset),"
@@ -189,8 +195,8 @@ class Standardized(NamedTuple):
             return
         layer = require_undone(layer)
         center, scale = self.units.shift_and_scale
-        weight = layer.weight.double() / scale.to(layer.weight.device)
-        layer.bias.sub_(weight @ center.to(layer.weight.device))
+        weight = layer.weight.double().cpu() / scale
+        layer.bias.sub_((weight @ center).to(layer.bias))
         layer.weight.copy_(weight)
 
 
@@ -226,6 +232,7 @@ def standardize(
     Raises:
         BudgetExceeded: nothing was drawn.
         ConditionError: the data set is none of tensors.
+        UnitError: users are missing, or given where records are protected.
 
     Guarantee:
         The event `plan.prepare.event(adjacency)`, beside that of the steps; unit and adjacency are the plan's. Assumed:
@@ -240,23 +247,28 @@ def standardize(
         ...                          epsilon=1.0, delta=1e-6, dim=model, prepare="auto")
         >>> optimizer = dp.HolderSGD(model.parameters(), plan)
         >>> prepared = standardize(optimizer, data)
-        >>> bool(prepared.dataset.tensors[0].mean(0).norm() < 0.5), len(optimizer.accountant)
+        >>> bool(prepared.dataset.tensors[0].norm(dim=1).max() < 5.001), len(optimizer.accountant)
         (True, 1)
     """
     prepare = optimizer._plan.prepare
-    if prepare is None:
+    if not prepare:
         return Standardized(dataset, None)
     tensors: Any = getattr(dataset, "tensors", ())
-    if len(tensors) != 2 or tensors[0].dim() != 2 or not tensors[0].is_floating_point():
+    if len(tensors) != 2:
         raise ConditionError(
-            "dataset must be a TensorDataset of rows (n, d), floating point, and targets, to be"
-            f" prepared (got {type(dataset).__name__})"
+            "dataset must be a TensorDataset of rows (n, d) and targets, to be prepared (got"
+            f" {type(dataset).__name__})"
+        )
+    if (users is None) == (optimizer.oracle.unit == "user"):
+        # PRIVACY: without ids each row of a user counts (test_users_are_named_where_they_are_protected)
+        raise UnitError(
+            "users must be given for an optimizer that protects users, and for no other"
+            f" ({type(optimizer).__name__} protects {optimizer.oracle.unit}s)"
         )
     if world_size() > 1:
         raise ConditionError("prepare must be None in a run of several processes")
     rows, targets = tensors
-    if units is None:
-        units = optimizer.units or _measured(optimizer, prepare, rows, users)
+    units = units or optimizer.units or _measured(optimizer, prepare, rows, users)
     optimizer.units = units
     images = [units(part) for part in rows.split(2**16)]
     prepared = TensorDataset(torch.cat(images).to(rows.dtype), targets)
