@@ -126,13 +126,13 @@ def by_fit(build: Build, loss_name: str, adjacency: str = "add_remove") -> Fit:
 
 
 def holder(
-    table: Table, loss: dp.losses.Loss, model: nn.Linear, budget: dp.Budget, **sampling: str
+    table: Table, loss: dp.losses.Loss, model: nn.Linear, budget: dp.Budget, **given: str
 ) -> dp.PrivateOptimizer:
-    """HolderSGD by default, or with another sampling; a loss with a kink needs a guess of how far the answer is."""
+    """HolderSGD by default, but for what is named; a loss with a kink needs a guess of how far the answer is."""
     problem = loss.problem(bound_x=math.hypot(table.bound_x, 1.0), bound_y=table.bound_y or 1.0)
     scale = {} if problem.smoothness else {"distance": table.bound_y}
     n = int((~table.test).sum())
-    plan = dp.HolderSGD.plan(problem=problem, n=n, budget=budget, dim=model, **scale, **sampling)
+    plan = dp.HolderSGD.plan(problem=problem, n=n, budget=budget, dim=model, **scale, **given)
     return dp.HolderSGD(model.parameters(), plan)
 
 
@@ -148,7 +148,7 @@ def clipped(
     return dp.ClippedSGD(model.parameters(), plan)
 
 
-def user_clipped(**numbers: float) -> Build:
+def user_clipped(**numbers: object) -> Build:
     """UserClippedSGD, which knows that users of these tables have tens of rows, or with the numbers of its page."""
 
     def build(
@@ -158,6 +158,14 @@ def user_clipped(**numbers: float) -> Build:
         return dp.UserClippedSGD(model.parameters(), plan)
 
     return build
+
+
+def user_prepared(
+    table: Table, loss: dp.losses.Loss, model: nn.Linear, budget: dp.Budget
+) -> dp.PrivateOptimizer:
+    """UserClippedSGD, which measures where rows lie and knows nothing else."""
+    numbers = {"prepare": "auto", "bound_x": table.bound_x, "dim": model}
+    return user_clipped(**numbers)(table, loss, model, budget)
 
 
 SNIPPET = {"clip": 0.2, "lr": 1.0, "steps": 30}  # of docs/user_level.md
@@ -175,9 +183,21 @@ METHODS = (
         by_estimator(HuberRegressor, threshold="auto"),
     ),
     Method("Ridge", "", ERRORS, by_estimator(Ridge)),
-    Method("HolderSGD, logistic", "fit", CHANCES, by_fit(holder, "logistic")),
+    Method(
+        "HolderSGD, logistic, prepared",
+        "fit",
+        CHANCES,
+        by_fit(partial(holder, prepare="auto"), "logistic"),
+    ),
+    Method("HolderSGD, logistic", "", CHANCES, by_fit(holder, "logistic")),
     Method("HolderSGD, pinball", "fit", ("mae",), by_fit(holder, "pinball")),
-    Method("HolderSGD, Huber", "fit", ("huber",), by_fit(holder, "huber")),
+    Method(
+        "HolderSGD, Huber, prepared",
+        "fit",
+        ("huber",),
+        by_fit(partial(holder, prepare="auto"), "huber"),
+    ),
+    Method("HolderSGD, Huber", "", ("huber",), by_fit(holder, "huber")),
     Method(
         "HolderSGD, logistic, one secret pass",
         "",
@@ -210,8 +230,15 @@ METHODS = (
         by_fit(clipped, "huber", "replace_one"),
     ),
     Method(
-        "UserClippedSGD, logistic",
+        "UserClippedSGD, logistic, prepared",
         "user",
+        CHANCES,
+        by_fit(user_prepared, "logistic"),
+        users=True,
+    ),
+    Method(
+        "UserClippedSGD, logistic",
+        "",
         CHANCES,
         by_fit(user_clipped(rows_per_user=10), "logistic"),
         users=True,

@@ -55,6 +55,7 @@ if TYPE_CHECKING:  # isort: off
         BoltOnPSGD as BoltOnPSGD,
         HolderOutputSGD as HolderOutputSGD,
     )
+    from torch_dpsco.algorithms.prepared import standardize as standardize
     from torch_dpsco.algorithms.users import UserClippedSGD as UserClippedSGD
     from torch_dpsco.algorithms.users import (
         LocalizedUserSGD as LocalizedUserSGD,
@@ -100,6 +101,7 @@ _HOMES = {
     "algorithms.localized": "LocalizedSGD",
     "algorithms.nets": "NetSGD",
     "algorithms.output_sgd": "BoltOnPSGD HolderOutputSGD",
+    "algorithms.prepared": "standardize",
     "algorithms.users": "LocalizedUserSGD UserClippedSGD UserFilteredSGD",
     "audits.repeated": "audit audit_outputs audit_training",
     "diagnosis": "doctor",

@@ -30,6 +30,12 @@ from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.ledger_file import sync_folder
 from torch_dpsco.acts import act
 from torch_dpsco.algorithms.nets import NetSGD
+from torch_dpsco.algorithms.prepared import (
+    PreparedOptimizer,
+    Standardized,
+    require_undone,
+    standardize,
+)
 from torch_dpsco.algorithms.row_free import RowFreeOptimizer
 from torch_dpsco.compat import own_step
 from torch_dpsco.diagnosis.probe import settle_sizes
@@ -155,20 +161,19 @@ def fit(
             " delta=...), or beside an optimizer"
         )
     check.made(loss_fn=loss_fn)
-    check.positive_count(every=every)
     asked: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "budget": budget, "n": n}
     asked["accountant"] = accountant
-    if optimizer is None:
-        optimizer = _untuned(model, dataset, asked, verbose=progress and is_first())
-    else:
+    if optimizer is not None:
         _require_left_out(optimizer, asked)
+    optimizer = optimizer or _untuned(model, dataset, asked, verbose=progress and is_first())
     loss_fn = as_module(loss_fn)
     tell: Callable[[Any], None] = log or (lambda optimizer: None)
     drawn = {"users": users, "record_ids": record_ids, "shard": shard, "isolation": isolation}
     drawn["physical_batch_size"] = physical_batch_size
+    fixed = {"steps": steps, "checkpoint": checkpoint}
     if isinstance(optimizer, RowFreeOptimizer):
-        fixed = {"steps": steps, "loss_reduction": loss_reduction, "checkpoint": checkpoint}
-        _require_left_out(optimizer, drawn | fixed | {"compile": compile or None})
+        fixed |= {"loss_reduction": loss_reduction, "compile": compile or None}
+        _require_left_out(optimizer, drawn | fixed)
         return _fit_row_free(model, optimizer, dataset, loss_fn, num_workers, progress, tell)
     if isinstance(optimizer, SolvedOptimizer):
         raise ValueError(
@@ -181,14 +186,31 @@ def fit(
         return model.eval()
     left = steps_to_make(optimizer, steps)
     reduction = _agreed_reduction(model, loss_reduction, loss_fn)
-    _require_pairs(dataset)
+    prepared = _prepared(model, optimizer, dataset, users, fixed)
     optimizer.discard()  # what a run before left in progress comes again
     drawn |= {"steps": left, "resume": True, "num_workers": num_workers}
-    loader = optimizer.loader(dataset, **drawn)
+    loader = optimizer.loader(prepared.dataset, **drawn)
     due, backward = _due(model, optimizer, loader, loss_fn, reduction, compile=compile)
     with torch.set_grad_enabled(backward):
         _make_steps(optimizer, due, saved, tell, left, progress=progress and is_first())
+    prepared.undo(model)
     return model.eval()
+
+
+def _prepared(
+    model: nn.Module,
+    optimizer: PrivateOptimizer,
+    dataset: Dataset[Any],
+    users: Any,
+    fixed: dict[str, Any],
+) -> Standardized:
+    """Returns the data set of pairs in private units, where the plan of the optimizer measures them; else as it is."""
+    _require_pairs(dataset)
+    if not isinstance(optimizer, PreparedOptimizer) or optimizer._plan.prepare is None:
+        return Standardized(dataset, None)
+    _require_left_out(optimizer, fixed)  # units are taken out of the weights after the last step
+    require_undone(model)
+    return standardize(optimizer, dataset, users)
 
 
 def _untuned(

@@ -122,6 +122,22 @@ CALLS["dp.HolderSGD.plan"] = lambda: (
     dp.HolderSGD.plan,
     {"problem": problem(), "n": 24, "budget": budget(), "batch_size": 6, "epochs": 2},
 )
+CALLS["dp.standardize"] = lambda: (
+    dp.standardize,
+    {
+        "optimizer": dp.HolderSGD(
+            params(),
+            dp.HolderSGD.plan(
+                problem=dp.losses.Logistic().problem(bound_x=2.0),
+                n=24,
+                budget=dp.Budget(50.0, 1e-3),
+                dim=3,
+                prepare="auto",
+            ),
+        ),
+        "dataset": records(24),
+    },
+)
 CALLS["dp.PrivateOptimizer"] = lambda: (
     dp.PrivateOptimizer,
     {
@@ -289,6 +305,7 @@ CALLS["dp.BoltOnPSGD.loader"] = lambda: (
     made("dp.BoltOnPSGD").loader,
     {"dataset": records(24, torch.float64)},
 )
+CALLS["dp.ClippedSGD.loader"] = lambda: (made("dp.ClippedSGD").loader, {"dataset": records(24)})
 CALLS["dp.UserClippedSGD.loader"] = lambda: (
     made("dp.UserClippedSGD").loader,
     {"dataset": records(48), "users": torch.arange(48) % 24},

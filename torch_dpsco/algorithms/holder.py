@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch_dpsco import _validate as check
@@ -26,8 +26,15 @@ from torch_dpsco.algorithms.holder_numbers import (
     average_risk_bound,
     balanced_lr,
 )
-from torch_dpsco.errors import MissingConstantError, outside, warn
-from torch_dpsco.problem import Pace, Problem, shared_bound
+from torch_dpsco.algorithms.prepared import (
+    PreparedOptimizer,
+    PreparedPlan,
+    measurements,
+    rest,
+    with_measurements,
+)
+from torch_dpsco.errors import ConditionError, MissingConstantError, outside, warn
+from torch_dpsco.problem import Pace, Problem, TableGradBound, shared_bound
 from torch_dpsco.prox import Prox
 from torch_dpsco.step.chooser import (
     USUAL_EPOCHS,
@@ -45,17 +52,18 @@ from torch_dpsco.step.chooser import (
     warn_if_buried,
 )
 from torch_dpsco.step.oracle import NOISES, HolderClipped
-from torch_dpsco.step.plan import PlannedOptimizer, Ranges, StepPlan, expected, noise_on_mean
+from torch_dpsco.step.plan import Ranges, StepPlan, expected, noise_on_mean
+
+_NEAR = 1.25  # guess of the distance in private units, of losses of labels
 
 
 @dataclass(frozen=True, kw_only=True)
-class HolderPlan(StepPlan):
+class HolderPlan(PreparedPlan):
     """Public numbers of a run of HolderSGD.
 
     Args:
         problem: promised constants.
         noise: "adaptive" or "constant"; see `HolderSGD.plan`.
-        noise_multiplier: noise std on the sum of rows over the bound.
         grad_bound: clip at the radius, or at the start on an unbounded domain.
         clip: share of the promised bound past which rows are clipped; 1 where none is.
         risk_bound: on the expected excess risk of the average; None where no theorem applies.
@@ -63,7 +71,6 @@ class HolderPlan(StepPlan):
 
     problem: Problem
     noise: str
-    noise_multiplier: float
     grad_bound: float
     clip: float = 1.0
     risk_bound: float | None = None
@@ -118,7 +125,7 @@ class HolderPlan(StepPlan):
         yield from expected(self.risk_bound)
 
 
-class HolderSGD(PlannedOptimizer):
+class HolderSGD(PreparedOptimizer):
     """Private SGD whose noise is calibrated from the loss, with no clipping threshold to guess.
 
     Args:
@@ -175,6 +182,7 @@ class HolderSGD(PlannedOptimizer):
         dim: Any = None,
         distance: float | None = None,
         clip: float | None = None,
+        prepare: str | None = None,
         secure: str | None = None,
     ) -> HolderPlan:
         """Returns noise, steps, epsilon and risk bound of a run, before anything is spent.
@@ -212,6 +220,10 @@ class HolderSGD(PlannedOptimizer):
                 radius), or the radius.
             clip: share in (0, 1] of the promised bound at which rows are clipped; default 1, and down to 1/2 where the
                 rule sees much noise and the loss has one score. Privacy does not depend on it: noise is in proportion.
+            prepare: "auto" measures privately, within the budget and where that pays by public numbers, where rows lie,
+                and counts on rows in these units (`dp.standardize`, which `dp.fit` calls by itself): for losses of one
+                score, a model with a bias, and features that are not centered. Then bounds of the problem are those of
+                raw rows, and `distance` counts in the units. None measures nothing.
             secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
 
         Raises:
@@ -236,6 +248,7 @@ class HolderSGD(PlannedOptimizer):
             dim=dimension(dim),
             distance=distance,
             clip=clip,
+            prepare=prepare,
         )
         return task.plan(secure)
 
@@ -246,9 +259,11 @@ class _Task(Task):
 
     noise: str
     clip: float | None
+    prepare: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check.choice(("auto", None), prepare=self.prepare)
         check.choice(NOISES, noise=self.noise)
         if self.clip is not None:
             check.between(0.0, 1.0, clip=check.positive(clip=self.clip))
@@ -260,6 +275,8 @@ class _Task(Task):
 
     def plan(self, secure: str | None) -> HolderPlan:
         """Returns the plan, stage by stage."""
+        if self.prepare:
+            return self._prepared(secure)
         clip, scale = self._promises()
         draws = self._design(scale)
         multiplier = choose_noise(self.budget, *draws, self)
@@ -291,6 +308,29 @@ class _Task(Task):
             clip=clip,
             risk_bound=risk,
         )
+
+    def _prepared(self, secure: str | None) -> HolderPlan:
+        """Returns the plan of steps in private units, with what measuring them leaves of the budget."""
+        table = self.problem.exact_grad_bound
+        if (
+            not (isinstance(table, TableGradBound) and self.problem.is_glm)
+            or self.problem.radius < math.inf
+        ):
+            raise ConditionError(
+                "problem must be of a loss of dp.losses with one score, without a radius, which"
+                f" would be one in raw units, beside prepare='auto' (got {self.problem})"
+            )
+        real = table.loss.target_kind == "real"
+        bound = table.bound_x
+        prepare = measurements(self.budget, self, bound_x=bound, dim=self.dim, real=real)
+        inner = replace(self, prepare=None, budget=rest(self.budget, prepare))
+        if prepare:
+            problem = table.loss.problem(
+                bound_x=HolderPlan.length, bound_y=table.bound_y, intercept=True
+            )
+            near = None if real else _NEAR
+            inner = replace(inner, problem=problem, distance=self.distance or near)
+        return with_measurements(inner.plan(secure), self.budget, prepare)
 
     def _promises(self) -> tuple[float, Scale | None]:
         """Returns the share of the bound at which rows are clipped, and what the step rule measures by, if it holds."""

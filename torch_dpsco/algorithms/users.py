@@ -42,6 +42,13 @@ from torch_dpsco.accounting.events import ADD_REMOVE, REPLACE_ONE, Adjacency
 from torch_dpsco.algorithms.clips import AdaptiveClipped
 from torch_dpsco.algorithms.heavy_plan import scale_of
 from torch_dpsco.algorithms.oracles import UserClipped, UserFiltered
+from torch_dpsco.algorithms.prepared import (
+    PreparedOptimizer,
+    PreparedPlan,
+    measurements,
+    rest,
+    with_measurements,
+)
 from torch_dpsco.algorithms.user_numbers import (
     UserFilter,
     UserPhase,
@@ -52,6 +59,7 @@ from torch_dpsco.algorithms.user_numbers import (
     suited,
 )
 from torch_dpsco.errors import AdjacencyError, InfeasibleError, MissingConstantError, warn
+from torch_dpsco.estimators.preparation import PrivatePreparation
 from torch_dpsco.problem import Pace, Phase, Problem, Schedule
 from torch_dpsco.prox import Prox
 from torch_dpsco.step import checks
@@ -73,6 +81,7 @@ from torch_dpsco.step.plan import PlannedOptimizer, StepPlan, expected, noise_on
 _FULL_STEPS = 30
 _EPOCHS = 10
 _START = 0.03  # of a search: first clip
+_NEARER = 3.0  # distance in private units
 _SAFE_QUANTILE = 0.9  # that the clip follows, of the lengths of users' gradients
 _QUANTILES = {8: 0.1, 3: 0.5}  # where users have at least so many rows
 _VOTES = 0.02  # and share of the squared budget
@@ -97,19 +106,18 @@ class UserPlan(StepPlan):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UserClippedPlan(UserPlan):
+class UserClippedPlan(PreparedPlan, UserPlan):
     """Public numbers of a run of UserClippedSGD.
 
     Args:
         clip: of a user's mean gradient; the first one of a search.
-        noise_multiplier: noise std on the sum over users over the clip; of a search that of a whole step, in which sum
-            and votes are released together.
         quantile: of the lengths of users' gradients, which the clip follows (`oracles.AdaptiveClipped`); then means are
             divided by the clip: lr is in its units. None: the clip is fixed.
     """
 
+    length: ClassVar[float] = 2.0
+
     clip: float
-    noise_multiplier: float
     quantile: float | None = None
 
     def oracle(self, prox: Prox) -> UserClipped:
@@ -162,7 +170,7 @@ class UserClippedPlan(UserPlan):
         yield "assumed", self.assumed
 
 
-class UserClippedSGD(PlannedOptimizer):
+class UserClippedSGD(PreparedOptimizer):
     """SGD on the mean of users' clipped mean gradients: user-level DP-SGD, the default recommendation.
 
     Args:
@@ -196,6 +204,7 @@ class UserClippedSGD(PlannedOptimizer):
     """
 
     plans = UserClippedPlan
+    _plan: UserClippedPlan
 
     @classmethod
     def plan(
@@ -218,6 +227,8 @@ class UserClippedSGD(PlannedOptimizer):
         adjacency: Adjacency | None = None,
         dim: Any = None,
         distance: float | None = None,
+        prepare: str | None = None,
+        bound_x: float | None = None,
         secure: str | None = None,
     ) -> UserClippedPlan:
         """Returns noise, steps and epsilon of a run, before anything is spent.
@@ -250,6 +261,11 @@ class UserClippedSGD(PlannedOptimizer):
             dim: number of parameters, or the model: the step rule takes 64 without it. A warning tells where noise
                 buries the signal.
             distance: guess of how far the parameters have to go, for the step rule; default 6.
+            prepare: "auto" measures privately, within the budget and where that pays by public numbers, where rows of
+                users lie, and counts on rows in these units (`dp.standardize`, which `dp.fit` calls by itself): for a
+                linear model with a bias, and features that are not centered. None measures nothing.
+            bound_x: public bound on the norm of raw rows, without the 1 of a bias, to which longer ones are clipped:
+                needed by prepare="auto".
             secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
 
         Raises:
@@ -267,23 +283,22 @@ class UserClippedSGD(PlannedOptimizer):
             epochs=epochs,
             noise_multiplier=noise_multiplier,
         )
-        if distance is not None:
-            check.positive(distance=distance)
-        by_rule = clip is None or lr is None
-        if noise_multiplier is not None and by_rule:
-            raise MissingConstantError(
-                f"clip and lr must be given beside noise_multiplier={noise_multiplier} (got {clip}"
-                f" and {lr})"
-            )
+        by_rule = _is_by_rule(clip, lr, noise_multiplier)
         units = 1.0 if clip is None else check.positive(clip=clip)
         scale = UserScale(units, distance, dimension(dim))
-        draws = _design(scale if by_rule else None, budget, given)
-        noise = choose_noise(budget, *draws, given)
+        measured: PrivatePreparation | None = None
+        if check.choice(("auto", None), prepare=prepare):
+            measured = measurements(budget, given, bound_x=bound_x, dim=scale.dim)
+        if measured:
+            scale = replace(scale, distance=distance or _NEARER)
+        left = rest(budget, measured)
+        draws = _design(scale if by_rule else None, left, given)
+        noise = choose_noise(left, *draws, given)
         pace = choose_pace(scale, draws, noise) if lr is None else Pace(lr)
         warn_if_buried(
             None if noise_multiplier is not None else budget, draws, noise, n, scale.dim
         )
-        return UserClippedPlan(
+        made = UserClippedPlan(
             budget=budget,
             adjacency=adjacency,
             design=draws.design,
@@ -297,12 +312,23 @@ class UserClippedSGD(PlannedOptimizer):
             quantile=_quantile(rows_per_user, clip),
             min_items=check.positive_count(min_items=min_items),
         )
+        return with_measurements(made, budget, measured)
 
     def _move(self, params: list[nn.Parameter], release: Release, phase: Phase, k: int) -> None:
         if self._plan.quantile is not None:  # the clip is a release as well
             clip = self.oracle.metrics()["clip"]
             release = release._replace(mean=[mean.div_(clip) for mean in release.mean])
         super()._move(params, release, phase, k)
+
+
+def _is_by_rule(clip: float | None, lr: float | None, noise_multiplier: float | None) -> bool:
+    """Returns whether the step rule chooses clip or step size, which it cannot beside a noise that is given."""
+    if noise_multiplier is not None and None in (clip, lr):
+        raise MissingConstantError(
+            f"clip and lr must be given beside noise_multiplier={noise_multiplier} (got {clip} and"
+            f" {lr})"
+        )
+    return None in (clip, lr)
 
 
 def _quantile(rows_per_user: float | None, clip: float | None) -> float | None:

@@ -389,6 +389,9 @@ class UserScale:
     distance: float | None
     dim: int | None
 
+    def __post_init__(self) -> None:
+        check.ranges(self, {"distance": check.positive})
+
     def steps(self, n: int, budget: Budget) -> int:
         """Returns the number of steps by the noise."""
         return relative_steps(loudness(n, budget, self.dim))
