@@ -2,7 +2,7 @@
 
     python benchmarks/nets.py                                   # digits, cancer, adult; five runs of each
     python benchmarks/nets.py --sets digits --epsilons 3 --seeds 2
-    python benchmarks/nets.py --sets fashion --fashion FOLDER   # of the IDX files of Fashion-MNIST; hours with --nets CNN
+    python benchmarks/nets.py --sets fashion --fashion FOLDER   # of its IDX files; hours with --nets CNN
     python benchmarks/nets.py --smoke                           # tiny numbers: shows that it runs
 
 Medians of runs, which are fresh weights, noise and batches, on a fixed test set; delta is 1e-5, zero_out (ours) and
