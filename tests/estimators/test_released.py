@@ -50,7 +50,9 @@ def test_a_file_has_these_fields_and_no_true_number_of_records(tmp_path):
         tmp_path / "m.json"
     )
     text = (tmp_path / "m.json").read_text()
-    wanted = "format version kind coef intercept classes bound_x center scale names card schema"
+    wanted = (
+        "format version kind coef intercept classes bound_x center scale link names card schema"
+    )
     assert list(json.loads(text)) == wanted.split()
     assert " 113" not in text
     assert not any(repr(float(value)) in text for value in X.ravel())
