@@ -114,7 +114,7 @@ def earnings() -> Table:
     return made("earnings", "develop", blocks, found["earnings"], bound_y=100.0, threshold=5.0)
 
 
-# -- score: yes or no -------------------------------------------------------------------------------------------------
+# -- yes or no --------------------------------------------------------------------------------------------------------
 
 
 def votes() -> Table:
@@ -146,7 +146,7 @@ def votes() -> Table:
         one_hot(found["racef"], races),
         one_hot(found["state"], STATES),
     ]
-    return made("votes", "score", blocks, found["votetrump"])
+    return made("votes", "develop", blocks, found["votetrump"])
 
 
 def abortion() -> Table:
@@ -162,7 +162,7 @@ def abortion() -> Table:
         one_hot(found["race"], ("White", "Black", "Other")),
     ]
     blocks += [one_hot(found["pid"], (0, 1, 2, 3, 4, 5, 6))]
-    return made("abortion", "score", blocks, found["abany"])
+    return made("abortion", "develop", blocks, found["abany"])
 
 
 def crashes() -> Table:
@@ -183,7 +183,7 @@ def crashes() -> Table:
         flag(found["occRole"] == "driver"),
     ]
     blocks += [one_hot(found["abcat"], ("unavail", "deploy", "nodeploy"))]
-    return made("crashes", "score", blocks, flag(found["dead"] == "dead"))
+    return made("crashes", "develop", blocks, flag(found["dead"] == "dead"))
 
 
 def homes() -> Table:
@@ -195,7 +195,7 @@ def homes() -> Table:
         flag(found["nonwhite"] == 1),
     ]
     blocks += [flag(found["vet_wwko"] == 1), unit(found["qob_minus_kw"], -60, 30)]
-    return made("homes", "score", blocks, found["home_ownership"])
+    return made("homes", "develop", blocks, found["home_ownership"])
 
 
 def mothers() -> Table:
@@ -216,7 +216,7 @@ def mothers() -> Table:
         flag(found["samesex"] == 1),
         flag(found["multi2nd"] == 1),
     ]
-    return made("mothers", "score", blocks, found["worked"])
+    return made("mothers", "develop", blocks, found["worked"])
 
 
 def insurance() -> Table:
@@ -234,10 +234,10 @@ def insurance() -> Table:
         flag(found["empl"] == 1),
     ]
     blocks += [unit(found["inc"], 0, 200_000)]
-    return made("insurance", "score", blocks, found["hi"])
+    return made("insurance", "develop", blocks, found["hi"])
 
 
-# -- score: numbers ---------------------------------------------------------------------------------------------------
+# -- numbers ----------------------------------------------------------------------------------------------------------
 
 
 def wages() -> Table:
@@ -252,7 +252,7 @@ def wages() -> Table:
     ]
     blocks += [flag(found["smsa"] == "yes"), flag(found["parttime"] == "yes")]
     blocks += [one_hot(found["region"], ("northeast", "midwest", "south", "west"))]
-    return made("wages", "score", blocks, found["wage"] / 100, bound_y=200.0)
+    return made("wages", "develop", blocks, found["wage"] / 100, bound_y=200.0)
 
 
 def incomes() -> Table:
@@ -302,7 +302,7 @@ def incomes() -> Table:
         one_hot(found["wrkstat"], work),
     ]
     blocks += [one_hot(found["educcat"], schools), one_hot(found["maritalcat"], states)]
-    return made("incomes", "score", blocks, found["realrinc"] / 10_000, bound_y=50.0)
+    return made("incomes", "develop", blocks, found["realrinc"] / 10_000, bound_y=50.0)
 
 
 def medical() -> Table:
@@ -325,7 +325,7 @@ def medical() -> Table:
     ]
     blocks += [unit(found["num"], 1, 14), unit(found["mhi"], 0, 100), flag(found["black"] == 1)]
     blocks += [flag(found["hlthg"] == 1), flag(found["hlthf"] == 1), flag(found["hlthp"] == 1)]
-    return made("medical", "score", blocks, found["meddol"] / 100, bound_y=500.0)
+    return made("medical", "develop", blocks, found["meddol"] / 100, bound_y=500.0)
 
 
 def vocabulary() -> Table:
@@ -340,7 +340,7 @@ def vocabulary() -> Table:
         flag(found["gender"] == "female"),
     ]
     blocks += [flag(found["nativeBorn"] == "yes")]
-    return made("vocabulary", "score", blocks, found["vocab"], bound_y=10.0)
+    return made("vocabulary", "develop", blocks, found["vocab"], bound_y=10.0)
 
 
 def hotels() -> Table:
@@ -369,7 +369,7 @@ def hotels() -> Table:
         one_hot(found["customer_type"], kinds),
         unit(found["total_of_special_requests"], 0, 5),
     ]
-    return made("hotels", "score", blocks, found["avg_price_per_room"] / 10, bound_y=60.0)
+    return made("hotels", "develop", blocks, found["avg_price_per_room"] / 10, bound_y=60.0)
 
 
 def films() -> Table:
@@ -382,4 +382,4 @@ def films() -> Table:
         log_unit(found["votes"], 200_000),
     ]
     blocks += [flag(found[genre] == 1) for genre in genres]
-    return made("films", "score", blocks, found["rating"], bound_y=10.0)
+    return made("films", "develop", blocks, found["rating"], bound_y=10.0)

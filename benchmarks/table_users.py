@@ -63,7 +63,7 @@ def batters() -> Table:
     )
 
 
-# -- score ------------------------------------------------------------------------------------------------------------
+# -- more ------------------------------------------------------------------------------------------------------------
 
 GENRES = (
     *(
@@ -100,7 +100,7 @@ def ratings() -> Table:
     ).astype(float)
     genres /= np.maximum(1.0, np.sqrt(genres.sum(axis=1, keepdims=True)))
     blocks = [unit(found["year"], 1900, 2020), unit(found["timestamp"], 7.9e8, 1.5e9), genres]
-    return made("ratings", "score", blocks, flag(found["rating"] >= 4), users=found["userId"])
+    return made("ratings", "develop", blocks, flag(found["rating"] >= 4), users=found["userId"])
 
 
 def chemistry() -> Table:
@@ -111,7 +111,7 @@ def chemistry() -> Table:
         unit(found["age"], -6, 6),
         flag(found["gender"] == "F"),
     ]
-    return made("chemistry", "score", blocks, flag(found["score"] >= 8), users=found["school"])
+    return made("chemistry", "develop", blocks, flag(found["score"] >= 8), users=found["school"])
 
 
 def storms() -> Table:
@@ -127,7 +127,7 @@ def storms() -> Table:
         long**2,
     ]
     name = found["name"] + found["year"].astype(str)
-    return made("storms", "score", blocks, flag(found["wind"] >= 64), users=name)
+    return made("storms", "develop", blocks, flag(found["wind"] >= 64), users=name)
 
 
 def _counties() -> tuple[pd.DataFrame, list[Array]]:
@@ -156,7 +156,7 @@ def counties() -> Table:
     found, blocks = _counties()
     return made(
         "counties",
-        "score",
+        "develop",
         blocks,
         found["murdrate"],
         bound_y=50.0,
@@ -168,7 +168,9 @@ def counties() -> Table:
 def murders() -> Table:
     """A year has a murder in the county."""
     found, blocks = _counties()
-    return made("murders", "score", blocks, flag(found["murders"] > 0), users=found["countyid"])
+    return made(
+        "murders", "develop", blocks, flag(found["murders"] > 0), users=found["countyid"]
+    )
 
 
 def teachers() -> Table:
@@ -189,7 +191,7 @@ def teachers() -> Table:
     ]
     return made(
         "teachers",
-        "score",
+        "develop",
         blocks,
         found["math"] / 100,
         bound_y=10.0,
@@ -206,7 +208,13 @@ def districts() -> Table:
     blocks += [one_hot(found["state"], STATES)]
     place = found["state"].astype(str) + found["puma"].astype(str)
     return made(
-        "districts", "score", blocks, found["lweekinc"], bound_y=12.0, threshold=0.5, users=place
+        "districts",
+        "develop",
+        blocks,
+        found["lweekinc"],
+        bound_y=12.0,
+        threshold=0.5,
+        users=place,
     )
 
 
@@ -221,7 +229,7 @@ def restaurants() -> Table:
     lost = 100 - found["inspection_score"]
     return made(
         "restaurants",
-        "score",
+        "develop",
         blocks,
         lost,
         bound_y=100.0,

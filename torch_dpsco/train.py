@@ -103,8 +103,8 @@ def fit(
     `doctor` model and loss (coupled records, a regularizer in the loss, another reduction than declared). The progress
     bar shows steps, epsilon (rounded up) and steps left, never the training loss, which is private. A run that is
     interrupted keeps its steps and its ledger; another `fit` makes the steps that are left. Units that a plan measures
-    (`prepare="auto"`) are charged before the probes, and taken out of the weights at the end. With a checkpoint the same
-    script, run again after a crash, goes on where the checkpoint is: steps after it are lost, and a warning counts
+    (`prepare="auto"`) are charged before the probes, and taken out of the weights at the end. With a checkpoint the
+    same script, run again after a crash, goes on where the checkpoint is: steps after it are lost, and a warning counts
     them, but nothing is spent twice.
 
     Args:

@@ -20,7 +20,7 @@ from torch_dpsco.estimators.least_squares import (
     plan_preconditioned_gd,
 )
 from torch_dpsco.estimators.objectives import NearSums, row_losses
-from torch_dpsco.estimators.preparation import Preparation
+from torch_dpsco.estimators.preparation import Preparation, signal_to_noise
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.task import LinearTask
 from torch_dpsco.losses import Huber, SmoothedPinball, Squared
@@ -205,6 +205,16 @@ def test_losses_with_bounded_slopes_are_never_cut_and_spend_their_level():
             given.preparation.bound**2
         )
         assert 1000 * plan._reach == pytest.approx(plan.radius)
+
+
+@pytest.mark.parametrize(("n", "noisy"), [(300, True), (5000, False)])
+def test_robust_steps_are_shorter_where_noise_is_loud(n: int, noisy: bool):
+    given = task(Huber(0.3), n=n)
+    signal = signal_to_noise(given.level, n, given.parameters)
+    assert (signal < 60) == noisy
+    whole = given.preparation.bound**2 / given.smoothness
+    found = plan_preconditioned_gd(given).step_size(torch.ones(4))
+    assert found == pytest.approx(whole * min(1.0, signal / 60))
 
 
 def test_noiseless_rounds_end_at_the_minimizer(monkeypatch: pytest.MonkeyPatch):

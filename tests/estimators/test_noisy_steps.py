@@ -12,8 +12,9 @@ from torch import Tensor
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu, noisy_gd_mu
-from torch_dpsco.estimators.gradient_descent import NoisyGDPlan, plan_noisy_gd
-from torch_dpsco.estimators.preparation import Preparation
+from torch_dpsco.estimators import gradient_descent
+from torch_dpsco.estimators.gradient_descent import NoisyGDPlan, plan_noisy_gd, way_guess
+from torch_dpsco.estimators.preparation import Preparation, signal_to_noise
 from torch_dpsco.estimators.records import gradient_rounding, project
 from torch_dpsco.estimators.task import LinearTask, build_objective, make_records
 from torch_dpsco.noise import gaussian_vector
@@ -255,6 +256,18 @@ def test_a_run_with_momentum_is_the_loop_of_its_docstring() -> None:
         if step >= 4:
             later.append(w)
     torch.testing.assert_close(found, torch.stack(later).mean(0))
+
+
+@pytest.mark.parametrize(("kind", "power", "from_"), [("labels", 2, 60.0), ("targets", 1, 30.0)])
+def test_steps_that_would_drown_go_less_far(kind: str, power: int, from_: float) -> None:
+    loss = {} if kind == "targets" else {"loss": dp.losses.Logistic(), "bound_y": None}
+    for n in (100, 2000, 200_000):
+        budget = dp.Budget(1.0, 1e-6, adjacency="add_remove")
+        given = task(reg=None, dim=20, n=n, n_max=2 * n, budget=budget, **loss)
+        share = min(1.0, signal_to_noise(given.level, n, given.parameters) / from_) ** power
+        assert gradient_descent._way(given) == pytest.approx(way_guess(given) * share)
+    silent = task(reg=None, budget=None, noise_multiplier=50.0, **loss)
+    assert gradient_descent._way(silent) == way_guess(silent)
 
 
 def test_more_noise_shortens_the_way() -> None:

@@ -29,7 +29,7 @@ from torch_dpsco.estimators import (
     TiltedClassifier,
     preparation,
 )
-from torch_dpsco.estimators.base import plan_linear
+from torch_dpsco.estimators.base import LinearModel, plan_linear
 from torch_dpsco.estimators.fits import fit_linear
 from torch_dpsco.estimators.preparation import (
     Preparation,
@@ -376,6 +376,41 @@ def test_without_noise_units_are_those_of_the_data(quiet: None) -> None:
     assert spread <= units.spread <= spread * (2 * 10**6) ** (1 / 2**9)
 
 
+@pytest.mark.parametrize("widest", [0.1, 100.0])
+def test_the_unit_of_targets_is_the_spread_or_the_widest_one(quiet: None, widest: float) -> None:
+    """So that a threshold of 0.3 units is 0.3 spreads, and never more than what was asked for."""
+    rows, targets = line()
+    found = []
+    for cap in (math.inf, widest):
+        given = measured(within=0.5, widest=cap)
+        assert given.prepare is not None
+        records = make_records(given, rows, targets)
+        units = given.prepare.measure(
+            records, given.preparation, 2000, "add_remove", torch.Generator()
+        )
+        found.append(units.spread)
+    assert 0.1 < found[0] < 100.0
+    assert found[1] == min(found[0], widest)
+
+
+@pytest.mark.parametrize("widest", [1e-9, 3.0])
+def test_no_target_in_the_widest_unit_leaves_its_bound(quiet: None, widest: float) -> None:
+    """A unit below what the bisection can tell makes targets long: they are cut, as the plan's constants assume."""
+    rows, targets = line()
+    given = measured(within=0.5, widest=widest)
+    assert given.prepare is not None
+    units = given.prepare.measure(
+        make_records(given, rows, targets),
+        given.preparation,
+        2000,
+        "add_remove",
+        torch.Generator(),
+    )
+    prepared = make_records(given, rows, targets, units=units)
+    assert given.bound_y == given.prepare.most
+    assert float(prepared.targets.abs().max()) <= given.bound_y
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("bound_y", [10.0, 2_000.0])
 def test_a_generous_bound_on_targets_does_not_end_the_search_for_their_spread(
@@ -464,8 +499,9 @@ def test_predictions_are_linear_in_rows_within_the_public_bound(name: str) -> No
         assert model.score(rows.numpy(), labels.numpy()) > 0.8
     assert model.units_.rows.before == BOUND
     within = rows[torch.linalg.vector_norm(rows, dim=1) <= BOUND].numpy()
+    scores = LinearModel._scores(model, within)  # log-odds of clipped gradients are no line
     wanted = within @ np.atleast_2d(model.coef_).T + model.intercept_
-    np.testing.assert_allclose(model._scores(within), wanted, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(scores, wanted, rtol=1e-9, atol=1e-12)
     if name in regressors:
         assert model.score(rows.numpy(), targets.numpy()) > 0.9
 
@@ -518,6 +554,31 @@ def test_a_threshold_in_units_of_the_target_needs_no_spread() -> None:
     assert HuberRegressor(**settings).plan(2, "user").task.loss.threshold == 0.5
     with pytest.raises(ValueError, match="threshold must be one of auto"):
         HuberRegressor(threshold="mad", **settings).plan(2)
+
+
+def test_a_given_threshold_is_lowered_by_public_numbers_only_and_not_where_noise_is_low() -> (
+    None
+):
+    settings = {"epsilon": 1.0, "bound_x": BOUND, "bound_y": TARGET, "threshold": 2.0}
+    for n, rise in ((700, 1.0), (2000, 2000 * gaussian_mu(1.0, DELTA) / math.sqrt(2) / 200)):
+        task = HuberRegressor(n=n, **settings).plan(2).task
+        prepare = task.prepare
+        assert prepare is not None
+        assert prepare.spreads
+        assert task.loss.threshold == pytest.approx(0.3 * rise)
+        assert prepare.widest * task.loss.threshold == pytest.approx(2.0)
+        assert f"{prepare.widest:.4g} at most as a unit" in str(prepare)
+        # the counts for the spread are among those that are charged
+        assert prepare.counted == number_of_counts(
+            rows=prepare.rows > 0, targets=True, spreads=True
+        )
+    calm = HuberRegressor(n=40_000, **settings).plan(2).task
+    assert calm.prepare is not None
+    assert (calm.prepare.spreads, calm.prepare.widest) == (False, math.inf)
+    assert calm.loss == dp.losses.Huber(threshold=2.0)
+    for wrong in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="threshold"):
+            HuberRegressor(n=2000, **{**settings, "threshold": wrong}).plan(2)
 
 
 def test_levels_follow_public_numbers_only_and_stay_below_their_share() -> None:

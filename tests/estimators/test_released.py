@@ -50,7 +50,9 @@ def test_a_file_has_these_fields_and_no_true_number_of_records(tmp_path):
         tmp_path / "m.json"
     )
     text = (tmp_path / "m.json").read_text()
-    wanted = "format version kind coef intercept classes bound_x center scale names card schema"
+    wanted = (
+        "format version kind coef intercept classes bound_x center scale link names card schema"
+    )
     assert list(json.loads(text)) == wanted.split()
     assert " 113" not in text
     assert not any(repr(float(value)) in text for value in X.ravel())
@@ -127,6 +129,13 @@ def test_a_file_is_not_overwritten_unless_asked(tmp_path):
         ("coef", [[True] * 3]), ("intercept", []), ("intercept", ["x"]), ("classes", [0]), ("classes", [0, 0]),
         ("classes", [[], {}]), ("classes", [0, None]), ("bound_x", 0), ("bound_x", "1"), ("center", [1.0]),
         ("scale", [0.0, 1.0, 1.0]), ("names", ["a"]), ("names", [1, 2, 3]), ("card", []), ("extra", 1),
+        ("link", 1), ("link", []), ("link", {}), ("link", {"clip": -1.0}),
+        ("link", {"clip": 1.0, "bound_x": 1.0, "center": [1.0], "scale": None, "intercept": 0.0, "whole": False,
+                  "before": None}),
+        ("link", {"clip": -1.0, "bound_x": 1.0, "center": None, "scale": None, "intercept": 0.0, "whole": False,
+                  "before": None}),
+        ("link", {"clip": 1.0, "bound_x": 1.0, "center": None, "scale": None, "intercept": 0.0, "whole": False,
+                  "before": None, "more": 1}),
     ],
 )  # fmt: skip
 def test_hostile_files_are_refused_by_field(field, value, tmp_path):

@@ -73,16 +73,23 @@ def by_hand(found: Any, row: dict[str, Any], label: str = "") -> float:
 
 
 @pytest.mark.parametrize(
-    ("kind", "target", "moves"),
+    ("kind", "target", "moves", "more"),
     [
-        (LogisticRegression, {"target": "died", "labels": ["no", "yes"]}, "log-odds of 'yes'"),
-        (LinearSVC, {"target": "died", "labels": ["no", "yes"]}, "score of 'yes'"),
-        (Ridge, {"target": "cost", "target_range": (0.0, 9.0)}, "cost"),
+        (
+            LogisticRegression,
+            {"target": "died", "labels": ["no", "yes"]},
+            "log-odds of 'yes'",
+            {"residual_clip": None},
+        ),
+        (LinearSVC, {"target": "died", "labels": ["no", "yes"]}, "score of 'yes'", {}),
+        (Ridge, {"target": "cost", "target_range": (0.0, 9.0)}, "cost", {}),
     ],
 )
-def test_the_table_computes_what_the_model_predicts(kind: Any, target: Any, moves: str) -> None:
+def test_the_table_computes_what_the_model_predicts(
+    kind: Any, target: Any, moves: str, more: Any
+) -> None:
     given = schema(**target)
-    model = fitted(kind, given, given.labels or [1.0, 8.0])
+    model = fitted(kind, given, given.labels or [1.0, 8.0], **more)
     found = coefficients_of(model, given, 0.95)
     ask = model.decision_function if given.labels else model.predict
     said = ask(given.features(FRAME))
@@ -92,6 +99,18 @@ def test_the_table_computes_what_the_model_predicts(kind: Any, target: Any, move
     towns = [k for k, name in enumerate(found.names) if name.startswith("town=")]
     assert found.values[towns].sum() == pytest.approx(0.0)
     assert found.scaled[0] == pytest.approx(model.coef_.ravel()[0])
+
+
+def test_scores_of_clipped_gradients_are_not_called_log_odds() -> None:
+    given = schema(target="died", labels=["no", "yes"])
+    model = fitted(LogisticRegression, given, given.labels)
+    found = coefficients_of(model, given, 0.95)
+    scores = np.array([by_hand(found, row) for row in ROWS])
+    odds = model.decision_function(given.features(FRAME))
+    assert found.moves == "score of 'yes'"
+    assert (np.sign(odds) == np.sign(scores)).all()
+    assert (np.abs(odds) <= np.abs(scores) * (1 + 1e-9)).all()
+    assert (np.abs(odds) >= np.abs(scores) / 2 * (1 - 1e-9)).all()
 
 
 def test_the_table_of_several_labels_computes_what_they_differ_by() -> None:

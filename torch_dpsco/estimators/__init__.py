@@ -35,7 +35,6 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from torch_dpsco.estimators.base import Facts as Facts
     from torch_dpsco.estimators.files import Dialect as Dialect
     from torch_dpsco.estimators.models import (
         AdversarialClassifier,
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     )
     from torch_dpsco.estimators.models import BinaryClassifier as BinaryClassifier
     from torch_dpsco.estimators.models import Regressor as Regressor
+    from torch_dpsco.estimators.preparation import Facts as Facts
     from torch_dpsco.estimators.released import Released as Released
     from torch_dpsco.estimators.schema import Category as Category
     from torch_dpsco.estimators.schema import Date as Date
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from torch_dpsco.estimators.schema import Table as Table
 else:  # or type checkers would take every name for one that exists
     _HOMES = {
-        "base": ("Facts",),
+        "preparation": ("Facts",),
         "models": (*__all__, "BinaryClassifier", "Regressor"),
         "released": ("Released",),
         "files": ("Dialect",),

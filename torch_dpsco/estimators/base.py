@@ -23,7 +23,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import numpy as np
 import torch
@@ -51,9 +51,11 @@ from torch_dpsco.estimators.least_squares import (
 from torch_dpsco.estimators.objective import plan_objective
 from torch_dpsco.estimators.output import plan_output
 from torch_dpsco.estimators.preparation import (
+    Facts,
     Preparation,
     PrivatePreparation,
     Units,
+    Wanted,
     counts_level,
     number_of_counts,
     share_within,
@@ -91,20 +93,6 @@ _HOW_TO_COUNT = (
     " regularizer of some mechanisms and the cap n_max = 2 n, never the noise of a record"
 )
 _Model = TypeVar("_Model", bound="LinearModel")
-
-
-class Facts(NamedTuple):
-    """What loss and task of a fit may depend on, besides the settings: all of it public.
-
-    Args:
-        prepare: what is measured before; None for nothing.
-        signal: n mu / sqrt(d), see `estimators.preparation.signal_to_noise`.
-        unit: "example", or "user" for a fit with groups.
-    """
-
-    prepare: PrivatePreparation | None
-    signal: float
-    unit: str
 
 
 @dataclass_transform(eq_default=False, kw_only_default=True)
@@ -339,20 +327,21 @@ class LinearModel(BaseEstimator):
             scale=_numbers("feature_scale", self.feature_scale),
         )
         n = check.positive_count(n=self.n)
-        prepare = None
         warn_of_delta(budget, n)
         intervals = self._level_of_intervals(budget)
         wanted = check.choice(("auto", None), prepare=self.prepare)
         mu = budget.epsilon / math.sqrt(dim)
         if budget.delta > 0:
             mu = gaussian_mu(budget.epsilon, budget.delta)
-            if wanted and self.secure is None and not intervals:  # units clip rows and targets
-                prepare = self._measurements(given, n, dim, budget)
+        facts = Facts(None, signal_to_noise(mu, n, dim), unit)
+        if budget.delta > 0 and wanted and self.secure is None and not intervals:
+            # units clip rows and targets
+            facts = facts._replace(prepare=self._measurements(given, n, dim, budget, facts))
+        prepare = facts.prepare
         rows = given if prepare is None or not prepare.rows else Preparation(1.0)
         default = 1.0 if rows is given else _CONSTANT
         constant = default if self.intercept_scaling is None else self.intercept_scaling
         constant = check.positive(intercept_scaling=constant) if self.fit_intercept else 0.0
-        facts = Facts(prepare, signal_to_noise(mu, n, dim), unit)
         return LinearTask(
             loss=self.make_loss(facts),
             preparation=replace(rows, intercept=constant, whole=rows is not given),
@@ -390,13 +379,13 @@ class LinearModel(BaseEstimator):
         return math.sqrt(check.open_interval(0.0, 1.0, intervals=share)) * level
 
     def _measurements(
-        self, given: Preparation, n: int, dim: int, budget: Budget
+        self, given: Preparation, n: int, dim: int, budget: Budget, facts: Facts
     ) -> PrivatePreparation | None:
         """Returns what is measured before the fit, by public numbers; None for nothing."""
         if (self.reg, self.radius) != (None, math.inf) or not self.fit_intercept:
             return None  # of public units; so is the origin that a line without an intercept goes through
         mu = gaussian_mu(budget.epsilon, budget.delta)
-        quantile, spreads = self._wanted()
+        quantile, spreads, widest = self._wanted(facts)
         bound = getattr(self, "bound_y", None)
         rows = 0.0 if given.center or given.scale else sum_level(mu, n, dim, budget.adjacency)
         counts = number_of_counts(rows=rows > 0, targets=quantile is not None, spreads=spreads)
@@ -411,11 +400,12 @@ class LinearModel(BaseEstimator):
             bound_y=bound,
             quantile=quantile,
             spreads=spreads,
+            widest=widest,
         )
 
-    def _wanted(self) -> tuple[float | None, bool]:
-        """Quantile of targets to measure, or None; whether to measure their spread."""
-        return None, False
+    def _wanted(self, facts: Facts) -> Wanted:
+        """What to measure of the targets."""
+        return Wanted()
 
     def _report_of(self, ledger: Accountant) -> PrivacyReport:
         return ledger.report(self.delta if ledger.budget is None else None)

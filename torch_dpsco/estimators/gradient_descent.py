@@ -59,6 +59,7 @@ _MOST_STEPS, _STEPS = (
     500,
     200,
 )  # of the last iterate; of all sums, with noise of one's own. A step reads all records
+_FAINT_LABELS, _FAINT_TARGETS = 60.0, 30.0  # n mu / sqrt(d), below which steps go less far
 _OF_TARGETS = 2.0  # times the guess of the weights, where targets are real
 _FAR = 1000.0  # times 1 / bound on rows: iterates are kept in that ball where there is no regularizer
 _ROOM = 40.0  # times the norm of every minimizer: iterates are kept in that ball, for which rounding is bounded
@@ -252,6 +253,17 @@ def way_guess(task: LinearTask) -> float:
     return weight_guess(task) * (_OF_TARGETS if task.loss.target_kind == "real" else 1.0)
 
 
+def _way(task: LinearTask) -> float:
+    """Returns how far to go: as far as the guess, and less where that much noise would hide what can be learned."""
+    way = way_guess(task)
+    if task.noise_multiplier is not None:
+        return way
+    signal = signal_to_noise(task.level, task.n, task.parameters)
+    if task.loss.target_kind == "real":
+        return way * min(1.0, signal / _FAINT_TARGETS)
+    return way * min(1.0, signal / _FAINT_LABELS) ** 2
+
+
 def far_radius(task: LinearTask) -> float:
     """Returns the radius of the ball that iterates are projected on where there is no regularizer."""
     return min(task.radius, _FAR / task.preparation.bound)
@@ -304,7 +316,7 @@ def _all_sums(task: LinearTask, steps: int | None) -> NoisyGDPlan:
     else:
         steps = _STEPS if steps is None else steps
         once = task.noise_multiplier * lipschitz / math.sqrt(steps)
-    horizon = way_guess(task) / (once * math.sqrt(task.parameters))
+    horizon = _way(task) / (once * math.sqrt(task.parameters))
     steps = steps_to(horizon, curvature) if steps is None else steps
     momentum = smooth_pace(horizon, steps, curvature).momentum
     return _with_noise(replace(draft, steps=steps, momentum=momentum))

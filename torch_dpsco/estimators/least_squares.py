@@ -696,6 +696,7 @@ class BoostedPlan(PreconditionedGDPlan):
 _ROBUST_STEPS = 96
 _ROBUST_SHARE = 0.1  # of mu^2, for X'X
 _FRICTION = 0.15
+_FAINT = 60.0  # n mu / sqrt(d), below which steps are shorter, as noise would hide what can be learned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -718,6 +719,14 @@ class RobustPlan(BoostedPlan):
         """More for a quantile other than the median, whose loss has a narrower curved part."""
         quantile = getattr(self.task.loss, "quantile", 0.5)
         return 1.0 - _FRICTION * math.sqrt(2 * min(quantile, 1 - quantile))
+
+    def step_size(self, eigenvalues: Tensor) -> float:
+        """The whole step, or a share of it where noise is loud."""
+        whole = super().step_size(eigenvalues)
+        task = self.task
+        if task.noise_multiplier is not None:
+            return whole
+        return whole * min(1.0, signal_to_noise(task.level, task.n, task.parameters) / _FAINT)
 
 
 def plan_boosted(task: LinearTask, rounds: int = _ROUNDS) -> BoostedPlan:

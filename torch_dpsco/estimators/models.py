@@ -10,6 +10,7 @@ public scale.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Hashable
 from typing import Any
@@ -23,10 +24,13 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.rounding import FloatArray
 from torch_dpsco.accounting.events import ADD_REMOVE
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators.base import Facts, LinearModel
+from torch_dpsco.estimators.base import LinearModel
+from torch_dpsco.estimators.link import Link
 from torch_dpsco.estimators.preparation import (
     NARROW,
     NARROW_OF_USERS,
+    Facts,
+    Wanted,
     residual_clip,
     robust_width,
 )
@@ -145,8 +149,8 @@ class LogisticRegression(BinaryClassifier):
     """Private logistic regression for two classes.
 
     The gradient of a record is clipped at `residual_clip` of its largest possible norm, which for a linear model is the
-    gradient of another convex loss, and the noise shrinks by as much. Scores keep their order; probabilities of records
-    that the model gets wrong are pulled in.
+    gradient of another convex loss, and the noise shrinks by as much. Its scores lie further from 0 than log-odds do;
+    `decision_function` and `predict_proba` undo that.
 
     Args:
         epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
@@ -194,8 +198,19 @@ class LogisticRegression(BinaryClassifier):
             clip = None if plain else residual_clip(facts.signal)
         return {"residual_clip": clip}
 
+    def _scores(self, X: Any) -> FloatArray:
+        """Log-odds (n, 1): of clipped gradients, not the scores of coef_ and intercept_."""
+        scores = super()._scores(X)
+        link = self._link
+        return scores if link is None else link(scores, X)
+
+    @property
+    def _link(self) -> Link | None:
+        clipped = self.plan_.task.clipped
+        return None if clipped is None else Link(clipped.clip, self.units_.rows)
+
     def predict_proba(self, X: Any) -> FloatArray:
-        """Returns probabilities (n, 2) of public rows, by the logistic link."""
+        """Returns probabilities (n, 2) of public rows, whose log-odds are those of `decision_function`."""
         return chances(self._scores(X))
 
 
@@ -383,6 +398,10 @@ class Regressor(RegressorMixin, LinearModel):
         return np.asarray(self._scores(X)[:, 0])
 
 
+# n mu / sqrt(d): below, a threshold in spreads of the targets is as low as by default; from there on, it is not lowered
+_LOUD, _CALM = 200.0, 2000.0
+
+
 class HuberRegressor(Regressor):
     """Private robust regression: squared errors up to a threshold, absolute errors beyond it.
 
@@ -392,7 +411,8 @@ class HuberRegressor(Regressor):
         bound_y: Y > 0, that targets are clipped to; required.
         threshold: > 0, in units of the target, public, to which the noise is proportional; "auto" for 0.3 of
             the median distance of targets from their median, which is measured (a half for users, a half to one
-            and a half for other mechanisms; a twentieth of bound_y where measuring does not pay).
+            and a half for other mechanisms; a twentieth of bound_y where measuring does not pay). Where noise is loud,
+            a given one is lowered to that, or to n mu / sqrt(d) / 200 times that if it is more, and not from 2000 on.
 
     Example:
         >>> import numpy as np
@@ -407,10 +427,22 @@ class HuberRegressor(Regressor):
 
     threshold: float | str = "auto"
 
-    def _wanted(self) -> tuple[float | None, bool]:
-        return 0.5, self.threshold == "auto"
+    def _wanted(self, facts: Facts) -> Wanted:
+        given = self.threshold
+        if isinstance(given, str):
+            return Wanted(0.5, True)
+        if facts.signal >= _CALM:
+            return Wanted(0.5)
+        return Wanted(0.5, True, check.positive(threshold=given) / self._lowered(facts))
+
+    def _lowered(self, facts: Facts) -> float:
+        """Largest threshold, in spreads, where one is given: what noise is proportional to."""
+        return self._kink(facts) * max(1.0, facts.signal / _LOUD)
 
     def make_loss(self, facts: Facts) -> TableLoss:
+        prepare = facts.prepare
+        if prepare is not None and prepare.widest < math.inf:
+            return Huber(self._lowered(facts))
         spreads = self._kink(facts)
         return Huber(_width("threshold", self.threshold, spreads, self._bound() / 20, facts))
 
@@ -441,8 +473,8 @@ class QuantileRegressor(Regressor):
     quantile: float = 0.5
     width: float | str = "auto"
 
-    def _wanted(self) -> tuple[float | None, bool]:
-        return self.quantile, self.width == "auto"
+    def _wanted(self, facts: Facts) -> Wanted:
+        return Wanted(self.quantile, self.width == "auto")
 
     def make_loss(self, facts: Facts) -> TableLoss:
         least = 2 * min(
@@ -483,10 +515,10 @@ class Ridge(Regressor):
 
     intervals: float | None = None
 
-    def _wanted(self) -> tuple[float | None, bool]:
+    def _wanted(self, facts: Facts) -> Wanted:
         # the noise of the others is for the bound on targets, in any units
         ours = self.mechanism in ("auto", "boosted_adassp")
-        return 0.5 if ours else None, ours
+        return Wanted(0.5 if ours else None, ours)
 
     def make_loss(self, facts: Facts) -> TableLoss:
         return Squared()

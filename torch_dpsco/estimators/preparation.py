@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,6 +80,15 @@ class Preparation:
             check.finite(feature_center=value)
         for value in self.scale or ():
             check.positive(feature_scale=value)
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Preparation:
+        """Returns what `dataclasses.asdict` has made primitives of, which JSON may have kept."""
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in row.items()
+        }
+        return cls(**fields)
 
     @property
     def bound(self) -> float:
@@ -182,11 +191,7 @@ class Units:
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Units:
         """Returns what `dataclasses.asdict` has made primitives of, which JSON may have kept."""
-        rows: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in row["rows"].items()
-        }
-        return cls(Preparation(**rows), row["location"], row["spread"])
+        return cls(Preparation.of(row["rows"]), row["location"], row["spread"])
 
 
 # bound over the least one that is told apart
@@ -207,6 +212,7 @@ class PrivatePreparation:
         quantile: in (0, 1): the location of targets is their quantile, and their spread the median distance from it;
             None leaves targets as they are.
         spreads: whether the spread is measured too, and targets are in units of it.
+        widest: > 0, the largest unit of targets: a larger spread counts as that; inf for none.
 
     Guarantee:
         GDP of `level`, for the units. Prepared neighbors are neighbors, whatever the units are, with rows of norm at
@@ -220,12 +226,14 @@ class PrivatePreparation:
     bound_y: float | None = None
     quantile: float | None = None
     spreads: bool = True
+    widest: float = math.inf
 
     def __post_init__(self) -> None:
         check_fields(self)
         check.nonnegative(rows=self.rows)
         check.positive(counts=self.counts)
         check.open_interval(0.0, 1.0, within=self.within)
+        check.positive(widest=self.widest, allow_inf=True)
         if self.given.intercept or (self.rows and self.given != Preparation(self.given.bound_x)):
             raise ValueError(
                 "given must have no intercept, and rows that are measured neither center nor scale"
@@ -271,6 +279,8 @@ class PrivatePreparation:
             )
         if self.quantile is not None:
             beside = ", and the median distance from it" if self.spreads else ""
+            if self.widest < math.inf:
+                beside += f", {self.widest:.4g} at most as a unit"
             parts.append(f"the {self.quantile:g}-quantile of targets{beside}")
         return (
             f"measured within the budget, with noise of level mu={self.level:.3g}:"
@@ -329,7 +339,7 @@ class PrivatePreparation:
             return Units(rows, location)
         ends = bound / _LEAST_SPREAD, 2 * bound
         spread = counter.quantile(partial(_gaps, location), total / 2, ends, SPREAD_COUNTS)
-        return Units(rows, location, spread)
+        return Units(rows, location, min(spread, self.widest))
 
     def _center(self, records: Records, std: float, total: float, source: Source) -> Tensor:
         """Returns the private center of rows, in the ball of their bound; `total` is their private number."""
@@ -338,6 +348,28 @@ class PrivatePreparation:
         center = center + gaussian_vector(records.dim, std, source)
         center = center * (bound / total)  # from here on post-processing
         return center * min(1.0, bound / max(float(torch.linalg.vector_norm(center)), 1e-300))
+
+
+class Facts(NamedTuple):
+    """What loss and task of a fit may depend on, besides the settings: all of it public.
+
+    Args:
+        prepare: what is measured before; None for nothing.
+        signal: n mu / sqrt(d), see `signal_to_noise`.
+        unit: "example", or "user" for a fit with groups.
+    """
+
+    prepare: PrivatePreparation | None
+    signal: float
+    unit: str
+
+
+class Wanted(NamedTuple):
+    """What a model wants to know of its targets, see `PrivatePreparation`."""
+
+    quantile: float | None = None
+    spreads: bool = False
+    widest: float = math.inf
 
 
 _Columns = Callable[[Records], Tensor]  # of records in memory: a number for each, or a sum

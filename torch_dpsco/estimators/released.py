@@ -23,6 +23,7 @@ from torch_dpsco import shown
 from torch_dpsco._validate import check_fields, typed
 from torch_dpsco.accounting.analysis.rounding import FloatArray
 from torch_dpsco.accounting.statement import Statement
+from torch_dpsco.estimators.link import Link
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.reading import (
     chances,
@@ -66,6 +67,7 @@ class Released:
         bound_x: > 0, norm that shifted and scaled rows are clipped to.
         center: subtracted from rows, (d,), public; None for 0.
         scale: > 0, that they are divided by then, (d,), public; None for 1.
+        link: from scores to log-odds, as `Link.to_dict()`; None where they are the same.
         names: names of the columns of a data frame, (d,), which one to predict must have in this order; or None.
         card: the privacy statement, as `json.loads(model.report().json())`.
         schema: of tables to predict from, as `Schema.to_dict()`; None for rows of numbers.
@@ -82,6 +84,7 @@ class Released:
     bound_x: float
     center: tuple[float, ...] | None
     scale: tuple[float, ...] | None
+    link: Mapping[str, Any] | None
     names: tuple[str, ...] | None
     card: Mapping[str, Any]
     schema: Mapping[str, Any] | None = None
@@ -112,6 +115,7 @@ class Released:
             _require(fits, f"{name} must be {size} finite numbers (got others)")
         _require(min((self.bound_x, *(self.scale or ()))) > 0, "bound_x and scale must be > 0")
         _require(self.names is None or len(self.names) == width, f"names must be {width} texts")
+        _require(self.link is None or self._fits(width), "link must be what Link.to_dict makes")
         if self.schema is not None:
             columns = len(Schema.from_dict(self.schema).names)
             _require(columns == width, f"schema must have {width} features (got {columns})")
@@ -141,6 +145,7 @@ class Released:
         task = model.plan_.task
         given = task.preparation if task.prepare is None else task.prepare.given
         names = getattr(model, "feature_names_in_", None)
+        link = getattr(model, "_link", None)
         return cls(
             kind=_KINDS[name],
             coef=tuple(map(tuple, np.atleast_2d(model.coef_).tolist())),
@@ -149,6 +154,7 @@ class Released:
             bound_x=given.bound_x,
             center=given.center,
             scale=given.scale,
+            link=None if link is None else link.to_dict(),
             names=None if names is None else tuple(names),
             card=json.loads((model.report() if card is None else card).json()),
             schema=None if schema is None else schema.to_dict(),
@@ -236,7 +242,17 @@ class Released:
         if self.names is not None and columns is not None and list(columns) != list(self.names):
             raise ValueError(f"X must have the columns {list(self.names)}, in this order")
         given = Preparation(self.bound_x, self.center, self.scale)
-        return scores_of(given, np.array(self.coef), np.array(self.intercept), X)
+        scores = scores_of(given, np.array(self.coef), np.array(self.intercept), X)
+        return scores if self.link is None else Link.from_dict(self.link)(scores, X)
+
+    def _fits(self, width: int) -> bool:
+        """Returns whether the link can be read, and is of rows of this width and one score."""
+        try:
+            rows = Link.from_dict(self.link or {}).rows
+        except (KeyError, TypeError, ValueError):
+            return False
+        lengths = {len(numbers) for numbers in (rows.center, rows.scale) if numbers is not None}
+        return self.kind == "probabilities" and lengths <= {width}
 
 
 def scores_of(

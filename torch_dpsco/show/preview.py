@@ -32,6 +32,7 @@ from torch import Tensor
 from torch_dpsco import _validate as check
 from torch_dpsco import shown
 from torch_dpsco.accounting.calibrate import rounded_up
+from torch_dpsco.estimators.base import LinearModel
 from torch_dpsco.estimators.fits import LinearFit, fit_linear
 from torch_dpsco.estimators.preparation import Units
 from torch_dpsco.estimators.reading import as_features, require_finite
@@ -264,9 +265,9 @@ def simulated(model: Any, plans: Sequence[LinearPlan], sample: Sample, runs: int
     rows = halves.rows
     out = halves.out
     plain = _not_private(plans[-1], sample, halves)
-    answer = _answer(model, plans[-1], plain, sample.features[out])
+    answer = _answer(model, plans[-1], plain, sample.features[out], clipped=False)
     reached = _scores(task, answer, halves.truth[out])
-    own = _answer(model, plans[-1], plain, sample.features[rows])
+    own = _answer(model, plans[-1], plain, sample.features[rows], clipped=False)
     seen = _scores(task, own, halves.truth[rows])
     best = np.broadcast_to(_best(task, halves.truth[rows]), answer.shape)
     bands: dict[str, list[Band]] = {score: [] for score in reached}
@@ -502,14 +503,18 @@ def _in_units(task: LinearTask, targets: Tensor) -> tuple[Tensor, float, float]:
     spread = 1.0
     if prepare.spreads:
         spread = max(float((targets - center).abs().median()), 1e-3 * prepare.bound_y)
+        spread = min(spread, prepare.widest)
     return (targets - center) / spread, center, spread
 
 
-def _answer(model: Any, plan: LinearPlan, fitted: LinearFit, features: Tensor) -> _Array:
+def _answer(
+    model: Any, plan: LinearPlan, fitted: LinearFit, features: Tensor, *, clipped: bool = True
+) -> _Array:
     """Returns the answers of a fit for raw rows: (n,), or (n, K) for K > 2 classes, as models give them."""
     model.plan_ = plan
     model._install(fitted)
-    scores: _Array = model._scores(features)
+    # without a clip there is none to undo
+    scores: _Array = model._scores(features) if clipped else LinearModel._scores(model, features)
     if scores.shape[1] == 1:
         return scores[:, 0]
     return scores if scores.shape[1] > 2 else scores[:, 1] - scores[:, 0]

@@ -151,7 +151,8 @@ def _released(model: Any, schema: Schema) -> Coefficients:
     moves = schema.target
     if labels is not None:
         of = "the label it names" if several else repr(labels[-1])
-        moves = f"{'log-odds' if hasattr(model, 'predict_proba') else 'score'} of {of}"
+        odds = hasattr(model, "predict_proba") and getattr(model, "_link", None) is None
+        moves = f"{'log-odds' if odds else 'score'} of {of}"
     units, spans = zip(*_units(schema), strict=True)
     return Coefficients(
         moves=moves,
