@@ -15,6 +15,7 @@ from torch_dpsco.sampling.one_pass import (
     Partition,
     PartsSampler,
     RankAssignedSampler,
+    early_partition,
     make_sampler,
     partition_name,
 )

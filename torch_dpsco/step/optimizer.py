@@ -37,7 +37,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import warn_of_delta
 from torch_dpsco.accounting.designs import Design, Undeclared
-from torch_dpsco.accounting.events import Adjacency, Event, Gaussian, NonPrivate
+from torch_dpsco.accounting.events import Adjacency, Event, Gaussian, NonPrivate, Sequential
 from torch_dpsco.accounting.ledger import read_state
 from torch_dpsco.accounting.report import Run as PublicRun
 from torch_dpsco.accounting.statement import Statement
@@ -52,10 +52,11 @@ from torch_dpsco.rows import (
 )
 from torch_dpsco.rows.batch import GradBatch, note_owner
 from torch_dpsco.rules import UpdateRule, trained
-from torch_dpsco.sampling import Partition, PrivateLoader, UserLoader
+from torch_dpsco.sampling import OnePassSampler, Partition, PrivateLoader, UserLoader
 from torch_dpsco.sampling.loader import LEVELS, Isolation
 from torch_dpsco.step import checks
 from torch_dpsco.step.batch import (
+    OTHER_RECORDS,
     LogicalBatch,
     continued,
     draws_left,
@@ -221,6 +222,9 @@ class RunOptimizer(CommonOptimizer):
         sampler = self._world.sampler(
             self, drawn.held if own else drawn.size, steps, partition, drawn.named, shard=own
         )
+        early = partition is not None and partition.size is None
+        if early and isinstance(sampler, OnePassSampler):
+            self._batch.resume(sampler.partition)
         check.choice((None, *LEVELS), isolation=isolation)
         slots = make_slots(
             run,
@@ -243,7 +247,26 @@ class RunOptimizer(CommonOptimizer):
             rounded=slots is not None and isolation != "slots",
         )
         self.bind(loader)
+        if early:
+            self._tie_records()
         return loader
+
+    def _tie_records(self) -> None:
+        """Marks in the ledger the records of a cut that a checkpoint holds, which was made before they were known."""
+        partition = self._batch.sealed()
+        assert partition is not None
+        tied = f"{self.run}/records"
+        mine = f"{tied}/{partition.tag}"
+        marked = self.accountant.marked
+        if not marked(mine):
+            if self.steps or marked(tied):
+                # PRIVACY: a record at another place is used twice
+                # (test_a_cut_that_a_checkpoint_of_the_start_holds_is_of_the_records_of_its_first_loader)
+                raise PrivacyError(OTHER_RECORDS)
+            self.accountant.authorize(Sequential(()), 0, releases={tied: 1, mine: 1})
+        paid = self._progress.paid
+        if paid is not None:  # by lost steps, when it was not known whether records draw by ids
+            self._progress.paid = paid._replace(partition=self._batch.partition_name)
 
     @property
     def sizes_are_private(self) -> bool:
@@ -449,6 +472,8 @@ class RunOptimizer(CommonOptimizer):
         # (test_a_checkpoint_of_the_start_gives_its_threshold_to_a_resumed_run_only)
         self.oracle.prepare(self._noise)
         oracle = self.oracle.state()
+        if not self.steps and not self.finalized and self._world.alone:
+            self._batch.cut()
         partition = None if self.finalized else self._batch.sealed()
         # PRIVACY: with the keys known, a record less moves all later ones, and who has the key of a fingerprint can
         # try records (test_the_keys_of_records_are_secret_where_removing_one_moves_the_others)
@@ -557,6 +582,8 @@ class RunOptimizer(CommonOptimizer):
             for _ in range(lost):
                 # PRIVACY: a test that has failed answers no more (test_a_halt_that_the_checkpoint_missed_is_kept)
                 self._count_lost(halted=self._progress.halt_mark in marked)
+        if run.in_order and batch.partition is not None:
+            batch.resume(replace(batch.partition, made=self.steps))
         if lost:
             warn(
                 f"{lost} steps after step {made} were lost to a crash: they were charged after the"
