@@ -546,8 +546,11 @@ class Checkpoint:
         """
         optimizer = self._optimizer
         planned = optimizer.schedule.steps
-        over = optimizer.finalized or (planned is not None and optimizer.steps >= planned)
-        if not self.path or not over:
+        made = planned is not None and optimizer.steps >= planned
+        if not self.path and made and not optimizer.finalized:
+            optimizer.finalize()  # the last step was lost
+            return True
+        if not self.path or not (made or optimizer.finalized):
             return False
         if optimizer.accountant.unit == "example":
             checks.require_universe(

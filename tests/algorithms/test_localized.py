@@ -40,7 +40,6 @@ from torch_dpsco.errors import (
     AdjacencyError,
     ConditionError,
     MissingConstantError,
-    SequenceError,
 )
 
 # Seeds warn in every test here.

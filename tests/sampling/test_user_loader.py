@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 import torch_dpsco as dp
 from tests.algorithms import user_runs as runs
 from tests.streams import seeded_sampler
-from torch_dpsco.errors import PrivacyError, SequenceError, UnitError
+from torch_dpsco.errors import PrivacyError, UnitError
 from torch_dpsco.sampling import (
     PrivateLoader,
     UserLoader,

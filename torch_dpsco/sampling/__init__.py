@@ -57,6 +57,7 @@ __all__ = [
     "Spilled",
     "UserLoader",
     "adapt",
+    "early_partition",
     "fingerprint",
     "make_sampler",
     "partition_name",

@@ -487,7 +487,8 @@ def early_partition(design: Design) -> Partition | None:
     if not isinstance(design, tuple(sampler.kind for sampler in _KINDS)):
         return None
     drawn: Any = make_sampler(design)
-    return replace(drawn.partition, size=None, key=secrets.token_hex(16))
+    cut: Partition = drawn.partition
+    return replace(cut, size=None, key=secrets.token_hex(16))
 
 
 def make_sampler(

@@ -104,8 +104,10 @@ class LogicalBatch:
 
     def bind(
         self, loader: Any, on_restart: Callable[[], None], progress: Any, planned: int | None
-    ) -> None:
+    ) -> bool:
         """Takes draws from a loader of this design, and from no other loader any more.
+
+        Returns whether it is the first one of a partition that is older.
 
         Args:
             loader: it.
@@ -134,9 +136,12 @@ class LogicalBatch:
         if isinstance(loader, DataLoader):
             adapt(loader)
         sampler = getattr(loader, "batch_sampler", None) or loader
+        one_pass = isinstance(sampler, OnePassSampler)
+        early = self._resumed if self._resumed and self._resumed.size is None else None
+        if early and one_pass and sampler.partition.key == early.key:
+            self._resumed = sampler.partition
         if design.secret:
             self._require_secret(sampler)
-        one_pass = isinstance(sampler, OnePassSampler)
         if one_pass:
             self._require_own_pass(sampler, loader)
         sampler.log.dataset = source_of(getattr(loader, "dataset", None))
@@ -153,6 +158,7 @@ class LogicalBatch:
         )
         self._draw_rows = 0
         self.opened = False
+        return early is not None
 
     def _require_secret(self, sampler: Any) -> None:
         """Raises UnknownSamplerError unless the draws of an assigned design are fresh, or those of this run."""
@@ -527,21 +533,12 @@ def continued(run: Run, batch: LogicalBatch, made: int, *, resume: bool) -> Part
 
     Phases, and passes that are charged as a whole, have one for the whole run. So has a run before its first step, of
     which a checkpoint was made.
-
-    Raises:
-        SequenceError: it must be continued, or is not known.
     """
     known = batch.partition
     # PRIVACY: draws that are made again, by the noise of a charge that has paid for others
     # (test_a_pass_is_not_begun_again)
     kept = run.in_order if made else known is not None and bool(known.key)
-    partition = batch.sealed() if resume or kept else None
-    if run.design.one_pass and partition is None and made and (resume or kept):
-        raise SequenceError(
-            f"the partition of this run is not known after {made} steps: make a new optimizer, which is"
-            " charged by itself"
-        )
-    return partition
+    return batch.sealed() if resume or kept else None
 
 
 GRAD_SCALE = "grad_scale"  # the attribute by which GradScaler hands over its scale

@@ -216,7 +216,7 @@ def require_one_step(
             " adjacency='replace_one'"
         ) from error
     budget = accountant.budget
-    if budget is None or accountant.interrupted or accountant.admits(step):
+    if budget is None or accountant.is_running or accountant.admits(step):
         return
     needed = accountant.ledger.evaluate(budget.delta, budget.adjacency, extra=step).epsilon
     if needed <= budget.epsilon:

@@ -41,7 +41,7 @@ from torch_dpsco.accounting.events import Adjacency, Event, Gaussian, NonPrivate
 from torch_dpsco.accounting.ledger import read_state
 from torch_dpsco.accounting.report import Run as PublicRun
 from torch_dpsco.accounting.statement import Statement
-from torch_dpsco.errors import PrivacyError, SequenceError, UnitError, warn
+from torch_dpsco.errors import PrivacyError, SequenceError, UnitError, outside, warn
 from torch_dpsco.noise import SecretState, noise_generator
 from torch_dpsco.problem import Schedule
 from torch_dpsco.prox import Identity, Prox
@@ -52,7 +52,7 @@ from torch_dpsco.rows import (
 )
 from torch_dpsco.rows.batch import GradBatch, note_owner
 from torch_dpsco.rules import UpdateRule, trained
-from torch_dpsco.sampling import OnePassSampler, Partition, PrivateLoader, UserLoader
+from torch_dpsco.sampling import Partition, PrivateLoader, UserLoader
 from torch_dpsco.sampling.loader import LEVELS, Isolation
 from torch_dpsco.step import checks
 from torch_dpsco.step.batch import (
@@ -222,9 +222,6 @@ class RunOptimizer(CommonOptimizer):
         sampler = self._world.sampler(
             self, drawn.held if own else drawn.size, steps, partition, drawn.named, shard=own
         )
-        early = partition is not None and partition.size is None
-        if early and isinstance(sampler, OnePassSampler):
-            self._batch.resume(sampler.partition)
         check.choice((None, *LEVELS), isolation=isolation)
         slots = make_slots(
             run,
@@ -247,8 +244,6 @@ class RunOptimizer(CommonOptimizer):
             rounded=slots is not None and isolation != "slots",
         )
         self.bind(loader)
-        if early:
-            self._tie_records()
         return loader
 
     def _tie_records(self) -> None:
@@ -290,7 +285,8 @@ class RunOptimizer(CommonOptimizer):
                 f" {type(loader).__name__}): use optimizer.loader"
             )
         self._world.require_own_draws(loader)
-        self._batch.bind(loader, self.discard, self._progress, self._run.planned)
+        if self._batch.bind(loader, self._give_up, self._progress, self._run.planned):
+            self._tie_records()
         own = isinstance(loader, PrivateLoader)
         self._isolation = loader.isolation if own else Isolation()
         self._isolation.private = self.sizes_are_private
@@ -356,14 +352,37 @@ class RunOptimizer(CommonOptimizer):
 
         The next loop over a loader begins with the same draw: a draw cannot be exchanged for another one.
         """
-        self._abort()
+        self._give_up()
 
-    def _abort(self) -> None:
+    def _give_up(self, *, halted: bool = False) -> None:
+        """Forgets the step in progress; one that was charged is lost as by `resume`: its release may have been seen.
+
+        Args:
+            halted: whether its release was the last answer.
+        """
+        run = self._run
+        progress = self._progress
+        begun = progress.begun
+        # PRIVACY: another release under the charge of the first would be free, and a retry is no other optimizer
+        # (test_a_step_that_fails_after_its_charge_is_lost_and_the_run_goes_on)
+        if begun is None or run.accountant.marked(progress.run) <= begun or not run.can_lose:
+            # PRIVACY: a refused batch must not linger in the oracle (test_kept_refused_batch_is_caught)
+            self._clear()
+            self._batch.drop()
+            progress.begun = None
+            return
         self._clear()
-        self._batch.drop()
+        self._batch.finish(used=True)
+        self._count_lost(halted=halted)
+        warn(
+            f"step {progress.steps} was charged and did not end: it is lost, as after a crash. The run"
+            " goes on with the next one, from the parameters as they are",
+            stacklevel=outside(),
+        )
 
     def _clear(self) -> None:
         """Forgets all rows, and the oracle's sum of them."""
+        self._given = None
         clear_rows(self._params)
         for attachment in attachments(self._params):
             attachment.reset()
@@ -466,6 +485,8 @@ class RunOptimizer(CommonOptimizer):
         noisy tests: it keeps their thresholds.
         """
         self._require_private()  # the iterates that are kept follow at the end of the block
+        if self._progress.begun is not None:
+            self._give_up()
         run = self._run
         progress = self._progress
         # PRIVACY: a run that is resumed has the same threshold
@@ -627,6 +648,7 @@ class RunOptimizer(CommonOptimizer):
         # PRIVACY: a copy has releases of its own (test_a_copy_is_another_run_in_the_ledger)
         self._progress.run = new_run()
         self._progress.since = self.steps
+        self._progress.begun = None
         note_owner(self._params, self)
 
     # -- what the step adds -------------------------------------------------------------------------------------------
