@@ -391,8 +391,8 @@ def steps_to_make(optimizer: PrivateOptimizer, steps: int | None) -> int:
     if refuses(wanted):
         admitted = bisect_left(range(1, wanted), True, key=refuses)
         raise InfeasibleError(
-            f"steps must be <= {admitted}, as many as the rest of the budget admits (got {wanted});"
-            " give steps=, or make an optimizer with a larger budget or more noise"
+            f"steps must be <= {admitted}, as many as the rest of the budget admits (got {wanted}):"
+            f" {checks.holdings(optimizer.accountant)}; give steps=, or plan more noise before the run"
         )
     return wanted
 

@@ -299,3 +299,15 @@ def test_ctrl_c_while_the_mark_is_written_leaves_the_charge(tmp_path, monkeypatc
     accountant.authorize(STEP)
     accountant.close()
     assert len(Accountant(ledger_path=path, must_exist=True)) == 3
+
+
+def test_a_mark_that_is_written_in_pieces_is_whole(tmp_path, monkeypatch):
+    path = tmp_path / "ledger"
+    os_write = os.write
+    monkeypatch.setattr(ledger_file.os, "write", lambda fd, data: os_write(fd, data[:7]))
+    accountant = Accountant(ledger_path=path)
+    for _ in range(3):
+        accountant.authorize(STEP)
+    accountant.close()
+    monkeypatch.undo()
+    assert len(Accountant(ledger_path=path, must_exist=True)) == 3

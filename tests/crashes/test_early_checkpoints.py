@@ -90,11 +90,7 @@ def test_a_checkpoint_before_the_first_loader_ends_its_run(
         loader = optimizer.loader(data, users, resume=resume, isolation="none")
         first = train(model, optimizer, case, loader, most=2)
         run = optimizer.run
-    with (
-        warnings.catch_warnings(record=True) as told,
-        opened(case, tmp_path) as (model, optimizer),
-    ):
-        assert "2 steps after step 0 were lost" in str(told[-1].message)
+    with again(case, tmp_path) as (model, optimizer):  # which loses two steps
         assert (optimizer.run, optimizer.steps) == (run, 2)
         while optimizer.steps < optimizer.schedule.steps:
             loader = optimizer.loader(data, users, resume=True, isolation="none")

@@ -602,8 +602,8 @@ class Limit:
             if self._is_planned(event, count):
                 raise BudgetExceeded(self._filter.refusal(self._ledger, event, count))
             raise BudgetExceeded(
-                f"{count} x {event}: the plan that was declared before the first release holds no"
-                " more of it"
+                f"{self._ledger}; the plan that was declared before the first release holds no more"
+                f" of what is asked for, {count} x {event}"
             )
         return self.most(event) if known is not None and known[0] == event else count
 

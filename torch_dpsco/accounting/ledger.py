@@ -206,6 +206,11 @@ class Ledger:
         """Number of events, counting repetitions."""
         return self.length
 
+    def __str__(self) -> str:
+        """What it holds, in words."""
+        first = next((str(event) for event, _ in self.events()), "nothing")
+        return f"this ledger holds {len(self)} events of a run of {first}"
+
     @property
     def distinct(self) -> Set[SimpleEvent]:
         """The different events, wherever they were charged."""
@@ -257,7 +262,8 @@ class Ledger:
             known = self._counts
             if isinstance(event, SimpleEvent) and type(count) is int and count > 0:
                 added = count
-                new = {_BASE: {event: known.get(_BASE, {}).get(event, 0) + count}}
+                before = known.get(_BASE, {})
+                new = {_BASE: {event: before.get(event, 0) + count}}
             else:
                 kinds = dict(kinds)
                 found = _flatten(event, check.count(count=count), kinds)

@@ -105,7 +105,7 @@ class HighWater:
             if is_new:
                 self._share()
         os.lseek(self._fd, 0, os.SEEK_SET)
-        os.write(self._fd, _content(place))
+        _write(self._fd, _content(place))
         if safe:
             os.fsync(self._fd)
 

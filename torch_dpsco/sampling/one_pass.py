@@ -106,8 +106,9 @@ class OnePassSampler(DesignSampler):
         # drawn now: a checkpoint made before the first draw knows it
         self.partition = resume or Partition(self._new_cut(), self.size)
         if self.partition.size is None:
-            cut = self._of_kind(self.partition.cut)
-            self.partition = replace(self.partition, cut=cut, size=self.size)
+            early = self.partition
+            cut = self._of_kind(early.cut)
+            self.partition = replace(early, cut=cut, size=self.size)
         self._used = False
 
     @property

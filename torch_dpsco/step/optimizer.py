@@ -371,6 +371,7 @@ class RunOptimizer(CommonOptimizer):
             self._batch.drop()
             progress.begun = None
             return
+
         self._clear()
         self._batch.finish(used=True)
         self._count_lost(halted=halted)
