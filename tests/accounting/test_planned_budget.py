@@ -152,7 +152,7 @@ def test_declared_plans_are_charged_in_any_order_each_as_often_as_declared():
     for event in (QUIET, FIXED):
         assert accountant.max_steps(event) == 0
         with pytest.raises(
-            BudgetExceeded, match="this ledger holds .* holds no more of what is asked for"
+            BudgetExceeded, match=r"this ledger holds .* holds no more of what is asked for"
         ):
             accountant.authorize(event)
 

@@ -186,7 +186,8 @@ def _fit(args: argparse.Namespace) -> Result:
     show = partial(say, sys.stdout)
     # PRIVACY: without one a second run on the table would not know of the first
     # (test_a_second_fit_without_a_ledger_is_noticed)
-    ledger = args.ledger or str(folder.absolute().parent / f"{Path(args.table).stem}.ledger")
+    beside = folder.absolute().parent / f"{Path(args.table).stem}.ledger"
+    ledger = args.ledger or os.path.relpath(beside)
     given |= {"n": args.n, "show": show, "ledger_path": ledger, "check": not args.unchecked}
     study = dp.study(args.table, schema, budget, **given)
     try:
