@@ -94,7 +94,7 @@ def test_kept_refused_batch_is_caught():
 
     for mutate in (
         discards_nothing,
-        lambda patch: patch.setattr(dp.PrivateOptimizer, "_abort", nothing),
+        lambda patch: patch.setattr(dp.PrivateOptimizer, "_give_up", nothing),
     ):
         assert_caught(checks.check_that_a_refused_batch_is_forgotten, mutate)
 

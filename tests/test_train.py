@@ -535,7 +535,7 @@ def test_a_charge_whose_step_was_lost_is_not_forgotten(monkeypatch: pytest.Monke
 
     with monkeypatch.context() as patch:
         patch.setattr(optimizer.oracle, "release", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.warns(UtilityWarning, match="did not end"), pytest.raises(KeyboardInterrupt):
             dp.fit(model, optimizer, records(), LOSS, progress=False)
     assert (optimizer.steps, len(optimizer.accountant)) == (1, 1)
     dp.fit(model, optimizer, records(), LOSS, progress=False)

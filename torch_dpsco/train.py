@@ -414,8 +414,8 @@ def steps_to_make(optimizer: PrivateOptimizer, steps: int | None) -> int:
     if refuses(wanted):
         admitted = bisect_left(range(1, wanted), True, key=refuses)
         raise InfeasibleError(
-            f"steps must be <= {admitted}, as many as the rest of the budget admits (got {wanted});"
-            " give steps=, or make an optimizer with a larger budget or more noise"
+            f"steps must be <= {admitted}, as many as the rest of the budget admits (got {wanted}):"
+            f" {checks.holdings(optimizer.accountant)}; give steps=, or plan more noise before the run"
         )
     return wanted
 
@@ -569,8 +569,11 @@ class Checkpoint:
         """
         optimizer = self._optimizer
         planned = optimizer.schedule.steps
-        over = optimizer.finalized or (planned is not None and optimizer.steps >= planned)
-        if not self.path or not over:
+        made = planned is not None and optimizer.steps >= planned
+        if not self.path and made and not optimizer.finalized:
+            optimizer.finalize()  # the last step was lost
+            return True
+        if not self.path or not (made or optimizer.finalized):
             return False
         if optimizer.accountant.unit == "example":
             checks.require_universe(

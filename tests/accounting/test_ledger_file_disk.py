@@ -255,3 +255,59 @@ def test_users_of_a_group_share_a_ledger_and_others_are_told_why_not(tmp_path: P
     path.chmod(0o666)  # and the mark is forgotten
     assert charge_as(4003, 5003).startswith("PrivacyError: mark")
     assert len(Accountant(ledger_path=path)) == 3
+
+
+@pytest.mark.parametrize("call", ["write", "fsync"])
+def test_ctrl_c_while_a_line_is_written_takes_it_back(tmp_path, monkeypatch, call):
+    """Most of a charge is waiting for the disk: the file goes on as if the line had never been begun."""
+    path = tmp_path / "ledger"
+    accountant = Accountant(ledger_path=path)
+    accountant.authorize(STEP)
+    before = path.read_bytes()
+
+    def interrupted(fd, *data):
+        if data:
+            os_write(fd, data[0][:10])
+        raise KeyboardInterrupt
+
+    os_write = os.write
+    with monkeypatch.context() as patched:
+        patched.setattr(ledger_file.os, call, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            accountant.authorize(STEP, releases={"run": 1})
+    assert path.read_bytes() == before
+    assert (len(accountant), accountant.marked("run")) == (1, 0)
+    accountant.authorize(STEP, releases={"run": 1})
+    accountant.close()
+    again = Accountant(ledger_path=path, must_exist=True)
+    assert (len(again), again.marked("run")) == (2, 1)
+
+
+def test_ctrl_c_while_the_mark_is_written_leaves_the_charge(tmp_path, monkeypatch):
+    path = tmp_path / "ledger"
+    accountant = Accountant(ledger_path=path)
+    accountant.authorize(STEP)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ledger_file.HighWater, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            accountant.authorize(STEP, releases={"run": 1})
+    assert (len(accountant), accountant.marked("run")) == (2, 1)
+    accountant.authorize(STEP)
+    accountant.close()
+    assert len(Accountant(ledger_path=path, must_exist=True)) == 3
+
+
+def test_a_mark_that_is_written_in_pieces_is_whole(tmp_path, monkeypatch):
+    path = tmp_path / "ledger"
+    os_write = os.write
+    monkeypatch.setattr(ledger_file.os, "write", lambda fd, data: os_write(fd, data[:7]))
+    accountant = Accountant(ledger_path=path)
+    for _ in range(3):
+        accountant.authorize(STEP)
+    accountant.close()
+    monkeypatch.undo()
+    assert len(Accountant(ledger_path=path, must_exist=True)) == 3

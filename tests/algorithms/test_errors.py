@@ -14,15 +14,18 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
+from torch_dpsco.accounting.events import NonPrivate, clipped_gaussian
 from torch_dpsco.errors import (
     AdjacencyError,
     InfeasibleError,
     MissingConstantError,
+    PrivacyError,
     SequenceError,
     UnitError,
     UnknownSamplerError,
     UtilityWarning,
 )
+from torch_dpsco.step import checks
 
 INF, NAN = math.inf, math.nan
 N, BATCH, DIM, DELTA = 40, 8, 3, 1e-3
@@ -527,3 +530,35 @@ def test_an_opacus_optimizer_around_ours_cannot_step(rows: str, late: bool) -> N
             wrapped.step()
     assert len(accountant) == 0
     assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_retry_says_what_is_on_the_ledger(tmp_path):
+    """And not that epsilon must be raised."""
+    budget = dp.Budget(1.0, 1e-5)
+    problem = dp.losses.Logistic().problem(bound_x=1.0)
+    plan = dp.HolderSGD.plan(problem=problem, n=100, budget=budget, batch_size=20, steps=3)
+    x = torch.randn(100, 2)
+    data = torch.utils.data.TensorDataset(x / x.norm(dim=1, keepdim=True), torch.ones(100, 1))
+
+    def script() -> None:
+        with_file = dp.Accountant(budget, ledger_path=tmp_path / "ledger")
+        try:
+            model = torch.nn.Linear(2, 1)
+            optimizer = dp.HolderSGD(model.parameters(), plan, accountant=with_file)
+            dp.fit(model, optimizer, data, dp.losses.Logistic(), progress=False)
+        finally:
+            with_file.close()
+
+    script()
+    with pytest.raises(InfeasibleError, match=r"this ledger holds 3 events of a run") as caught:
+        script()
+    assert re.search(r"epsilon [\d.]+ of 1 spent", str(caught.value))
+    assert "raise epsilon" not in str(caught.value)
+    accountant = dp.Accountant(dp.Budget(1.0, 1e-5))
+    silent = NonPrivate()
+    for charged in (False, True):
+        if charged:
+            accountant.authorize(clipped_gaussian(30.0))
+        with pytest.raises((InfeasibleError, PrivacyError)) as caught:
+            checks.require_one_step(accountant, "zero_out", silent)
+        assert "inf" not in str(caught.value)

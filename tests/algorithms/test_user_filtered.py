@@ -247,7 +247,8 @@ def test_a_second_run_on_the_same_budget_is_refused() -> None:
     run = private()
     run.train(*runs.agreeing(200))
     with pytest.raises(
-        InfeasibleError, match=r"this ledger holds \d+ events, .* epsilon >= .* would do"
+        InfeasibleError,
+        match=r"this ledger holds \d+ events of a run of .* spent .* epsilon >= .* would do",
     ):
         runs.filtered(runs.plan(), accountant=run.opt.accountant)
 

@@ -102,7 +102,7 @@ def keeps_a_refused_batch(patch: Patch) -> None:
 
 
 def aborts_nothing(patch: Patch) -> None:
-    patch.setattr(dp.PrivateOptimizer, "_abort", nothing)
+    patch.setattr(dp.PrivateOptimizer, "_give_up", nothing)
 
 
 def a_second_step_on_one_draw(patch: Patch) -> None:

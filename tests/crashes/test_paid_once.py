@@ -130,3 +130,52 @@ def test_copies_of_a_secret_state_are_secret() -> None:
         assert repr(twin) == repr(state)
         assert "CONFIDENTIAL" in repr(twin)
     assert type(copy.deepcopy(state)["dpsco"]) is type(state["dpsco"])
+
+
+def begun(accountant: dp.Accountant) -> tuple[nn.Module, dp.HolderSGD]:
+    """Returns an optimizer for which the budget of the accountant has room to the last bit."""
+    model = dp.attach(nn.Linear(3, 1))
+    plan = dp.HolderSGD.plan(
+        problem=dp.Problem(lipschitz=1.0),
+        batch_size=4,
+        n=16,
+        budget=BUDGET,
+        steps=4,
+        lr=0.1,
+        sampling="poisson",
+    )
+    return model, dp.HolderSGD(model.parameters(), plan, accountant=accountant)
+
+
+def test_a_ledger_in_memory_resumes_its_own_runs() -> None:
+    """In the process that has charged it, which knows what was released."""
+    accountant = dp.Accountant(BUDGET)
+    model, optimizer = begun(accountant)
+    batches = iter(optimizer.loader(data()))
+    step(model, optimizer, next(batches))
+    saved = optimizer.state_dict()
+    for _ in range(2):
+        step(model, optimizer, next(batches))
+    again, resumed = begun(accountant)
+    again.load_state_dict(model.state_dict())
+    with pytest.warns(UtilityWarning, match="^2 steps after step 1 were lost"):
+        assert resumed.resume(saved) == 2
+    step(again, resumed, next(iter(resumed.loader(data()))))
+    resumed.finalize()
+    assert (resumed.steps, len(accountant)) == (4, 4)
+    assert accountant.get_epsilon(BUDGET.delta) <= BUDGET.epsilon
+    with pytest.raises(PrivacyError, match="ledger file of the run"):
+        begun(dp.Accountant(BUDGET))[1].resume(saved)
+
+
+def test_a_ledger_in_memory_that_was_filled_from_a_checkpoint_is_not_that_of_its_run() -> None:
+    model, optimizer = begun(dp.Accountant(BUDGET))
+    batches = iter(optimizer.loader(data()))
+    step(model, optimizer, next(batches))
+    saved = optimizer.state_dict()
+    step(model, optimizer, next(batches))  # of which the checkpoint knows nothing
+    other = dp.Accountant(BUDGET)
+    other.load_state_dict(saved["dpsco"]["ledger"])
+    assert other.ledger_id == optimizer.accountant.ledger_id
+    with pytest.raises(PrivacyError, match="ledger file of the run"):
+        begun(other)[1].resume(saved)

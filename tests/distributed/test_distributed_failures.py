@@ -57,6 +57,8 @@ def failures(rank: int, folder: str) -> dict[str, Any]:
         given_up,
     )
     checks += (other_draw, other_lr, other_call)
+    # of steps that failed after their charge, which say so on their rank
+    warnings.filterwarnings("ignore", ".*was charged and did not end")
     found = {check.__name__: check(rank) for check in checks}
     found |= {
         "refused": refusals(rank),

@@ -86,7 +86,8 @@ EXEMPT = {
     "integrations.opacus.DPOptimizer.*",
     *("integrations.transformers.PrivateTrainer", "integrations.transformers.PrivateTrainer.*"),
     # parts that plans, optimizers and loaders of the library make or use
-    *(f"Accountant.{name}" for name in ("continue_from", "marked", "require_planned")),
+    *(f"Accountant.{name}" for name in ("continue_from", "end", "marked", "require_planned")),
+    "sampling.early_partition",
     *("Problem.require", "errors.warn", "show.loggers.in_single"),
     *(f"oracles.{name}" for name in ("Charge", "Release", "clip_weights", "joint_norm")),
     *("oracles.UserFiltered", "shuffle_model.ShuffledMedian"),

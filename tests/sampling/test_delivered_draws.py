@@ -223,8 +223,9 @@ def test_a_draw_that_was_given_up_is_of_no_other_partition(design: Design) -> No
         step(model, opt, next(batches)[0])
     seen = next(batches)[0].tolist()
     opt.discard()
-    with pytest.raises(SequenceError, match=r"resume=True|start again"):
-        opt.loader(DATA)
+    if design is not PHASES:  # which are one partition, with or without resume
+        with pytest.raises(SequenceError, match="resume=True"):
+            opt.loader(DATA)
     for _ in range(2):
         loader = opt.loader(DATA, resume=True)
         assert next(iter(loader))[0].tolist() == seen

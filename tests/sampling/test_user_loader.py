@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 import torch_dpsco as dp
 from tests.algorithms import user_runs as runs
 from tests.streams import seeded_sampler
-from torch_dpsco.errors import PrivacyError, SequenceError, UnitError
+from torch_dpsco.errors import PrivacyError, UnitError
 from torch_dpsco.sampling import (
     PrivateLoader,
     UserLoader,
@@ -402,8 +402,12 @@ def test_phases_do_not_start_again() -> None:
     for batch in run.opt.loader(data, ids):
         run.step(batch)
         break
-    with pytest.raises(SequenceError, match="must not start again"):
-        run.opt.loader(data, ids)
+    with pytest.raises(PrivacyError, match="must hold the records of the run"):
+        run.opt.loader(data, ids.roll(1))
+    for batch in run.opt.loader(data, ids):
+        run.step(batch)
+    assert run.opt.steps == 4
+    assert {part for _, part, _, _ in run.opt.accountant.ledger.entries()} == {"0", "1"}
 
 
 def test_users_without_rows_are_in_phases_too() -> None:

@@ -105,6 +105,25 @@ def test_four_commands_make_a_model_of_an_export_of_excel(ward, capsys):
     assert [row[0] for row in rows[1:]] == [row[5] for row in patients(5, seed=1)]
 
 
+@pytest.mark.slow
+def test_a_second_fit_without_a_ledger_is_noticed(ward, capsys):
+    run(capsys, "init ward.csv --out schema.toml --target verstorben")
+    answer("schema.toml", ANSWERS)
+    fit = "fit ward.csv --schema schema.toml --epsilon 8 --out"
+    code, out, _ = run(capsys, f"{fit} study")
+    assert code == 0
+    assert "what was spent on these data is in" in out
+    assert not list(Path("study").glob("*.ledger"))  # which is not published
+    size = Path("ward.ledger").stat().st_size
+    code, _, err = run(capsys, f"{fit} again")
+    assert code, err
+    assert re.search(r"holds \d+ events", err), err
+    assert "inf" not in err
+    assert "raise epsilon" not in err
+    assert not list(Path("again").iterdir())
+    assert Path("ward.ledger").stat().st_size == size
+
+
 def test_a_first_schema_asks_for_all_that_must_be_public(ward, capsys):
     """Tables whose numbers and levels differ have one first schema: none of them got into it."""
     first = drafted("ward.csv", {}, target="verstorben")

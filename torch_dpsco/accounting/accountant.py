@@ -155,6 +155,17 @@ class Accountant:
         return self._journal.interrupted
 
     @property
+    def is_running(self) -> bool:
+        """Whether the ledger has a run that was not finalized in this process: an optimizer built now may resume it."""
+        return any(
+            "/" not in run for run in self._journal.book.releases.keys() - self._journal.ended
+        )
+
+    def end(self, run: str) -> None:
+        """Notes that a run is finalized, so that none that is built later resumes it."""
+        self._journal.ended.add(run)
+
+    @property
     def unit(self) -> str:
         """What one record is."""
         return str(self._config["unit"])

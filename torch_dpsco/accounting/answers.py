@@ -58,7 +58,7 @@ class Answers:
         """Returns the name of the next release of a plan, which is on its way then."""
         with LOCK:
             for k in itertools.count():
-                release = f"{plan}-{k}"
+                release = f"answer/{plan}-{k}"
                 left_alone = self._anew and marked(release) and release not in self._begun
                 if not left_alone and release not in self._taken | self._failed:
                     break
@@ -103,7 +103,7 @@ def paid(
         accountant.authorize(event)
         return draw()
     release = answers.take(title, accountant.marked)
-    path = f"{answers.path}.{accountant.ledger_id[:8]}-{release}.answer"
+    path = f"{answers.path}.{accountant.ledger_id[:8]}-{release.removeprefix('answer/')}.answer"
     try:
         kept = _charged(accountant, event, release, path, records)
         if accountant.marked(release) == ANSWERED:
@@ -112,7 +112,7 @@ def paid(
         _keep(path, {**kept, "answer": answer})
         seal = f"{release}/{_seal(kept, answer)}"
         # PRIVACY: nothing is shown that a restart would draw again (test_a_release_that_dies_anywhere_has_one_answer)
-        accountant.authorize(_NOTHING, releases={release: ANSWERED, seal: 1})
+        accountant.authorize(_NOTHING, 0, releases={release: ANSWERED, seal: 1})
     except BaseException:
         answers.give_back(release)
         raise
@@ -168,7 +168,7 @@ def _drawn(
     except BaseException:
         # PRIVACY: that it failed may tell of the noise, and is an answer (test_a_draw_that_failed_is_not_repeated)
         answers.fail(release)
-        accountant.authorize(_NOTHING, releases={release: ANSWERED})
+        accountant.authorize(_NOTHING, 0, releases={release: ANSWERED})
         raise
 
 

@@ -63,6 +63,8 @@ class Journal:
         self._steps = 1  # charges since
         self._process = os.getpid()
         self._charging = False
+        self.ended: set[str] = set()  # runs that were finalized in this process
+        self._brought = -1  # events of the last checkpoint that was loaded
         self._follows = False  # whether the file is another process's
 
     def charge(
@@ -231,24 +233,28 @@ class Journal:
         """Notes that another process, which charges the same events, has the file of this ledger, with its name."""
         self.book.id = name
         self._follows = True
+        self._brought = -1
 
     def continue_from(self, book: Book) -> Mapping[str, int]:
         """Returns the releases that are marked, if the file is a later state of a checkpoint's book.
 
         Raises:
-            PrivacyError: no file, one of another ledger, or one that is older than the book.
+            PrivacyError: a file of another ledger, or one that is older than the book; or no file, and not the
+                accountant that the run has charged.
         """
         mine = self.book
-        brought = len(book.ledger) <= mine.config.get("brought", -1)
-        # PRIVACY: only the run's own file knows what was released since; a rank that has taken the book of rank 0's
-        # file over knows what that knows (test_a_run_is_resumed_with_its_own_ledger_file_only)
-        if not self._is_filed or book.id != mine.id or brought or not mine.knows(book):
+        brought = len(book.ledger) <= max(self._brought, mine.config.get("brought", -1))
+        # PRIVACY: only the run's own file, or its accountant in this process, knows what was released since; a rank
+        # that has taken the book of rank 0's file over knows what that knows
+        # (test_a_run_is_resumed_with_its_own_ledger_file_only)
+        if book.id != mine.id or brought or not mine.knows(book):
             raise PrivacyError(
                 "accountant must have the ledger file of the run, as new as its checkpoint (got"
                 f" ledger {mine.id}, {len(mine.ledger)} events,"
                 f" {'no file' if self.file is None else 'a file'}; the checkpoint has ledger"
-                f" {book.id}, {len(book.ledger)} events): Accountant(budget, ledger_path=...)."
-                " Without it nobody knows what was released after the checkpoint"
+                f" {book.id}, {len(book.ledger)} events): Accountant(budget, ledger_path=...), or in"
+                " the same process the accountant that the run has charged. Without it nobody knows"
+                " what was released after the checkpoint"
             )
         return dict(mine.releases)
 
@@ -286,10 +292,12 @@ class Journal:
                 "loading would forget events charged here: the two ledgers have different"
                 " histories; load a checkpoint before the accountant is charged for anything else"
             )
+        self._brought = len(book.ledger)
         if self.file is not None:
-            # PRIVACY: the file that was charged after this state was made is another one
-            # (test_a_file_that_was_filled_from_a_checkpoint_is_not_that_of_its_run)
-            book.config["brought"] = len(book.ledger)
+            # PRIVACY: the file, or the memory, that was charged after this state was made is another one
+            # (test_a_file_that_was_filled_from_a_checkpoint_is_not_that_of_its_run,
+            # test_a_ledger_in_memory_that_was_filled_from_a_checkpoint_is_not_that_of_its_run)
+            book.config["brought"] = self._brought
         self.replace(book)
 
     def replace(self, book: Book) -> None:
@@ -594,8 +602,8 @@ class Limit:
             if self._is_planned(event, count):
                 raise BudgetExceeded(self._filter.refusal(self._ledger, event, count))
             raise BudgetExceeded(
-                f"{count} x {event}: the plan that was declared before the first release holds no"
-                " more of it"
+                f"{self._ledger}; the plan that was declared before the first release holds no more"
+                f" of what is asked for, {count} x {event}"
             )
         return self.most(event) if known is not None and known[0] == event else count
 

@@ -105,7 +105,7 @@ class HighWater:
             if is_new:
                 self._share()
         os.lseek(self._fd, 0, os.SEEK_SET)
-        os.write(self._fd, _content(place))
+        _write(self._fd, _content(place))
         if safe:
             os.fsync(self._fd)
 
@@ -236,14 +236,14 @@ class LedgerFile:
         """
         self.require_own()
         line, digest = _line(self._digest, row)
+        size = self._size + len(line)
 
         def put() -> None:
             _write(self._fd, line)
             os.fsync(self._fd)
+            self._size, self._digest = size, digest
 
         self._sync(put)
-        self._size = self._size + len(line)
-        self._digest = digest
 
     def note(self, place: Place, *, safe: bool = False) -> None:
         """Notes in the mark how far the book has come whose lines were appended; before anything is released.
@@ -258,16 +258,23 @@ class LedgerFile:
         self._sync(lambda: self._mark.write(place, safe))
 
     def _sync(self, put: Callable[[], None]) -> None:
-        # until it is safe: after a failed fsync nobody knows what the disk holds
-        self.is_open = False
         try:
+            self.is_open = (
+                False  # until it is safe: after a failed fsync nobody knows what the disk holds
+            )
             put()
+            self.is_open = True
         except OSError as error:
             raise PrivacyError(
                 f"ledger file {self.path!r} could not be written ({error}): nothing more can be"
                 " charged to it; make room, then a new accountant on the same file"
             ) from error
-        self.is_open = True
+        except BaseException:
+            # PRIVACY: no charge was granted, and the next line continues the one before
+            # (test_ctrl_c_while_a_line_is_written_takes_it_back)
+            os.ftruncate(self._fd, self._size)
+            self.is_open = True
+            raise
 
     def require_own(self) -> None:
         """Raises PrivacyError if the file is closed or failed, or is not as it was left, under its name."""

@@ -176,15 +176,21 @@ class AboveThreshold:
         if self._rho is None:
             self._rho = draw_laplace(self.threshold_scale, self._step, generator)
 
-    def lose(self, *, halted: bool) -> bool:
+    def lose(self, asked: int, *, halted: bool) -> bool:
         """Counts a query that an interrupted run may have answered, and notes whether it was below the threshold.
 
         The answers of the others are "above": an answer that was not noted before it was shown was not shown. So the
         answers that anybody has seen, before and after, are those of one run with one noisy threshold, and no more
-        than `steps`: what `event` pays for. Returns whether the run has halted, as it must where its threshold is not
-        known any more.
+        than `steps`: what `event` pays for.
+
+        Args:
+            asked: queries so far, with this one.
+            halted: whether it was the last answer.
+
+        Returns:
+            Whether the run has halted, as it must where its threshold is not known any more.
         """
-        self.asked += not self.halted
+        self.asked = self.asked if self.halted else max(self.asked, asked)
         self.halted = self.halted or halted or self._rho is None
         return self.halted
 

@@ -877,7 +877,7 @@ class UserFiltered(UserMean):
 
     def lose(self, step: int, *, halted: bool) -> bool:
         """Notes a test whose answer is lost, and whether it was a halt."""
-        return self._test.lose(halted=halted)
+        return self._test.lose(step + 1, halted=halted)
 
     # -- state --------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from torch_dpsco.sampling.one_pass import (
     Partition,
     PartsSampler,
     RankAssignedSampler,
+    early_partition,
     make_sampler,
     partition_name,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "Spilled",
     "UserLoader",
     "adapt",
+    "early_partition",
     "fingerprint",
     "make_sampler",
     "partition_name",

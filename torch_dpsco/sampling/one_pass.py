@@ -10,6 +10,7 @@ breaks it: docs/proofs/heavy_tailed.md#disjoint-parts.
 from __future__ import annotations
 
 import math
+import secrets
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -51,14 +52,14 @@ class Partition:
 
     Args:
         cut: what fixes the parts: a permutation of the positions, or the secret key of an `Assigned` design (uint8).
-        size: number of records it is about.
+        size: number of records it is about; None before the first loader.
         made: draws used so far.
         key: secret key of the tag, hexadecimal.
         tag: keyed fingerprint of the records; "" if it was not computed.
     """
 
     cut: _Indices = field(repr=False)
-    size: int = field(repr=False)
+    size: int | None = field(repr=False)
     made: int = 0
     key: str = field(default="", repr=False)
     tag: str = field(default="", repr=False)
@@ -97,13 +98,17 @@ class OnePassSampler(DesignSampler):
                 f"steps must be <= {left}, what is left of one pass over the data (got"
                 f" {self.steps})"
             )
-        if resume is not None and self.size != resume.size:
+        if resume is not None and resume.size not in (None, self.size):
             # PRIVACY: parts go with positions (test_resuming_a_data_set_of_another_size_is_refused)
             raise ValueError(
                 "resume must be with the data set of the run (got one of another size)"
             )
         # drawn now: a checkpoint made before the first draw knows it
-        self.partition = Partition(self._new_cut(), self.size) if resume is None else resume
+        self.partition = resume or Partition(self._new_cut(), self.size)
+        if self.partition.size is None:
+            early = self.partition
+            cut = self._of_kind(early.cut)
+            self.partition = replace(early, cut=cut, size=self.size)
         self._used = False
 
     @property
@@ -129,6 +134,10 @@ class OnePassSampler(DesignSampler):
 
     def _new_cut(self) -> _Indices:
         return self.rng.permutation(self.size)
+
+    def _of_kind(self, cut: _Indices) -> _Indices:
+        """Returns a cut that was drawn before its records were known, as one of them."""
+        return cut
 
     @abstractmethod
     def _parts(self, cut: _Indices, first: int) -> Iterator[tuple[str, _Indices]]:
@@ -472,6 +481,15 @@ def partition_name(design: Design, partition: Partition) -> str:
     if isinstance(design, Parts):
         return f"parts/{digest}/{sha256(repr(design.parts).encode()).hexdigest()[:32]}"
     return f"positions/{digest}/{design.batch_size}"  # as `ShuffledSampler` names the same cut
+
+
+def early_partition(design: Design) -> Partition | None:
+    """Returns a fresh partition of records that no loader has seen yet; None for a design of another kind."""
+    if not isinstance(design, tuple(sampler.kind for sampler in _KINDS)):
+        return None
+    drawn: Any = make_sampler(design)
+    cut: Partition = drawn.partition
+    return replace(cut, size=None, key=secrets.token_hex(16))
 
 
 def make_sampler(

@@ -97,7 +97,7 @@ def _add_fit(commands: Any) -> argparse.ArgumentParser:
     fit.add_argument(
         "--ledger",
         metavar="FILE",
-        help="ledger file, kept for all that is released about these data",
+        help="ledger file, kept for all that is released about these data; default TABLE.ledger beside the FOLDER",
     )
     fit.add_argument(
         "--unchecked",
@@ -184,7 +184,11 @@ def _fit(args: argparse.Namespace) -> Result:
         given["model"] = getattr(estimators, args.model)
     folder = _new_folder(args.out)
     show = partial(say, sys.stdout)
-    given |= {"n": args.n, "show": show, "ledger_path": args.ledger, "check": not args.unchecked}
+    # PRIVACY: without one a second run on the table would not know of the first
+    # (test_a_second_fit_without_a_ledger_is_noticed)
+    beside = folder.absolute().parent / f"{Path(args.table).stem}.ledger"
+    ledger = args.ledger or os.path.relpath(beside)
+    given |= {"n": args.n, "show": show, "ledger_path": ledger, "check": not args.unchecked}
     study = dp.study(args.table, schema, budget, **given)
     try:
         study.save(folder)
@@ -192,7 +196,11 @@ def _fit(args: argparse.Namespace) -> Result:
         say(sys.stdout, study.released().json())  # what was paid for is not lost with the disk
         raise
     results = study.summary().removeprefix(str(study.plan)).lstrip("\n")
-    return f"{results}\nwritten to {args.out}: what is in this folder may be published", 0
+    kept = f"what was spent on these data is in {ledger}, which every later run needs"
+    return (
+        f"{results}\nwritten to {args.out}: what is in this folder may be published\n{kept}",
+        0,
+    )
 
 
 def _predict(args: argparse.Namespace) -> Result:

@@ -53,6 +53,7 @@ from torch_dpsco.sampling import (
     RecordIds,
     Slots,
     adapt,
+    early_partition,
     fingerprint,
     partition_name,
     records_of,
@@ -64,6 +65,11 @@ from torch_dpsco.step import checks
 from torch_dpsco.step.checks import World, world_size
 from torch_dpsco.step.run import Run
 
+OTHER_RECORDS = (
+    "dataset must hold the records of the run, unchanged and in their order (got others): they were"
+    " cut into parts once, and a record that is moved could be used in two of them; a data set whose"
+    " records are read differently each time (random augmentation) cannot be resumed"
+)
 _SEVERAL = (
     "several backward passes per step need a declared sampling, since a record could be in two of"
     " them: give n= or sampling= to the plan (design= to a PrivateOptimizer) and use"
@@ -98,8 +104,10 @@ class LogicalBatch:
 
     def bind(
         self, loader: Any, on_restart: Callable[[], None], progress: Any, planned: int | None
-    ) -> None:
+    ) -> bool:
         """Takes draws from a loader of this design, and from no other loader any more.
+
+        Returns whether it is the first one of a partition that is older.
 
         Args:
             loader: it.
@@ -128,9 +136,12 @@ class LogicalBatch:
         if isinstance(loader, DataLoader):
             adapt(loader)
         sampler = getattr(loader, "batch_sampler", None) or loader
+        one_pass = isinstance(sampler, OnePassSampler)
+        early = self._resumed if self._resumed and self._resumed.size is None else None
+        if early and one_pass and sampler.partition.key == early.key:
+            self._resumed = sampler.partition
         if design.secret:
             self._require_secret(sampler)
-        one_pass = isinstance(sampler, OnePassSampler)
         if one_pass:
             self._require_own_pass(sampler, loader)
         sampler.log.dataset = source_of(getattr(loader, "dataset", None))
@@ -147,6 +158,7 @@ class LogicalBatch:
         )
         self._draw_rows = 0
         self.opened = False
+        return early is not None
 
     def _require_secret(self, sampler: Any) -> None:
         """Raises UnknownSamplerError unless the draws of an assigned design are fresh, or those of this run."""
@@ -180,6 +192,15 @@ class LogicalBatch:
             # (test_a_draw_that_was_given_up_is_of_no_other_partition)
             raise SequenceError(
                 "a draw was given up and is the next one again: use loader(dataset, resume=True)"
+            )
+        saved = self.partition
+        kept = saved is not None and bool(saved.key) and self._in_order
+        if kept and partition_name(self.design, partition) != self.partition_name:
+            # PRIVACY: a run that is resumed from the checkpoint would cut its records anew
+            # (test_a_run_keeps_the_cut_that_a_checkpoint_holds)
+            raise SequenceError(
+                "loader must draw by the cut that a checkpoint of this run holds: use"
+                " optimizer.loader(dataset, resume=True)"
             )
         if self._in_order and partition.made != self._made:
             raise SequenceError(
@@ -322,11 +343,17 @@ class LogicalBatch:
         known = self._resumed if self._sampler is None else self._sampler.partition
         return None if known is None else replace(known, made=self._made)
 
+    def cut(self) -> None:
+        """Draws the partition of a run that has none, so that a checkpoint made before the first loader holds it."""
+        drawn = early_partition(self.design) if self.partition is None else None
+        if drawn is not None:
+            self.resume(drawn)
+
     def sealed(self) -> Partition | None:
         """Returns the partition with a fingerprint of its records, all of which are read the first time."""
         known = self.partition
         if known is not None and not known.tag and self._sampler is not None:
-            key = secrets.token_hex(16)
+            key = known.key or secrets.token_hex(16)
             self._sampler.partition = replace(
                 self._sampler.partition, key=key, tag=_tag(key, self._loader)
             )
@@ -336,12 +363,7 @@ class LogicalBatch:
     def _require_same_records(partition: Partition, loader: Any) -> None:
         if partition.tag and _tag(partition.key, loader) != partition.tag:
             # PRIVACY: a record at another place is used twice (test_a_partition_goes_on_with_its_own_records_only)
-            raise PrivacyError(
-                "dataset must hold the records of the run, unchanged and in their order (got"
-                " others): they were cut into parts once, and a record that is moved could be used"
-                " in two of them; a data set whose records are read differently each time (random"
-                " augmentation) cannot be resumed"
-            )
+            raise PrivacyError(OTHER_RECORDS)
 
     @property
     def partition_name(self) -> str:
@@ -509,24 +531,15 @@ def draws_left(
 def continued(run: Run, batch: LogicalBatch, made: int, *, resume: bool) -> Partition | None:
     """Returns the partition that a loader goes on with; None for a fresh one.
 
-    Raises:
-        SequenceError: it must be continued, or is not known.
+    Phases, and passes that are charged as a whole, have one for the whole run. So has a run before its first step, of
+    which a checkpoint was made.
     """
-    partition = batch.sealed() if resume else None
-    if not run.design.one_pass:
-        return partition
-    if resume and partition is None and made:
-        raise SequenceError(
-            "resume must be False: no partition of this run is known that could be continued"
-        )
-    if not resume and run.in_order and made:
-        # PRIVACY: draws that are made again, by the noise of a charge that has paid for others
-        # (test_a_pass_is_not_begun_again)
-        raise SequenceError(
-            "phases, and passes that are charged as a whole, must not start again after"
-            f" {made} steps: use optimizer.loader(dataset, resume=True)"
-        )
-    return partition
+    known = batch.partition
+    saved = known is not None and bool(known.key)
+    # PRIVACY: draws that are made again, by the noise of a charge that has paid for others
+    # (test_a_pass_is_not_begun_again)
+    kept = run.in_order if made else saved
+    return batch.sealed() if resume or kept else None
 
 
 GRAD_SCALE = "grad_scale"  # the attribute by which GradScaler hands over its scale

@@ -216,7 +216,7 @@ def require_one_step(
             " adjacency='replace_one'"
         ) from error
     budget = accountant.budget
-    if budget is None or accountant.interrupted or accountant.admits(step):
+    if budget is None or accountant.is_running or accountant.admits(step):
         return
     needed = accountant.ledger.evaluate(budget.delta, budget.adjacency, extra=step).epsilon
     if needed <= budget.epsilon:
@@ -228,19 +228,33 @@ def require_one_step(
     enough = (
         f"epsilon >= {rounded_up(needed, 6)} would do"
         if math.isfinite(needed)
-        else "no epsilon would do"
+        else "no epsilon would do, with so little noise"
     )
     if len(accountant):
-        spent = accountant.ledger.evaluate(budget.delta, budget.adjacency).epsilon
         raise InfeasibleError(
-            f"accountant must have budget left for {what}: this ledger holds {len(accountant)}"
-            f" events, epsilon {rounded_up(spent, 6)} of {budget.epsilon:g} at"
-            f" delta={budget.delta:g} ({budget.adjacency}); {enough}: raise epsilon or the noise,"
-            " or charge another ledger if it is about other people"
+            f"accountant must have budget left for {what}: {holdings(accountant)}; {enough}. A run that was"
+            " interrupted goes on by resume() or fit(checkpoint=...), and other people have another ledger"
+        )
+    if math.isinf(needed):
+        raise InfeasibleError(
+            f"noise must be larger for {what} at delta={budget.delta:g} ({budget.adjacency}): {enough}"
         )
     raise InfeasibleError(
         f"epsilon must be >= {rounded_up(needed, 6)} for {what} at delta={budget.delta:g} "
         f"({budget.adjacency}; got {budget.epsilon:g}); raise epsilon or the noise"
+    )
+
+
+def holdings(accountant: Accountant) -> str:
+    """Returns in words what is on a ledger, and how much of its budget that is."""
+    budget = accountant.budget
+    if budget is None:
+        return str(accountant.ledger)
+    found = accountant.ledger.evaluate(budget.delta, budget.adjacency)
+    spent = rounded_up(found.epsilon, 6)
+    of = f"{spent} of {budget.epsilon:g}"
+    return (
+        f"{accountant.ledger}; epsilon {of} spent at delta={budget.delta:g} ({budget.adjacency})"
     )
 
 

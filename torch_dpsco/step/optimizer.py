@@ -37,11 +37,11 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import warn_of_delta
 from torch_dpsco.accounting.designs import Design, Undeclared
-from torch_dpsco.accounting.events import Adjacency, Event, Gaussian, NonPrivate
+from torch_dpsco.accounting.events import Adjacency, Event, Gaussian, NonPrivate, Sequential
 from torch_dpsco.accounting.ledger import read_state
 from torch_dpsco.accounting.report import Run as PublicRun
 from torch_dpsco.accounting.statement import Statement
-from torch_dpsco.errors import PrivacyError, SequenceError, UnitError, warn
+from torch_dpsco.errors import PrivacyError, SequenceError, UnitError, outside, warn
 from torch_dpsco.noise import SecretState, noise_generator
 from torch_dpsco.problem import Schedule
 from torch_dpsco.prox import Identity, Prox
@@ -56,6 +56,7 @@ from torch_dpsco.sampling import Partition, PrivateLoader, UserLoader
 from torch_dpsco.sampling.loader import LEVELS, Isolation
 from torch_dpsco.step import checks
 from torch_dpsco.step.batch import (
+    OTHER_RECORDS,
     LogicalBatch,
     continued,
     draws_left,
@@ -245,6 +246,23 @@ class RunOptimizer(CommonOptimizer):
         self.bind(loader)
         return loader
 
+    def _tie_records(self) -> None:
+        """Marks in the ledger the records of a cut that a checkpoint holds, which was made before they were known."""
+        partition = self._batch.sealed()
+        assert partition is not None
+        tied = f"{self.run}/records"
+        mine = f"{tied}/{partition.tag}"
+        marked = self.accountant.marked
+        if not marked(mine):
+            if self.steps or marked(tied):
+                # PRIVACY: a record at another place is used twice
+                # (test_a_cut_that_a_checkpoint_of_the_start_holds_is_of_the_records_of_its_first_loader)
+                raise PrivacyError(OTHER_RECORDS)
+            self.accountant.authorize(Sequential(()), 0, releases={tied: 1, mine: 1})
+        paid = self._progress.paid
+        if paid is not None:  # by lost steps, when it was not known whether records draw by ids
+            self._progress.paid = paid._replace(partition=self._batch.partition_name)
+
     @property
     def sizes_are_private(self) -> bool:
         """Whether nobody's row may depend on the number of rows of a draw."""
@@ -267,7 +285,8 @@ class RunOptimizer(CommonOptimizer):
                 f" {type(loader).__name__}): use optimizer.loader"
             )
         self._world.require_own_draws(loader)
-        self._batch.bind(loader, self.discard, self._progress, self._run.planned)
+        if self._batch.bind(loader, self._give_up, self._progress, self._run.planned):
+            self._tie_records()
         own = isinstance(loader, PrivateLoader)
         self._isolation = loader.isolation if own else Isolation()
         self._isolation.private = self.sizes_are_private
@@ -333,14 +352,38 @@ class RunOptimizer(CommonOptimizer):
 
         The next loop over a loader begins with the same draw: a draw cannot be exchanged for another one.
         """
-        self._abort()
+        self._give_up()
 
-    def _abort(self) -> None:
+    def _give_up(self, *, halted: bool = False) -> None:
+        """Forgets the step in progress; one that was charged is lost as by `resume`: its release may have been seen.
+
+        Args:
+            halted: whether its release was the last answer.
+        """
+        run = self._run
+        progress = self._progress
+        begun = progress.begun
+        # PRIVACY: another release under the charge of the first would be free, and a retry is no other optimizer
+        # (test_a_step_that_fails_after_its_charge_is_lost_and_the_run_goes_on)
+        if begun is None or run.accountant.marked(progress.run) <= begun or not run.can_lose:
+            # PRIVACY: a refused batch must not linger in the oracle (test_kept_refused_batch_is_caught)
+            self._clear()
+            self._batch.drop()
+            progress.begun = None
+            return
+
         self._clear()
-        self._batch.drop()
+        self._batch.finish(used=True)
+        self._count_lost(halted=halted)
+        warn(
+            f"step {progress.steps} was charged and did not end: it is lost, as after a crash. The run"
+            " goes on with the next one, from the parameters as they are",
+            stacklevel=outside(),
+        )
 
     def _clear(self) -> None:
         """Forgets all rows, and the oracle's sum of them."""
+        self._given = None
         clear_rows(self._params)
         for attachment in attachments(self._params):
             attachment.reset()
@@ -443,12 +486,16 @@ class RunOptimizer(CommonOptimizer):
         noisy tests: it keeps their thresholds.
         """
         self._require_private()  # the iterates that are kept follow at the end of the block
+        if self._progress.begun is not None:
+            self._give_up()
         run = self._run
         progress = self._progress
         # PRIVACY: a run that is resumed has the same threshold
         # (test_a_checkpoint_of_the_start_gives_its_threshold_to_a_resumed_run_only)
         self.oracle.prepare(self._noise)
         oracle = self.oracle.state()
+        if not self.steps and not self.finalized and self._world.alone:
+            self._batch.cut()
         partition = None if self.finalized else self._batch.sealed()
         # PRIVACY: with the keys known, a record less moves all later ones, and who has the key of a fingerprint can
         # try records (test_the_keys_of_records_are_secret_where_removing_one_moves_the_others)
@@ -557,6 +604,8 @@ class RunOptimizer(CommonOptimizer):
             for _ in range(lost):
                 # PRIVACY: a test that has failed answers no more (test_a_halt_that_the_checkpoint_missed_is_kept)
                 self._count_lost(halted=self._progress.halt_mark in marked)
+        if run.in_order and batch.partition is not None:
+            batch.resume(replace(batch.partition, made=self.steps))
         if lost:
             warn(
                 f"{lost} steps after step {made} were lost to a crash: they were charged after the"
@@ -600,6 +649,7 @@ class RunOptimizer(CommonOptimizer):
         # PRIVACY: a copy has releases of its own (test_a_copy_is_another_run_in_the_ledger)
         self._progress.run = new_run()
         self._progress.since = self.steps
+        self._progress.begun = None
         note_owner(self._params, self)
 
     # -- what the step adds -------------------------------------------------------------------------------------------

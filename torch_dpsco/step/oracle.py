@@ -398,22 +398,22 @@ class ClippedMean(MeanOracle):
         self.__dict__["_clip"] = self.bound(query)  # __setattr__ is slow
         form = [(p.shape, p.dtype, p.device) for p in query]
         if form != self._form:
-            self._form = form
             self._shapes = [p.shape for p in query]
             self._dim = sum(map(math.prod, self._shapes))
             parts = self.views(torch.empty(self._dim, device="meta"))
             self._cuts = [(part.shape, part.stride(), part.storage_offset()) for part in parts]
-            self._summation = self._planned()
+            self._summation = self._planned(form)
             wide = any(dtype == torch.float64 for _, dtype, _ in form)
             self._dtype = torch.float64 if wide else torch.float32
             self._flat = None
-            self._require_within_clip()
+            self._require_within_clip(form)
+            self._form = form  # last: who interrupts finds nothing half planned
         if self._exact:
             self._plan_grid()
 
-    def _planned(self) -> Summation:
+    def _planned(self, form: list[Any]) -> Summation:
         """Returns the precision of sums for the parameters of the query."""
-        on_cpu = all(device.type == "cpu" for _, _, device in self._form)
+        on_cpu = all(device.type == "cpu" for _, _, device in form)
         # PRIVACY: other processes may be without the accelerator, and err by more
         # (test_several_processes_declare_the_error_of_float32)
         in_c = native.is_available() and on_cpu and self._processes == 1
@@ -426,7 +426,7 @@ class ClippedMean(MeanOracle):
             in_c=in_c,
         )
 
-    def _require_within_clip(self) -> None:
+    def _require_within_clip(self, form: list[Any]) -> None:
         """Raises PrivacyError if a subclass's weights let any of a range of norms past the clip."""
         if getattr(self.weights, "__func__", None) is ClippedMean.weights:
             return
@@ -434,7 +434,7 @@ class ClippedMean(MeanOracle):
         norms = torch.tensor(
             [*powers, self.clip, 0.0, math.inf, math.nan],
             dtype=torch.float64,
-            device=self._form[0][2] if self._form else None,
+            device=form[0][2] if form else None,
         )
         weights = self.weights(norms.clone(), self.clip)
         passes = weights * norms.nan_to_num(math.inf, math.inf) > self.clip  # 0 * inf does not
@@ -550,7 +550,7 @@ class ClippedMean(MeanOracle):
             )
         self._processes = processes
         if self._form:
-            self._summation = self._planned()
+            self._summation = self._planned(self._form)
 
     @property
     def processes(self) -> int:

@@ -213,10 +213,9 @@ class Run:
             SequenceError: the release may have been made already, or is of another pass than was charged.
         """
         steps = progress.steps
-        paid = progress.paid
-        if paid is not None and steps < paid.stop:
+        if progress.paid is not None and steps < progress.paid.stop:
             event = self.oracle.charge(self.design, draw).event if self.in_passes else None
-            paid.require(draw.partition, event)
+            progress.paid.require(draw.partition, event)
             charge = Charge(Sequential(()))
         else:
             charge = self.oracle.charge(self.design, draw)
@@ -239,6 +238,7 @@ class Run:
                 )
             if self.in_passes:
                 self._require_fresh(draw)
+            progress.begun = self.accountant.marked(progress.run)
             self.accountant.authorize(
                 charge.event,
                 planned=partial(self._charges_left, draw, steps),
@@ -315,10 +315,9 @@ class Run:
             self._note(progress, charge, partition if cut else "")
 
     def _lost_draw(self, steps: int, partition: str) -> Draw:
-        part = self._part(steps)
         # PRIVACY: of the draw of this step, so that no more is paid for than what is left of its pass
         # (test_a_lost_step_in_a_pass_is_paid_to_its_end_and_no_further)
-        return Draw(0, partition, str(part), steps)
+        return Draw(0, partition, str(self._part(steps)), steps)
 
     def _part(self, steps: int) -> int:
         """Returns the part of the next draw, 0 where a design has none."""
@@ -347,6 +346,7 @@ class Progress:
         public: blocks of public steps that moved the parameters.
         finalized: whether the answer is installed.
         paid: what was charged for several releases.
+        begun: releases that the ledger knew before the step that was begun; None between steps.
     """
 
     run: str = field(default_factory=new_run)
@@ -357,6 +357,7 @@ class Progress:
     public: int = 0
     finalized: bool = False
     paid: Paid | None = None
+    begun: int | None = None
 
     @property
     def halt_mark(self) -> str:

@@ -151,7 +151,6 @@ class PrivateOptimizer(RunOptimizer):
         progress = self._progress
         ranks = self._world
         halted = False
-        marked = run.accountant.marked(progress.run)
         try:
             params = [p for p in self._params if p.requires_grad]
             draw = self._observe(params, users, scale)
@@ -169,30 +168,16 @@ class PrivateOptimizer(RunOptimizer):
             halted = release.halted
             if halted and not progress.halted:
                 run.note_halt(progress)
-        except BaseException as error:
+            self._batch.finish(used=True)
+            self._apply(params, release)
+        except BaseException:
             ranks.failed(self, in_progress=self.outstanding_rows is not None)
-            if run.accountant.marked(progress.run) > marked and run.can_lose:
-                self._lose(error, halted=halted)
-            else:
-                # PRIVACY: a refused batch must not linger in the oracle (test_kept_refused_batch_is_caught)
-                self._abort()
+            self._give_up(halted=halted)
             raise
-        self._batch.finish(used=True)
-        self._apply(params, release)
         if self._isolation.open:
             self._settle_isolation()
         if progress.steps == run.planned:
             self._end()
-
-    def _lose(self, error: BaseException, *, halted: bool) -> None:
-        """Counts a step that failed after its charge, as `resume` does: its release may have been seen."""
-        self._clear()
-        self._batch.finish(used=True)
-        self._count_lost(halted=halted)
-        error.add_note(
-            f"step {self._progress.steps} of this run was charged before it failed: it is lost, nothing was"
-            " moved, and the run goes on with the next one"
-        )
 
     def _count_lost(self, *, halted: bool) -> None:
         """Counts the next step, which was charged, as one whose release is lost."""
@@ -222,6 +207,8 @@ class PrivateOptimizer(RunOptimizer):
 
     def _require_open(self) -> None:
         require_unwrapped(self._params)
+        if self._progress.begun is not None:
+            self._give_up()
         if self._barred:
             self._require_private()
         if self._shown:
@@ -310,7 +297,7 @@ class PrivateOptimizer(RunOptimizer):
         return rows if scale is None else rows.unscaled(scale)
 
     def _apply(self, params: list[nn.Parameter], release: Release) -> None:
-        """Counts the step, and moves by what was released, which is public."""
+        """Moves by what was released, which is public, and counts the step."""
         run = self._run
         progress = self._progress
         phases = run.schedule.phases
@@ -319,15 +306,15 @@ class PrivateOptimizer(RunOptimizer):
         if len(phases) > 1:
             index, k = run.schedule.locate(k)
             phase = phases[index]
-        progress.stills = (progress.stills if k else 0) + release.still
-        progress.steps += 1
-        progress.halted = release.halted
+        stills = (progress.stills if k else 0) + release.still
         if not release.still:
             # rules count the moves of a phase
-            self._move(params, release, phase, k - progress.stills)
+            self._move(params, release, phase, k - stills)
         if k + 1 == phase.steps and len(phases) > 1:
             self._install_answer()
             run.rule.end_phase(self.param_groups, self.state, phase)
+        made = {"stills": stills, "steps": progress.steps + 1, "halted": release.halted}
+        vars(progress).update(made, begun=None)  # at once, or an interrupt loses the step
 
     def _move(self, params: list[nn.Parameter], release: Release, phase: Phase, k: int) -> None:
         run = self._run
@@ -362,7 +349,7 @@ class PrivateOptimizer(RunOptimizer):
                 self._observe(self._trained(), users, partial=True)
         except BaseException:
             self._world.failed(self, in_progress=self.outstanding_rows is not None)
-            self._abort()
+            self._give_up()
             raise
 
     # -- the answer ---------------------------------------------------------------------------------------------------
@@ -410,6 +397,7 @@ class PrivateOptimizer(RunOptimizer):
         if self._run.in_passes and self.steps:  # no release of its passes follows
             self.accountant.authorize(Sequential(()), releases={self.run + OVER: 1})
         self._progress.finalized = True
+        self.accountant.end(self.run)
 
     # -- public data --------------------------------------------------------------------------------------------------
 
