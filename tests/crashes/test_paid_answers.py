@@ -20,7 +20,6 @@ from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
 from torch_dpsco.accounting import answers, ledger_file
-from torch_dpsco.accounting.answers import paid
 from torch_dpsco.accounting.events import Pure
 from torch_dpsco.errors import BudgetExceeded, PrivacyError, UtilityWarning
 from torch_dpsco.estimators import LogisticRegression, Number, Ridge, Schema
@@ -312,7 +311,7 @@ def test_the_files_of_answers_are_confidential(tmp_path: Path) -> None:
 
 
 def bare(draw: Callable[[], Any]) -> Run:
-    return lambda ledger, rows: paid(ledger, Pure(0.5), lambda: {"a": 1}, lambda key: "", draw)
+    return lambda ledger, rows: ledger.pay(Pure(0.5), lambda: {"a": 1}, lambda key: "", draw)
 
 
 def test_a_draw_that_failed_is_not_repeated(tmp_path: Path) -> None:
@@ -368,8 +367,8 @@ def test_a_full_disk_shows_nothing_and_loses_nothing(tmp_path: Path, monkeypatch
 
 
 def test_what_does_not_fit_leaves_no_charge(tmp_path: Path) -> None:
-    run: Run = lambda ledger, rows: paid(  # noqa: E731
-        ledger, Pure(9.0), dict, lambda key: "", lambda: 1.0
+    run: Run = lambda ledger, rows: ledger.pay(  # noqa: E731
+        Pure(9.0), dict, lambda key: "", lambda: 1.0
     )
     for _ in range(2):
         with pytest.raises(BudgetExceeded):

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
-from torch_dpsco.accounting.answers import Answers
+from torch_dpsco.accounting.answers import Answers, paid
 from torch_dpsco.accounting.budgets import (
     NO_BUDGET_DELTA,
     Budget,
@@ -370,6 +370,32 @@ class Accountant:
                 self._charge(event, count, adaptive, releases, ahead)
             finally:
                 self._limit.note(event, left - count)
+
+    def pay(
+        self,
+        event: Event,
+        plan: Callable[[], Mapping[str, Any]] | None,
+        records: Callable[[str], str],
+        draw: Callable[[], Any],
+    ) -> Any:
+        """Charges a release and draws its answer; or returns the one that the ledger file has paid for.
+
+        Args:
+            event: of the release, charged before anything is drawn.
+            plan: returns public primitives that tell it from other releases; None, or where there are none
+                (ValueError), keeps no answer.
+            records: returns their fingerprint by a key (`sampling.fingerprint`), which the confidential file keeps.
+            draw: draws the noise and returns the answer: numbers and lists of them, as JSON holds.
+
+        Raises:
+            BudgetExceeded: nothing was drawn.
+            PrivacyError: an answer was paid for with other records, or is gone or altered; or it could not be kept,
+                and is shown to nobody.
+        """
+        if self.answers is None:
+            self.authorize(event)
+            return draw()
+        return paid(self, event, plan, records, draw)
 
     def _charge(
         self,

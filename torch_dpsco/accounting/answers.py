@@ -82,23 +82,9 @@ def paid(
     records: Callable[[str], str],
     draw: Callable[[], Any],
 ) -> Any:
-    """Charges a release and draws its answer; or returns the one that the ledger file has paid for.
-
-    Args:
-        accountant: charged before anything is drawn.
-        event: of the release.
-        plan: returns public primitives that tell it from other releases; None, or where there are none (ValueError),
-            keeps no answer.
-        records: returns their fingerprint by a key (`sampling.fingerprint`), which the confidential file keeps.
-        draw: draws the noise and returns the answer: numbers and lists of them, as JSON holds.
-
-    Raises:
-        BudgetExceeded: nothing was drawn.
-        PrivacyError: an answer was paid for with other records, or is gone or altered; or it could not be kept, and
-            is shown to nobody.
-    """
+    """Returns what `Accountant.pay` does, of an accountant with a file."""
     answers = accountant.answers
-    title = None if answers is None or plan is None else _title(plan, event)
+    title = None if plan is None else _title(plan, event)
     if answers is None or title is None:
         accountant.authorize(event)
         return draw()

@@ -30,7 +30,6 @@ from torch.utils.data import Dataset, TensorDataset
 from torch_dpsco import _validate as check
 from torch_dpsco import compat
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.answers import paid
 from torch_dpsco.accounting.designs import Design, Shuffled, is_exact
 from torch_dpsco.accounting.events import KNorm
 from torch_dpsco.algorithms.output_sgd_numbers import LossPromises
@@ -368,8 +367,7 @@ class RowFreeOptimizer(AnswerOptimizer):
             )
         self._require_unedited()
         # PRIVACY: charged before the noise is drawn (test_the_release_is_charged_before_its_noise)
-        answer = paid(
-            self.accountant,
+        answer = self.accountant.pay(
             self.event,
             self._plan.to_dict,
             partial(fingerprint, contents=self._seen),

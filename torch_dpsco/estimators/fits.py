@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.answers import paid
 from torch_dpsco.errors import AdjacencyError, ConditionError, UnitError
 from torch_dpsco.estimators.gradient_descent import users_of
 from torch_dpsco.estimators.preparation import Units
@@ -123,7 +122,7 @@ def fit_linear(
     kept = None if isinstance(features, Stored) else plan.to_dict
     seen = [part for part in (features, targets, weights, users) if isinstance(part, Tensor)]
     # PRIVACY: of units and weights, before anything is drawn (test_what_is_measured_is_charged_with_the_release)
-    found, answer = paid(ledger, plan.event(), kept, partial(fingerprint, contents=seen), draw)
+    found, answer = ledger.pay(plan.event(), kept, partial(fingerprint, contents=seen), draw)
     if found:
         units = Units.of(found)
     return _fit_of(task, units, torch.tensor(answer, dtype=torch.float64, device=records.device))

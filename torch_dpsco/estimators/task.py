@@ -29,7 +29,6 @@ from torch_dpsco._validate import check_fields
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.gaussian import gaussian_mu
 from torch_dpsco.accounting.analysis.rounding import down, safe
-from torch_dpsco.accounting.answers import paid
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.designs import BaseEvent
 from torch_dpsco.accounting.events import ADD_REMOVE, ZERO_OUT, Adjacency, RDPCurve, Sequential
@@ -513,8 +512,7 @@ class LinearPlan(Plan):
             NotCertifiedError: an internal error, see `estimators.solvers.solve`; outside of the guarantee.
         """
         # PRIVACY: charged before anything is drawn (test_a_refused_release_draws_nothing)
-        answer = paid(
-            accountant,
+        answer = accountant.pay(
             self.event(),
             self.to_dict,
             partial(fingerprint, contents=seen),

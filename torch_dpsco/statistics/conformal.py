@@ -34,7 +34,6 @@ from torch_dpsco import _validate as check
 from torch_dpsco import shown
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.answers import paid
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
@@ -230,8 +229,7 @@ def conformal(
     )
     source = noise_generator("cpu", generator)
     # PRIVACY: charged before the draw, where it was proved (test_no_set_is_drawn_that_was_not_charged)
-    chosen = paid(
-        ledger,
+    chosen = ledger.pay(
         conformal_event(budget),
         lambda: {"conformal": level, "edges": edges.tolist()},
         partial(fingerprint, contents=[law]),

@@ -30,7 +30,6 @@ from torch_dpsco._validate import check_fields, require_ours
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.accounting.analysis.rounding import exact_grid, with_grid
-from torch_dpsco.accounting.answers import paid
 from torch_dpsco.accounting.budgets import Budget, warn_of_delta
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
@@ -173,8 +172,7 @@ class PrivateTransformer(_Names, TransformerMixin, BaseEstimator):
         source = noise_generator("cpu", None)
         # PRIVACY: charged before anything is drawn (test_nothing_is_drawn_that_was_not_charged_by_a_transformer)
         released = np.asarray(
-            paid(
-                ledger,
+            ledger.pay(
                 event,
                 self._title,
                 partial(fingerprint, contents=[rows]),

@@ -32,7 +32,6 @@ from torch_dpsco._validate import typed
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.analysis.gaussian import gaussian_sigma
 from torch_dpsco.accounting.analysis.rounding import exact_grid, with_grid
-from torch_dpsco.accounting.answers import paid
 from torch_dpsco.accounting.budgets import Budget, warn_of_delta
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
@@ -263,8 +262,7 @@ def score(
     source = noise_generator("cpu", generator)
     # PRIVACY: charged before noise is drawn (test_nothing_is_released_that_was_not_charged)
     noisy = np.asarray(
-        paid(
-            ledger,
+        ledger.pay(
             noise.event,
             lambda: {"score": kind, "limit": limit, "bins": bins},
             partial(fingerprint, contents=[vectors]),

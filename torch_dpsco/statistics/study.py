@@ -30,7 +30,6 @@ from torch_dpsco import _validate as check
 from torch_dpsco import shown
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.accountant import Accountant
-from torch_dpsco.accounting.answers import paid
 from torch_dpsco.accounting.budgets import Budget, one_budget, parts, warn_of_delta
 from torch_dpsco.accounting.events import (
     ADD_REMOVE,
@@ -238,8 +237,7 @@ class StudyPlan:
         self._rehearse(charges)
         ledger = Accountant(self.budget, ledger_path=ledger_path)
         # kept with the answers, so that the same study is cut in the same way after a crash
-        seed, name = paid(
-            ledger,
+        seed, name = ledger.pay(
             Sequential(()),
             self._title,
             partial(fingerprint, contents=[table.X, table.y, places]),
