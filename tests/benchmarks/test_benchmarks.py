@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER, DOC = ROOT / "benchmarks", ROOT / "docs" / "performance.md"
 SCRIPTS = {path.stem for path in FOLDER.glob("*.py")}
 ACCURACY = {
+    "views",
     "breakdown",
     "accuracy",
     "correlated",
