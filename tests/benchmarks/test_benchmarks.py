@@ -52,6 +52,7 @@ PARTS = {
     "ours",
     "table_parts",
     "table_rows",
+    "table_unseen",
     "table_users",
 }
 FOREIGN = {"peer_jax", "peer_fastdp"}  # run by interpreters of other environments
