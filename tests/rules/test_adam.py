@@ -87,8 +87,8 @@ def test_a_run_with_it_goes_on_from_a_checkpoint_bit_by_bit() -> None:
     ("given", "match"),
     [
         ({"noise_std": 0.0}, "noise_std must be"),
-        ({"noise_std": 1.0, "betas": (1.0, 0.9)}, "beta1 must be"),
-        ({"noise_std": 1.0, "betas": (0.9, -0.1)}, "beta2 must be"),
+        ({"noise_std": 1.0, "betas": (1.0, 0.9)}, "betas must be"),
+        ({"noise_std": 1.0, "betas": (0.9, -0.1)}, "betas must be"),
         ({"noise_std": 1.0, "floor": 0.0}, "floor must be"),
         ({"noise_std": 1.0, "weight_decay": -1.0}, "weight_decay must be"),
     ],
