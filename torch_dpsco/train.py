@@ -158,10 +158,10 @@ def fit(
     """
     if dataset is None or loss_fn is None:
         raise ValueError(
-            "dataset and loss_fn must be given: fit(model, dataset=..., loss_fn=..., epsilon=...,"
-            " delta=...), or beside an optimizer"
+            "dataset and loss_fn must be given, beside an optimizer or beside epsilon and delta"
         )
     check.made(loss_fn=loss_fn)
+    check.positive_count(every=every)
     asked: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "budget": budget, "n": n}
     asked["accountant"] = accountant
     if optimizer is not None:

@@ -82,6 +82,7 @@ class Session:
         self.place: int | None = (
             None  # draws of its pass that are used; None where it has none yet
         )
+        self.sealed = False  # whether that pass is one that a checkpoint or a copy goes on with
         self.stream: Stream | None = None
         self.older: Stream | None = None
         self.old: list[Any] = []  # batches of earlier steps
@@ -238,12 +239,14 @@ class Calls(RuleBasedStateMachine):
                 physical_batch_size=2 if kind == "physical" else None,
             )
 
-        if s.held is not None:
+        # a run that is saved before its first step has one partition, with which every loader goes on
+        if s.held is not None and (s.steps or not s.sealed):
             self.refused(lambda: s.opt.loader(self.setup.dataset(), steps=PARTS))
         if s.place == PARTS or (s.place is None and s.steps):
             self.refused(resumed)
             return
         loader = resumed()
+        s.sealed = True
         self.truth.watch(loader.batch_sampler)
         self._rebound(s, Source(loader, self.truth, s.place or 0))
 
@@ -303,7 +306,8 @@ class Calls(RuleBasedStateMachine):
             s.drop()
             if source.one_pass and source.used_up:
                 s.stream = None
-                self.refused(stream.next)
+                over = self.setup.steps is not None and s.steps >= self.setup.steps
+                self.refused(stream.next, StopIteration if over else REFUSED)
                 return
             source.used_up = True
         elif source.chunk is not None or s.given_up or not self._goes_on(s, stream):

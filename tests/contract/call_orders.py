@@ -376,6 +376,7 @@ class CallOrders(Calls):
         file = io.BytesIO()
         self.harmless(lambda: torch.save(s.opt.state_dict(), file))
         file.seek(0)
+        s.sealed = True
         s.states.append((torch.load(file, weights_only=True), s.steps, s.finalized, s.place))
 
     def load(self, s: Session) -> None:
@@ -424,7 +425,7 @@ class CallOrders(Calls):
             return
         model, opt = self.harmless(lambda: copy.deepcopy((s.net.model, s.opt)))
         fresh = Session(Net(model, s.net.dense), opt, self.setup, s.steps)
-        fresh.finalized, fresh.place = s.finalized, s.place
+        fresh.finalized, fresh.place, fresh.sealed = s.finalized, s.place, True
         self.sessions.append(fresh)
 
     @precondition(lambda self: len(self.sessions) < 3)
@@ -433,12 +434,14 @@ class CallOrders(Calls):
         s = self.pick(who)
         if loader == "the same, resumed":
             self.ordinary_step(s, "private")
-        if self.setup.room is not None and self.truth.spent() >= self.setup.room:
-            if not self.setup.charges_passes:
-                self.refused(
-                    lambda: self.setup.optimizer(s.net.model, self.truth, self.accountant),
-                    InfeasibleError,
-                )
+        spent = self.setup.room is not None and self.truth.spent() >= self.setup.room
+        if spent and self.setup.charges_passes:
+            return
+        if spent and not self.resumable():
+            self.refused(
+                lambda: self.setup.optimizer(s.net.model, self.truth, self.accountant),
+                InfeasibleError,
+            )
             return
         fresh = Session(
             s.net, self.setup.optimizer(s.net.model, self.truth, self.accountant), self.setup
@@ -459,6 +462,12 @@ class CallOrders(Calls):
             s.source = s.stream = s.older = None
             if loader == "the same, resumed":
                 self.new_iteration(len(self.sessions) - 1, "private", "resumed")
+
+    def resumable(self) -> bool:
+        """Whether the ledger has a run that was not finalized: an optimizer is built, and each charge is decided."""
+        return any(
+            self.accountant.marked(s.opt.run) and not s.opt.finalized for s in self.sessions
+        )
 
     def pickling(self, s: Session) -> None:
         self.refused(lambda: pickle.dumps(s.opt), PrivacyError)

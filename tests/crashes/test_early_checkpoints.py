@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -206,3 +207,31 @@ def test_without_the_mark_of_its_records_a_cut_goes_on_with_others(
     crashed(case, tmp_path)
     with again(case, tmp_path) as (_, optimizer):
         optimizer.loader(rolled(case.data()[0]), resume=True)
+
+
+def test_a_pass_that_another_run_has_begun_is_no_early_cut() -> None:
+    """A copy of an optimizer that took over a loader on its way draws a pass of its own, unless it resumes."""
+    data = TensorDataset(torch.ones(24, 3), torch.ones(24, 1))
+    model = dp.attach(torch.nn.Linear(3, 1))
+    ledger = dp.Accountant(adjacency="replace_one")
+
+    def built() -> dp.PrivateOptimizer:
+        oracle = dp.oracles.Clipped(1.0, 2.0, 6)
+        rule, design = dp.rules.SGD(), dp.Disjoint(6, 24)
+        return dp.PrivateOptimizer(
+            model.parameters(), 0.1, oracle=oracle, rule=rule, design=design, accountant=ledger
+        )
+
+    first, second = built(), built()
+    loader = first.loader(data)
+    for x, y in loader:
+        first.zero_grad()
+        dp.losses.Logistic()(model(x), y).backward()
+        first.step()
+        break
+    second.bind(loader)
+    second.loader(data, resume=True)
+    _, third = copy.deepcopy((model, second))
+    assert third.loader(data).batch_sampler.steps == 4
+    assert third.loader(data, resume=True).batch_sampler.steps == 4
+    assert second.loader(data, resume=True).batch_sampler.steps == 3

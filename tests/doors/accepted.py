@@ -103,10 +103,14 @@ FINE = {
         for name in ("ClippedSGD", "AcceleratedSGD", "ProximalSGD", "LocalizedSGD")
     },
     "dp.LocalizedSGD.plan[phases].dim": "none",
-    "dp.HolderSGD.loader.users": "none",
+    **dict.fromkeys(
+        ["dp.HolderSGD.loader.users", "dp.ClippedSGD.loader.users", "dp.standardize.users"],
+        "none",
+    ),
     **dict.fromkeys(
         [
             "dp.HolderSGD.loader.record_ids",
+            "dp.ClippedSGD.loader.record_ids",
             "dp.UserClippedSGD.loader.record_ids",
             "dp.fit.record_ids",
             "dp.make_private.record_ids",
@@ -117,7 +121,11 @@ FINE = {
     "dp.UserClippedSGD.plan.dim": "none Model",
     "dp.UserClippedSGD.plan[noise].dim": "none Model",
     "dp.UserClippedSGD.plan[searched].dim": "none Model",
-    "dp.UserClippedSGD.plan[searched].rows_per_user": "part",  # an average
+    "dp.UserClippedSGD.plan[prepared].dim": "Model",
+    **{  # an average
+        f"dp.UserClippedSGD.plan[{variant}].rows_per_user": "part"
+        for variant in ("searched", "prepared")
+    },
     "dp.NetSGD.plan.dim": "Model",
     "dp.NetSGD.plan[noise].dim": "none Model",
     # as torch's: a scheduler's warm-up begins at 0, which make_private takes over, and groups of parameters bring

@@ -195,6 +195,15 @@ simple(
     dim=DIM,
 )
 simple(
+    "dp.UserClippedSGD.plan[prepared]",
+    dp.UserClippedSGD.plan,
+    n=24,
+    budget=lambda: user_budget(),
+    dim=DIM,
+    prepare="auto",
+    bound_x=2.0,
+)
+simple(
     "dp.UserClippedSGD.plan[noise]",
     dp.UserClippedSGD.plan,
     noise_multiplier=2.0,

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
+from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon, gaussian_mu
 from torch_dpsco.accounting.budgets import Budget
@@ -117,6 +118,7 @@ def measurements(
             f" {given.noise_multiplier})"
         )
     require_planned(budget)
+    check.positive(bound_x=bound_x)
     mu = gaussian_mu(budget.epsilon, budget.delta)
     rows = sum_level(mu, given.n, dim, budget.adjacency)
     counts = number_of_counts(rows=True, targets=False, spreads=False)
@@ -263,7 +265,8 @@ def standardize(
         # PRIVACY: without ids each row of a user counts (test_users_are_named_where_they_are_protected)
         raise UnitError(
             "users must be given for an optimizer that protects users, and for no other"
-            f" ({type(optimizer).__name__} protects {optimizer.oracle.unit}s)"
+            f" (got {type(users).__name__}; {type(optimizer).__name__} protects"
+            f" {optimizer.oracle.unit}s)"
         )
     if world_size() > 1:
         raise ConditionError("prepare must be None in a run of several processes")

@@ -283,21 +283,21 @@ class UserClippedSGD(PreparedOptimizer):
             epochs=epochs,
             noise_multiplier=noise_multiplier,
         )
-        by_rule = _is_by_rule(clip, lr, noise_multiplier)
         units = 1.0 if clip is None else check.positive(clip=clip)
         scale = UserScale(units, distance, dimension(dim))
         measured: PrivatePreparation | None = None
         if check.choice(("auto", None), prepare=prepare):
             measured = measurements(budget, given, bound_x=bound_x, dim=scale.dim)
+        elif bound_x is not None:
+            raise ValueError(f"bound_x must be left out without prepare='auto' (got {bound_x})")
         if measured:
             scale = replace(scale, distance=distance or _NEARER)
         left = rest(budget, measured)
-        draws = _design(scale if by_rule else None, left, given)
+        draws = _design(scale if _is_by_rule(clip, lr, noise_multiplier) else None, left, given)
         noise = choose_noise(left, *draws, given)
         pace = choose_pace(scale, draws, noise) if lr is None else Pace(lr)
-        warn_if_buried(
-            None if noise_multiplier is not None else budget, draws, noise, n, scale.dim
-        )
+        target = budget if noise_multiplier is None else None
+        warn_if_buried(target, draws, noise, n, scale.dim)
         made = UserClippedPlan(
             budget=budget,
             adjacency=adjacency,

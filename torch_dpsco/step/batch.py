@@ -535,7 +535,7 @@ def continued(run: Run, batch: LogicalBatch, made: int, *, resume: bool) -> Part
     which a checkpoint was made.
     """
     known = batch.partition
-    saved = known is not None and bool(known.key)
+    saved = known is not None and bool(known.key) and not known.made
     # PRIVACY: draws that are made again, by the noise of a charge that has paid for others
     # (test_a_pass_is_not_begun_again)
     kept = run.in_order if made else saved

@@ -216,7 +216,9 @@ def require_one_step(
             " adjacency='replace_one'"
         ) from error
     budget = accountant.budget
-    if budget is None or accountant.is_running or accountant.admits(step):
+    # what an earlier process has paid for is resumed, or given again
+    going_on = accountant.interrupted or accountant.is_running
+    if budget is None or going_on or accountant.admits(step):
         return
     needed = accountant.ledger.evaluate(budget.delta, budget.adjacency, extra=step).epsilon
     if needed <= budget.epsilon:
