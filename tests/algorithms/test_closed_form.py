@@ -18,7 +18,7 @@ import torch_dpsco as dp
 from tests.streams import picks
 from torch_dpsco import native
 from torch_dpsco.accounting.designs import Design, Disjoint, Fixed, Full, Poisson, Shuffled
-from torch_dpsco.errors import SequenceError
+from torch_dpsco.errors import SequenceError, UtilityWarning
 from torch_dpsco.rows import closed_form as module
 from torch_dpsco.rows.closed_form import closed_form
 from torch_dpsco.sampling import PrivateLoader, samplers
@@ -577,7 +577,10 @@ def test_an_interrupted_run_keeps_its_steps_and_goes_on(monkeypatch: pytest.Monk
         return release(generator)
 
     monkeypatch.setitem(optimizer.oracle.__dict__, "release", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with (
+        pytest.warns(UtilityWarning, match="step 3 was charged and did not end"),
+        pytest.raises(KeyboardInterrupt),
+    ):
         dp.fit(model, optimizer, records(BCE), BCE, steps=5, progress=False)
     assert optimizer.steps == 3  # the third is lost: it was charged
     assert len(optimizer.accountant) == 3  # before the noise

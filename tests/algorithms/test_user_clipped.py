@@ -450,9 +450,8 @@ PEOPLE = dp.Budget(3.0, 1e-5, adjacency="add_remove", unit="user")
 
 
 def searched(n: int = 400, **changes: Any) -> Any:
-    return dp.UserClippedSGD.plan(
-        **{"n": n, "budget": PEOPLE, "dim": 3, "rows_per_user": 10, **changes}
-    )
+    rows = {} if "clip" in changes else {"rows_per_user": 10}
+    return dp.UserClippedSGD.plan(**{"n": n, "budget": PEOPLE, "dim": 3, **rows, **changes})
 
 
 @pytest.mark.parametrize("adjacency", ADJACENCIES)

@@ -52,6 +52,10 @@ CALLS["dp.Accountant.load_state_dict"] = lambda: (
     dp.Accountant().load_state_dict,
     {"state_dict": dp.Accountant().state_dict()},
 )
+CALLS["dp.Accountant.pay"] = lambda: (
+    dp.Accountant(budget()).pay,
+    {"event": events.Pure(0.1), "plan": dict, "records": str, "draw": int},
+)
 CALLS["dp.Accountant.part"] = lambda: (
     accountant().part,
     {"part": "a", "partition": "p"},

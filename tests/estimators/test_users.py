@@ -23,7 +23,7 @@ from torch_dpsco.estimators import (
     QuantileRegressor,
     Ridge,
     SoftmaxRegression,
-    base,
+    fits,
     gradient_descent,
     preparation,
 )
@@ -205,7 +205,7 @@ def test_a_fit_weighs_the_rows_of_a_user_as_one_record(monkeypatch: pytest.Monke
         given.append(weights)
         return make_records(task, rows, targets, weights, *rest, **more)
 
-    monkeypatch.setattr(base, "make_records", watched)
+    monkeypatch.setattr(fits, "make_records", watched)
     features, labels, ids = rows()
     for weights in (None, torch.full((len(ids),), 7.0)):
         fit_linear(plan_users(task()), features, labels, weights, users=ids)

@@ -371,6 +371,7 @@ class Accountant:
             finally:
                 self._limit.note(event, left - count)
 
+    @typed
     def pay(
         self,
         event: Event,
