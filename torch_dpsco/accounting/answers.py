@@ -128,7 +128,7 @@ def _charged(
     kept = {"key": key, "records": records(key)}
     _keep(path, kept)
     # PRIVACY: charged before anything is drawn (test_a_release_that_dies_anywhere_has_one_answer)
-    accountant.authorize(event, releases={release: CHARGED})
+    accountant.authorize(event, int(event != _NOTHING), releases={release: CHARGED})
     return kept
 
 
