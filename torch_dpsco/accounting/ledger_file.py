@@ -47,10 +47,10 @@ _DECODER = json.JSONDecoder()
 _BUFFER = 1 << 20  # bytes
 _DIGEST = b', "digest": "'
 _REST = 33  # characters of a digest, and the quotation mark after it
-# a line of a charge, without its digest: start, event, end
+# a line of a charge, without its digest: start, event, end; in a string each quotation mark has a backslash before it
 _CHARGE = re.compile(
     rb'(\{"at": \d+, "count": \d+), "event": (\{[^{}]*.*?\})'
-    rb'((?:, "releases": \{[^{}]*\})?(?:, "run": "[^"]*")?\})'
+    rb'((?:, "releases": \{.*\})?(?:, "run": ".*")?\})'
 )
 _BINARY = getattr(os, "O_BINARY", 0)  # Windows: else each line end would be written as two bytes
 
