@@ -333,6 +333,24 @@ def test_a_damaged_mark_is_refused_and_an_empty_one_is_none(path, content):
     assert len(Accountant(ledger_path=path)) == 1
 
 
+@pytest.mark.parametrize("kept", [0, 1, 100, 255])
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_torn_write_of_the_mark_leaves_the_one_before(path, kept, last):
+    accountant = Accountant(ledger_path=path)
+    for _ in range(3 + last):
+        before = mark_of(path).read_bytes()
+        accountant.authorize(STEP)
+    accountant.close()
+    after, content = mark_of(path).read_bytes(), path.read_bytes()
+    (slot,) = (k for k in (0, 256) if before[k : k + 256] != after[k : k + 256])
+    torn = after[: slot + kept] + bytes([7]) * (256 - kept) + after[slot + 256 :]
+    mark_of(path).write_bytes(torn)
+    assert len(Accountant(ledger_path=path)) == 3 + last
+    path.write_bytes(b"".join(content.splitlines(keepends=True)[:-2]))
+    mark_of(path).write_bytes(torn)
+    assert "was cut" in refused(path)
+
+
 def test_the_mark_is_moved_after_the_disk_and_before_authorize_returns(path, monkeypatch):
     accountant = Accountant(ledger_path=path)
     events: list[str] = []

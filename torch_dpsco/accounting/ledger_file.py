@@ -7,8 +7,9 @@ marked releases.
 Order: the line of a charge is on the disk, then the mark is written, then the noise is drawn. So the mark is never
 ahead of the file: a crash between the two leaves a file that is one charge further than its mark, which is no error,
 and for that charge nothing was released. The mark is one write in place of less than a sector, complete or not made,
-whoever is killed; it is forced to the disk when the file is opened. So a power failure may leave a mark of some seconds
-ago, which refuses nothing that is right. Not noticed: file and mark restored together, or both deleted.
+whoever is killed, and the one before it stays in the other of two slots; it is forced to the disk when the file is
+opened. So a power failure may leave a mark of some seconds ago, which refuses nothing that is right. Not noticed: file
+and mark restored together, or both deleted.
 
 A killed process loses nothing: `LedgerFile.append` returns after fsync, and only then `Accountant.authorize` does. Each
 line carries a digest of itself and of the lines before it. The digests find damage and slips, not forgers: who may
@@ -42,7 +43,7 @@ from torch_dpsco.accounting.ledger import Book, Place, Row
 from torch_dpsco.errors import PrivacyError, UtilityWarning
 
 _SUFFIX = ".mark"
-_SIZE = 256  # bytes: written at once, within one sector
+_SIZE = 256  # bytes of a slot: written at once, within one sector
 _DECODER = json.JSONDecoder()
 _BUFFER = 1 << 20  # bytes
 _DIGEST = b', "digest": "'
@@ -58,6 +59,8 @@ _BINARY = getattr(os, "O_BINARY", 0)  # Windows: else each line end would be wri
 class HighWater:
     """The mark beside a ledger file, written by the holder of that file's lock.
 
+    It has two slots, written in turn, so that a write that is torn leaves the one before.
+
     Args:
         path: of the ledger file.
     """
@@ -65,6 +68,7 @@ class HighWater:
     def __init__(self, path: str) -> None:
         self.path = f"{os.path.realpath(path)}{_SUFFIX}"
         self._fd = -1
+        self._number = 0  # of the last write, which says the slot
 
     def read(self) -> Place | None:
         """Returns how far the ledger file had come; None without a mark.
@@ -85,21 +89,14 @@ class HighWater:
             ) from error
         if not content:
             return None  # a crash between its making and its first write
-        try:
-            row = json.loads(content)
-            place = (
-                str(row["run"]),
-                check.count(events=row["events"]),
-                check.count(releases=row["releases"]),
-            )
-            if content != _content(place):
-                raise ValueError("it was altered")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        slots = (_slot(content[:_SIZE]), _slot(content[_SIZE:]))
+        # PRIVACY: the later one, which may be the lower one (test_a_torn_write_of_the_mark_leaves_the_one_before)
+        self._number, place = max(slots)
+        if not self._number:
             raise PrivacyError(
-                f"mark {self.path!r} of the ledger file is damaged ({type(error).__name__}): how"
-                " much was spent is not known for certain; delete the mark only if the ledger file"
-                " is known to be the newest one"
-            ) from error
+                f"mark {self.path!r} of the ledger file is damaged: how much was spent is not known"
+                " for certain; delete the mark only if the ledger file is known to be the newest one"
+            )
         return place
 
     def write(self, place: Place, safe: bool) -> None:
@@ -114,8 +111,10 @@ class HighWater:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | _BINARY, 0o600)
             if is_new:
                 self._share()
-        os.lseek(self._fd, 0, os.SEEK_SET)
-        _write(self._fd, _content(place))
+        number = self._number + 1
+        os.lseek(self._fd, number % 2 * _SIZE, os.SEEK_SET)
+        _write(self._fd, _content(number, place))
+        self._number = number
         if safe:
             os.fsync(self._fd)
 
@@ -142,10 +141,25 @@ class HighWater:
             self._fd = -1
 
 
-def _content(place: Place) -> bytes:
-    row = dict(zip(("run", "events", "releases"), place, strict=True))
-    text = json.dumps(row | {"digest": sha256(repr(place).encode()).hexdigest()[:32]})
-    return text.ljust(_SIZE - 1).encode() + b"\n"
+def _content(number: int, place: Place) -> bytes:
+    row = dict(zip(("run", "events", "releases"), place, strict=True)) | {"number": number}
+    digest = sha256(repr((number, place)).encode()).hexdigest()[:32]
+    return json.dumps(row | {"digest": digest}).ljust(_SIZE - 1).encode() + b"\n"
+
+
+def _slot(content: bytes) -> tuple[int, Place]:
+    """Returns the number and place of a slot; 0 and nowhere if it is not what was written."""
+    try:
+        row = json.loads(content)
+        place = (
+            str(row["run"]),
+            check.count(events=row["events"]),
+            check.count(releases=row["releases"]),
+        )
+        number = check.count(number=row["number"])
+        return (number, place) if content == _content(number, place) else (0, _NOWHERE)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return 0, _NOWHERE
 
 
 fcntl: Any
