@@ -5,8 +5,10 @@ import dataclasses
 import io
 import json
 import math
+import multiprocessing
 import pickle
 
+import joblib
 import pytest
 import torch
 from hypothesis import given
@@ -34,6 +36,19 @@ def test_copies_share_the_ledger_and_pickling_raises():
     for spread in (pickle.dumps, copy.copy):
         with pytest.raises(PrivacyError, match="a copy would spend unseen"):
             spread(accountant)
+
+
+@pytest.mark.parametrize("way", ["spawn", "joblib"])
+def test_who_sends_an_accountant_to_another_process_reads_why_not_and_what_to_do(way):
+    accountant = Accountant()
+    with pytest.raises((PrivacyError, pickle.PicklingError)) as caught:
+        if way == "spawn":
+            multiprocessing.get_context("spawn").Process(target=len, args=(accountant,)).start()
+        else:  # which shows the cause above its own words
+            joblib.Parallel(n_jobs=2)(joblib.delayed(len)(accountant) for _ in range(2))
+    told = f"{caught.value} {caught.value.__cause__}"
+    assert "would spend unseen" in told
+    assert "in the worker" in told
 
 
 def test_the_state_survives_torch_save_with_weights_only_and_json():

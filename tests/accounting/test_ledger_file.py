@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import tracemalloc
 import warnings
 from pathlib import Path
 
@@ -13,7 +14,14 @@ from tests.accounting.ledgers import DELTA, FIXED, STEP, WHOLE, image, part
 from torch_dpsco.accounting import ledger_file
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.budgets import Budget
-from torch_dpsco.accounting.events import ADD_REMOVE, Gaussian, PoissonGaussian
+from torch_dpsco.accounting.events import (
+    ADD_REMOVE,
+    Gaussian,
+    PoissonGaussian,
+    Repeat,
+    Sequential,
+)
+from torch_dpsco.accounting.ledger import charge_row
 from torch_dpsco.accounting.ledger_file import LedgerFile
 from torch_dpsco.errors import BudgetExceeded, PrivacyError, UtilityWarning
 
@@ -325,6 +333,24 @@ def test_a_damaged_mark_is_refused_and_an_empty_one_is_none(path, content):
     assert len(Accountant(ledger_path=path)) == 1
 
 
+@pytest.mark.parametrize("kept", [0, 1, 100, 255])
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_torn_write_of_the_mark_leaves_the_one_before(path, kept, last):
+    accountant = Accountant(ledger_path=path)
+    for _ in range(3 + last):
+        before = mark_of(path).read_bytes()
+        accountant.authorize(STEP)
+    accountant.close()
+    after, content = mark_of(path).read_bytes(), path.read_bytes()
+    (slot,) = (k for k in (0, 256) if before[k : k + 256] != after[k : k + 256])
+    torn = after[: slot + kept] + bytes([7]) * (256 - kept) + after[slot + 256 :]
+    mark_of(path).write_bytes(torn)
+    assert len(Accountant(ledger_path=path)) == 3 + last
+    path.write_bytes(b"".join(content.splitlines(keepends=True)[:-2]))
+    mark_of(path).write_bytes(torn)
+    assert "was cut" in refused(path)
+
+
 def test_the_mark_is_moved_after_the_disk_and_before_authorize_returns(path, monkeypatch):
     accountant = Accountant(ledger_path=path)
     events: list[str] = []
@@ -491,6 +517,34 @@ def test_a_line_that_does_not_follow_is_refused_even_with_a_true_digest(path):
         file.append(row)
         file.close()
         assert gist in refused(path)
+
+
+def test_a_long_file_is_never_in_memory_as_a_whole(path, monkeypatch):
+    monkeypatch.setattr(ledger_file.os, "fsync", lambda fd: None)  # for speed
+    charged(path, STEP)
+    file = LedgerFile(path)
+    for at in range(1, 20_000):
+        file.append(charge_row(STEP, 1, at, None, False, {"run": at}))
+    file.close()
+    tracemalloc.start()
+    assert len(Accountant(ledger_path=path)) == 20_000
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < path.stat().st_size / 2
+
+
+def test_a_file_that_is_read_in_pieces_is_the_one_that_was_charged(path):
+    """Every kind of event, repeated, nested, with marks of releases whose names look like a line."""
+    accountant = Accountant(ledger_path=path)
+    odd = 's}, "releases": {"run'
+    for event in (STEP, Sequential((STEP, Repeat(FIXED, 2))), part("0"), part(odd), STEP, WHOLE):
+        for k in range(3):
+            accountant.authorize(event, k, releases={"run": 2 * k, odd: k})
+    accountant.record(STEP, 2, adaptive=True)
+    accountant.close()
+    again = Accountant(ledger_path=path)
+    assert image(again) == image(accountant)
+    assert (again.marked(odd), again.marked("run")) == (2, 4)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------

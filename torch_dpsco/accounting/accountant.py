@@ -113,8 +113,9 @@ class Accountant:
 
     def __reduce__(self) -> NoReturn:
         raise PrivacyError(
-            "an accountant must not be pickled: a copy would spend unseen; save state_dict()"
-            " instead"
+            "an accountant must not be pickled into another process (joblib, loky, multiprocessing) or a file: a copy"
+            " would spend unseen. Make it, and the optimizer or estimator that holds it, in the worker and return its"
+            " state_dict(), or run in one process (n_jobs=1, threads); to save it, save state_dict()"
         )
 
     # -- settings -----------------------------------------------------------------------------------------------------

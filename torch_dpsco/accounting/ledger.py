@@ -287,6 +287,15 @@ class Ledger:
             deque(starmap(dict.update, changes), maxlen=0)
             return added
 
+    def repeat(self, event: Event, count: int) -> bool:
+        """Records an event of all records again, if it is known; an interrupt may leave half of it: for readers."""
+        known = self._counts.get(_BASE, {})
+        if event not in known or not 0 < count <= sys.maxsize - self.length:
+            return False
+        known[event] += count
+        self.length += count
+        return True
+
     def _kinds_with(self, event: Event | None) -> _Kinds:
         kinds = dict(self._kinds)
         if event is not None:
@@ -665,17 +674,29 @@ class Book:
 
     def apply(self, row: Row) -> None:
         """Adds a charge; raises ValueError if it does not follow the events so far."""
-        at = check.count(at=row.get("at"))
-        count = check.count(count=row.get("count"))
-        if at != len(self.ledger):
+        at = row.get("at")
+        if type(at) is not int or at != self.ledger.length:
             raise ValueError(
-                f"at must be {len(self.ledger)}, the number of events before (got {at})"
+                f"at must be {len(self.ledger)}, the number of events before (got {at!r})"
             )
-        made = row.get("releases", {}).items()
-        releases = {str(run): check.count(releases=number) for run, number in made}
-        self.add(event_from_json(row["event"]), count, bool(row.get("adaptive")), releases)
+        releases = row.get("releases", NONE)
+        for made in releases.values():
+            check.count(releases=made)
+        event = row["event"]
+        event = _parsed(event) if isinstance(event, bytes) else event_from_json(event)
+        count = check.count(count=row.get("count"))
+        if "adaptive" not in row and self.ledger.repeat(event, count):
+            for run, made in releases.items():
+                self.releases[run] = max(made, self.releases.get(run, 0))
+        else:
+            self.add(event, count, bool(row.get("adaptive")), releases)
         if "run" in row:
             self.runs.append((str(row["run"]), at))
+
+
+@lru_cache(maxsize=1024)
+def _parsed(event: bytes) -> Event:
+    return event_from_json(json.loads(event))
 
 
 def charge_row(
