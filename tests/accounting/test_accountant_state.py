@@ -50,7 +50,9 @@ def _sent_by_joblib(accountant):
 def test_who_sends_an_accountant_to_another_process_reads_why_not_and_what_to_do(send):
     with pytest.raises((PrivacyError, pickle.PicklingError)) as caught:
         send(Accountant())
-    told = f"{caught.value} {caught.value.__cause__}"  # joblib shows the cause above its own words
+    told = (
+        f"{caught.value} {caught.value.__cause__}"  # joblib shows the cause above its own words
+    )
     assert "would spend unseen" in told
     assert "in the worker" in told
 
