@@ -38,15 +38,21 @@ def test_copies_share_the_ledger_and_pickling_raises():
             spread(accountant)
 
 
-@pytest.mark.parametrize("way", ["spawn", "joblib"])
-def test_who_sends_an_accountant_to_another_process_reads_why_not_and_what_to_do(way):
-    accountant = Accountant()
+def _spawned(accountant):
+    multiprocessing.get_context("spawn").Process(target=len, args=(accountant,)).start()
+
+
+def _sent_by_joblib(accountant):
+    joblib.Parallel(n_jobs=2)(joblib.delayed(len)(accountant) for _ in range(2))
+
+
+@pytest.mark.parametrize("send", [_spawned, _sent_by_joblib])
+def test_who_sends_an_accountant_to_another_process_reads_why_not_and_what_to_do(send):
     with pytest.raises((PrivacyError, pickle.PicklingError)) as caught:
-        if way == "spawn":
-            multiprocessing.get_context("spawn").Process(target=len, args=(accountant,)).start()
-        else:  # which shows the cause above its own words
-            joblib.Parallel(n_jobs=2)(joblib.delayed(len)(accountant) for _ in range(2))
-    told = f"{caught.value} {caught.value.__cause__}"
+        send(Accountant())
+    told = (
+        f"{caught.value} {caught.value.__cause__}"  # joblib shows the cause above its own words
+    )
     assert "would spend unseen" in told
     assert "in the worker" in told
 
