@@ -25,7 +25,7 @@ def same_noise(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def choose(seed: int) -> None:
         monkeypatch.setattr(
-            "torch_dpsco.estimators.base.noise_generator",
+            "torch_dpsco.estimators.fits.noise_generator",
             lambda device, given: torch.Generator(device).manual_seed(seed),
         )
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 def same_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """The noise of a seed: scores that pass once pass again."""
     monkeypatch.setattr(
-        "torch_dpsco.estimators.base.noise_generator",
+        "torch_dpsco.estimators.fits.noise_generator",
         lambda device, given: torch.Generator(device).manual_seed(0),
     )
 

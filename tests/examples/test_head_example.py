@@ -33,7 +33,7 @@ def test_the_example_prints_both_accuracies_and_what_it_spent(
     example: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "torch_dpsco.estimators.base.noise_generator",
+        "torch_dpsco.estimators.fits.noise_generator",
         lambda device, given: torch.Generator(device).manual_seed(0),
     )
     seen = []

@@ -105,7 +105,7 @@ def main(kind: str) -> None:
         "real": Ridge(epsilon=8.0, n=N, bound_x=2.0, bound_y=2.0, mechanism="adassp"),
     }
     said: dict[str, Any] = {}
-    noise = mock.patch("torch_dpsco.estimators.base.noise_generator", same_noise)
+    noise = mock.patch("torch_dpsco.estimators.fits.noise_generator", same_noise)
     with noise, tables() as (whole, moving):
         for target, model in models.items():
             memory = model.fit(

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.weekly
 def test_the_example_scores_like_a_fit_that_is_not_private(monkeypatch, capsys):
     monkeypatch.setattr(
-        "torch_dpsco.estimators.base.noise_generator",
+        "torch_dpsco.estimators.fits.noise_generator",
         lambda device, given: torch.Generator().manual_seed(0),
     )
     monkeypatch.syspath_prepend(str(ROOT / "examples"))

@@ -104,7 +104,7 @@ def test_tables_elsewhere_are_told_by_their_paths():
 @pytest.mark.slow
 def test_a_fit_to_a_table_is_that_of_its_rows_in_memory(path, monkeypatch):
     monkeypatch.setattr(
-        "torch_dpsco.estimators.base.noise_generator",
+        "torch_dpsco.estimators.fits.noise_generator",
         lambda device, given: torch.Generator().manual_seed(0),
     )
     model = {"epsilon": 4.0, "n": N, "bound_x": 2.0**0.5, "classes": ("no", "yes")}

@@ -265,7 +265,7 @@ def test_a_standard_error_of_users_is_that_of_their_means():
 @pytest.mark.parametrize("prepare", ["auto", None])
 def test_answers_of_a_preview_are_those_of_the_model(kind, prepare, monkeypatch):
     monkeypatch.setattr(
-        "torch_dpsco.estimators.base.noise_generator",
+        "torch_dpsco.estimators.fits.noise_generator",
         lambda device, given: torch.Generator().manual_seed(0),
     )
     X, y = table(kind, 300)
