@@ -425,7 +425,8 @@ class CallOrders(Calls):
             return
         model, opt = self.harmless(lambda: copy.deepcopy((s.net.model, s.opt)))
         fresh = Session(Net(model, s.net.dense), opt, self.setup, s.steps)
-        fresh.finalized, fresh.place, fresh.sealed = s.finalized, s.place, True
+        fresh.finalized, fresh.place = s.finalized, s.place
+        s.sealed = fresh.sealed = True
         self.sessions.append(fresh)
 
     @precondition(lambda self: len(self.sessions) < 3)
@@ -471,6 +472,9 @@ class CallOrders(Calls):
 
     def pickling(self, s: Session) -> None:
         self.refused(lambda: pickle.dumps(s.opt), PrivacyError)
+        s.sealed = (
+            True  # as for a copy, the records of its pass were looked at before it was refused
+        )
 
     # -- meddling -----------------------------------------------------------------------------------------------------
 
