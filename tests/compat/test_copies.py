@@ -114,7 +114,7 @@ def test_a_copied_pair_trains_by_itself_and_shares_the_ledger():
 def test_an_optimizer_is_not_pickled_but_saved_by_its_state(together):
     run = Run()
     run.train(run.loader(2))
-    with pytest.raises(PrivacyError, match=r"save state_dict\(\) instead"):
+    with pytest.raises(PrivacyError, match=r"save state_dict\(\)"):
         pickle.dumps((run.model, run.optimizer) if together else run.optimizer)
     fresh = Run()
     fresh.model.load_state_dict(run.model.state_dict())

@@ -337,7 +337,7 @@ def test_a_record_of_two_ranks_is_refused(together: list[dict[str, Any]]) -> Non
     """On all ranks, whether one or two hold it; so are other numbers of records than declared, and other calls."""
     for rank in together:
         found = rank["by ids"]
-        assert [text[:15] for text in found["wrong"]] == ["UnitError: ids "] * 2 + [
+        assert [text[:15] for text in found["wrong"]] == ["UnitError: reco"] * 2 + [
             "UnitError: n mu"
         ]
         assert "data must be equal on all ranks" in found["others"]

@@ -19,6 +19,7 @@ import inspect
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,7 +41,7 @@ from torch_dpsco.accounting.events import (
     in_words,
 )
 from torch_dpsco.accounting.report import HELD
-from torch_dpsco.errors import ConditionError, UnitError
+from torch_dpsco.errors import BudgetExceeded, ConditionError, UnitError
 from torch_dpsco.estimators.base import LinearModel, stand_in
 from torch_dpsco.estimators.models import (
     HuberRegressor,
@@ -236,13 +237,15 @@ class StudyPlan:
         begin("rehearse on made-up rows")
         self._rehearse(charges)
         ledger = Accountant(self.budget, ledger_path=ledger_path)
-        # kept with the answers, so that the same study is cut in the same way after a crash
-        seed, name = ledger.pay(
-            Sequential(()),
-            self._title,
-            partial(fingerprint, contents=[table.X, table.y, places]),
-            lambda: [secrets.token_hex(32), secrets.token_hex(16)],
-        )
+        seed = name = ""
+        with suppress(BudgetExceeded):  # by what others have charged, which is told below
+            # kept with the answers, so that the same study is cut in the same way after a crash
+            seed, name = ledger.pay(
+                Sequential(()),
+                self._title,
+                partial(fingerprint, contents=[table.X, table.y, places]),
+                lambda: [secrets.token_hex(32), secrets.token_hex(16)],
+            )
         others = {partition for partition, *_ in ledger.ledger.entries()} - {f"{HELD}{name}"}
         if others:
             raise ValueError(
