@@ -308,6 +308,13 @@ def test_the_files_of_answers_are_confidential(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("*.answer")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert not list(tmp_path.glob("*.new"))
+    planted = Path(f"{path}.new")
+    planted.touch()
+    planted.chmod(0o666)
+    with open(planted) as spy:
+        answers._keep(str(path), {"answer": 1.0})
+        assert spy.read() == ""
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def bare(draw: Callable[[], Any]) -> Run:

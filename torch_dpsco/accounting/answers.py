@@ -23,6 +23,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from hashlib import blake2b, sha256
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -185,8 +186,10 @@ def _keep(path: str, kept: Mapping[str, Any]) -> None:
     """Writes a confidential file, in the place of an earlier one at once."""
     new = f"{path}.new"
     try:
+        with suppress(FileNotFoundError):
+            os.unlink(new)  # of a crash, or of somebody who may read it
         # PRIVACY: what is not shown yet is secret (test_the_files_of_answers_are_confidential)
-        file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(file, "w", encoding="ascii") as text:
             json.dump(kept, text)
             text.flush()
