@@ -197,3 +197,24 @@ def test_a_run_on_cuda_goes_on_from_its_checkpoint(tmp_path: Path):
     optimizer.accountant.close()
     again, _ = run()
     assert torch.equal(again.weight, model.weight)
+
+
+@pytest.mark.parametrize("name", ["linear", "mlp", "cnn"])
+def test_steps_on_cuda_wait_for_nothing(name):
+    model, shape = networks()[name]
+    model = dp.attach(model.cuda())
+    plan = dp.ClippedSGD.plan(
+        lr=0.1, clip=1.0, noise_multiplier=1.0, batch_size=64, n=400, adjacency="add_remove"
+    )
+    optimizer = dp.ClippedSGD(model.parameters(), plan)
+    inputs, labels = torch.randn(400, *shape), torch.randint(3, (400,))
+    data = TensorDataset(inputs.cuda(), nn.functional.one_hot(labels).float().cuda())
+    try:
+        for k, (x, y) in enumerate(optimizer.loader(data, steps=15)):
+            optimizer.zero_grad()
+            nn.BCEWithLogitsLoss()(model(x), y).backward()
+            optimizer.step()
+            if k == 4:
+                torch.cuda.set_sync_debug_mode("error")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -375,7 +375,7 @@ def filled(batch: Any, slots: Tensor | slice, size: int, value: float = 0) -> An
         if isinstance(slots, slice):
             block[slots] = leaf
             return block
-        return block.index_copy_(0, slots.to(leaf.device), leaf)
+        return block.index_copy_(0, slots.to(leaf.device, non_blocking=True), leaf)
 
     return tree_map(fill, batch)
 
@@ -412,11 +412,11 @@ def _gathered(
             blocks = _FilledUp(t.new_empty(chunk.size, *t.shape[1:]) for t in tensors)
             for t, block in zip(tensors, blocks, strict=True):
                 own = block[chunk.slots]
-                torch.index_select(t.detach(), 0, index.to(t.device), out=own)
+                torch.index_select(t.detach(), 0, index.to(t.device, non_blocking=True), out=own)
                 block[len(own) :].zero_()
             yield blocks
         else:
-            yield [t.index_select(0, index.to(t.device)) for t in tensors]
+            yield [t.index_select(0, index.to(t.device, non_blocking=True)) for t in tensors]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
