@@ -314,7 +314,7 @@ class GradBatch:
         Returns:
             float64 or float32 tensors of the parameters' shapes.
         """
-        blocks = self.blocks
+        blocks: Iterable[Block] = self.blocks
         index = self._index
         if self._scale != 1.0:
             weights = weights * self._scale

@@ -77,7 +77,7 @@ def work_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_queued(tensor: Tensor) -> bool:
-    """Returns whether work on a tensor is queued on a device, so that to read a number of it would wait for all of it."""
+    """Returns whether work on a tensor is queued on a device, so that to read a number of it would wait."""
     return not tensor.is_cpu
 
 

@@ -297,7 +297,8 @@ def _distinct(keys: Tensor, none: int) -> tuple[Tensor, Tensor]:
     Where a device is not waited for there are as many places as keys, of which those left over are of the key `none`.
     """
     if not is_queued(keys) or not len(keys):
-        return torch.unique(keys, return_inverse=True)
+        distinct, place = torch.unique(keys, return_inverse=True)
+        return distinct, place
     ordered, order = keys.sort()
     new = F.pad(ordered[1:] != ordered[:-1], [1, 0])
     ranks = new.long().cumsum(0)
