@@ -49,7 +49,7 @@ from torch_dpsco.estimators.least_squares import (
     plan_preconditioned_gd,
 )
 from torch_dpsco.estimators.objective import plan_objective
-from torch_dpsco.estimators.output import plan_output, with_reg
+from torch_dpsco.estimators.output import plan_output, with_named_reg
 from torch_dpsco.estimators.preparation import (
     Facts,
     Preparation,
@@ -350,12 +350,15 @@ class LinearModel(BaseEstimator):
             dim=dim,
             n=n,
             budget=budget,
+            reg=None if isinstance(self.reg, str) else self.reg,
             radius=self.radius,
             n_max=0 if self.n_max is None else check.positive_count(n_max=self.n_max),
             curvature=intervals,
             **self.task_options(facts),
         )
-        return with_reg(task, self.reg, self.mechanism)
+        if isinstance(self.reg, str):
+            return with_named_reg(task, self.reg, self.mechanism)
+        return task
 
     def _required(self) -> dict[str, str]:
         """Settings that must be given, and how to choose them."""

@@ -203,17 +203,15 @@ def theory_reg(task: LinearTask) -> float:
     return task.n * lipschitz / (radius * math.sqrt(1 + task.n / ratio))
 
 
-def with_reg(task: LinearTask, reg: float | str | None, mechanism: str) -> LinearTask:
-    """Returns a task with a regularizer that is given; "theory" stands for `theory_reg`, of output perturbation."""
-    if isinstance(reg, str):
-        check.choice(("theory",), reg=reg)
-        if mechanism != OutputPlan.mechanism:
-            raise ValueError(
-                f"reg='theory' is of output perturbation, not of {mechanism!r}: give a number, or take"
-                " OutputPerturbation or mechanism='output'"
-            )
-        reg = theory_reg(task)
-    return replace(task, reg=reg)
+def with_named_reg(task: LinearTask, reg: str, mechanism: str) -> LinearTask:
+    """Returns a task with a regularizer that is named: "theory" for `theory_reg`, of output perturbation."""
+    check.choice(("theory",), reg=reg)
+    if mechanism != OutputPlan.mechanism:
+        raise ValueError(
+            f"reg='theory' is of output perturbation, not of {mechanism!r}: give a number, or take"
+            " OutputPerturbation or mechanism='output'"
+        )
+    return replace(task, reg=theory_reg(task))
 
 
 @dataclass(frozen=True, kw_only=True)

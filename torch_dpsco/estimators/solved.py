@@ -32,7 +32,7 @@ from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.estimators.gradient_descent import NoisyGDPlan, plan_noisy_gd
 from torch_dpsco.estimators.objective import ObjectivePlan, plan_objective
-from torch_dpsco.estimators.output import OutputPlan, plan_output, with_reg
+from torch_dpsco.estimators.output import OutputPlan, plan_output, with_named_reg
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, make_records
@@ -184,6 +184,7 @@ class SolvedOptimizer(AnswerOptimizer):
             noise_multiplier=noise_multiplier,
             adjacency=adjacency,
             bound_y=bound_y,
+            reg=None if isinstance(reg, str) else reg,
             radius=radius,
             residual_clip=residual_clip,
             tilt=tilt,
@@ -192,7 +193,8 @@ class SolvedOptimizer(AnswerOptimizer):
             n_max=0 if n_max is None else check.positive_count(n_max=n_max),
             n_min=n_min,
         )
-        task = with_reg(task, reg, cls.plans.mechanism)
+        if isinstance(reg, str):
+            task = with_named_reg(task, reg, cls.plans.mechanism)
         if scores != task.num_scores:
             raise ValueError(
                 f"params must have {task.num_scores} scores, those of {task.loss} (got {scores})"
