@@ -338,15 +338,10 @@ class LinearModel(BaseEstimator):
         if budget.delta > 0 and wanted and self.secure is None and not intervals:
             # units clip rows and targets
             facts = facts._replace(prepare=self._measurements(given, n, dim, budget, facts))
-        prepare = facts.prepare
-        rows = given if prepare is None or not prepare.rows else Preparation(1.0)
-        default = 1.0 if rows is given else _CONSTANT
-        constant = default if self.intercept_scaling is None else self.intercept_scaling
-        constant = check.positive(intercept_scaling=constant) if self.fit_intercept else 0.0
         task = LinearTask(
             loss=self.make_loss(facts),
-            preparation=replace(rows, intercept=constant, whole=rows is not given),
-            prepare=prepare,
+            preparation=self._with_constant(given, facts.prepare),
+            prepare=facts.prepare,
             dim=dim,
             n=n,
             budget=budget,
@@ -359,6 +354,17 @@ class LinearModel(BaseEstimator):
         if isinstance(self.reg, str):
             return with_named_reg(task, self.reg, self.mechanism)
         return task
+
+    def _with_constant(
+        self, given: Preparation, prepare: PrivatePreparation | None
+    ) -> Preparation:
+        """Returns rows, given or of norm 1 where they are measured, with the constant of an intercept."""
+        measured = prepare is not None and bool(prepare.rows)
+        rows = Preparation(1.0) if measured else given
+        default = _CONSTANT if measured else 1.0
+        constant = default if self.intercept_scaling is None else self.intercept_scaling
+        constant = check.positive(intercept_scaling=constant) if self.fit_intercept else 0.0
+        return replace(rows, intercept=constant, whole=measured)
 
     def _required(self) -> dict[str, str]:
         """Settings that must be given, and how to choose them."""
