@@ -207,7 +207,9 @@ class LogisticRegression(BinaryClassifier):
     @property
     def _link(self) -> Link | None:
         clipped = self.plan_.task.clipped
-        return None if clipped is None else Link(clipped.clip, self.units_.rows)
+        if clipped is None or getattr(self.plan_, "last_std", None):
+            return None  # a scale of its own mends what clipping does
+        return Link(clipped.clip, self.units_.rows)
 
     def predict_proba(self, X: Any) -> FloatArray:
         """Returns probabilities (n, 2) of public rows, whose log-odds are those of `decision_function`."""
