@@ -321,7 +321,7 @@ class NoisyGDPlan(ScaledPlan):
     @property
     def _last(self) -> _Last:
         # noise makes scores too large, by far where one class is rare: from less than half of it
-        return min(1.0, 2 / math.sqrt(self.task.dim)), 1.0, 0.4, 2.0
+        return min(1.0, 2 / math.sqrt(self.task.dim)), 1.0, 0.4, 8.0
 
     @property
     def lr(self) -> float:
