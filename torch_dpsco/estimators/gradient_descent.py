@@ -18,11 +18,13 @@ Noisy gradient descent on users: the mean gradient of a user's rows is clipped, 
 All T noisy sums are released, as in `gradient_descent`, with users in place of records; the answer is the average of
 the later half. A user's rows have the weight 1 / their number, so that what is measured before counts users as well.
 
-Clipped users have votes of equal length: the intercept goes to the median user, and scores grow too large. So the
-logistic loss gets more such steps on rows of two numbers, the score of that answer and the constant, whose clip is the
-bound on their gradients: scale and intercept are those of the mean loss of users.
+Clipped users have votes of equal length: the intercept goes to the median user, and scores grow too large; so they do of
+records, by noise. So the logistic loss gets more such steps on rows of two numbers, the score of that answer and the
+constant, whose clip is the bound on their gradients: scale and intercept are those of the mean loss.
 
-Differs from the paper in: it is not there. Source: docs/proofs/user_level.md#linear-models
+Differs from the paper in: it is not there.
+
+Source: docs/proofs/user_level.md#linear-models, docs/proofs/output.md#scale-and-intercept
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class LogisticRegression(BinaryClassifier):
 
     The gradient of a record is clipped at `residual_clip` of its largest possible norm, which for a linear model is the
     gradient of another convex loss, and the noise shrinks by as much. Its scores lie further from 0 than log-odds do;
-    `decision_function` and `predict_proba` undo that.
+    `decision_function` and `predict_proba` undo that, or a private scale and intercept do (docs/estimators.md).
 
     Args:
         epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
