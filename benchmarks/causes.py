@@ -154,7 +154,7 @@ def loops() -> Iterator[tuple[str, str, tuple[str, ...], str, Fit]]:
 def measured(
     name: str, kind: str, aims: Sequence[str], rule: str, fit: Fit, args: argparse.Namespace
 ) -> Iterator[str]:
-    """Yields a line of Markdown for each score: cells at least equal to the anchor, by epsilon, and beside a constant."""
+    """Yields a line of Markdown for each score: cells at least equal to the anchor, and what a constant loses."""
     found: dict[tuple[str, str], list[bool]] = {}
     beside: dict[str, list[float]] = {score: [] for score in aims}
     for table in (t for t in args.samples if t.kind == kind):
@@ -183,6 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--epsilons", nargs="+", type=float, default=EPSILONS)
     parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--only", choices=("estimators", "loops"), help="these alone")
     parser.add_argument("--anchors", type=Path, help="file of the anchors: kept between runs")
     parser.add_argument("--update", type=Path, help="document whose table is to be exchanged")
     parser.add_argument("--smoke", action="store_true", help="two tables, one seed, epsilon = 1")
@@ -205,7 +206,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines.append("|---" * (len(args.epsilons) + 4) + "|")
     print("\n".join(lines), flush=True)
     runs = [(c.name, c.kind, c.aims, *variant) for c in CASES for variant in variants(c)]
-    for run in [*runs, *loops()]:
+    chosen = {"estimators": runs, "loops": loops(), None: [*runs, *loops()]}
+    for run in chosen[args.only]:
         for line in measured(*run, args):
             print(line, flush=True)
             lines.append(line)

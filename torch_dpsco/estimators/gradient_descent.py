@@ -18,9 +18,9 @@ Noisy gradient descent on users: the mean gradient of a user's rows is clipped, 
 All T noisy sums are released, as in `gradient_descent`, with users in place of records; the answer is the average of
 the later half. A user's rows have the weight 1 / their number, so that what is measured before counts users as well.
 
-Clipped users have votes of equal length: the intercept goes to the median user, and scores grow too large; so they do of
-records, by noise. So the logistic loss gets more such steps on rows of two numbers, the score of that answer and the
-constant, whose clip is the bound on their gradients: scale and intercept are those of the mean loss.
+Clipped users have votes of equal length: the intercept goes to the median user, and scores grow too large; those of
+records grow by noise. So the logistic loss gets more such steps on rows of two numbers, the score of that answer and
+the constant, whose clip is the bound on their gradients: scale and intercept are those of the mean loss.
 
 Differs from the paper in: it is not there.
 
@@ -69,7 +69,7 @@ _LAST_STEPS, _LAST_CLIP, _LAST_FAR = (
     32,
     math.sqrt(2),
     1000.0,
-)  # for scale and intercept: their number, bound on gradients, radius
+)  # for scale and intercept: their number (4 is the root of half of it), bound on gradients, radius
 _LEAST_SCALE = 0.1  # 0 would lose the order of scores
 _MOST_LAST, _ENOUGH, _FEW = (
     0.1,
@@ -259,19 +259,18 @@ class ScaledPlan(DescentPlan):
             slopes[-1] = 0.0
         wide, way, start, most = self._last
         unit = max(wide * self.task.preparation.bound_x * float(slopes.norm()), 1e-100)
-        std = self.last_std
-        pace = smooth_pace(way / std * math.sqrt(_LAST_STEPS / 2), _LAST_STEPS, self.task.n / 2)
+        pace = smooth_pace(4 * way / self.last_std, _LAST_STEPS, self.task.n / 2)
         scale, shift = descend(
             partial(total, slopes / unit, constant),
             w.new_tensor([start * unit, shift]),
-            std,
+            self.last_std,
             generator,
             steps=_LAST_STEPS,
             lr=pace.lr,
             radius=_LAST_FAR,
             momentum=pace.momentum,
         ).tolist()
-        answer = slopes * float(min(max(scale / unit, _LEAST_SCALE), most))
+        answer = slopes * min(max(scale / unit, _LEAST_SCALE), most)
         if constant:
             answer[-1] = shift / constant
         return project(answer, far_radius(self.task))
@@ -483,8 +482,7 @@ def _spending(draft: _Plan, once: float, share: float) -> _Plan:
 
 def _last_share(task: LinearTask) -> float:
     """Returns the share of the squared level for scale and intercept, by public numbers; 0 for none."""
-    prepare = task.prepare
-    if not (prepare and prepare.rows and task.loss.log_odds) or task.noise_multiplier:
+    if not (task.prepare and task.prepare.rows and task.loss.log_odds) or task.noise_multiplier:
         return 0.0
     signal = task.n * task.level
     return min(_MOST_LAST, (_ENOUGH / signal) ** 2) if signal >= _FEW else 0.0
