@@ -242,13 +242,14 @@ def goals(ours: Results, anchors: Results, names: Sequence[str]) -> Iterator[str
 
 def lost(ours: Results, names: Sequence[str]) -> dict[str, list[str]]:
     """Returns the cells of each family whose loss is more than 1 % above that of a constant."""
-    found: dict[str, list[str]] = {method.family: [] for method in METHODS if method.family}
+    found: dict[str, list[str]] = {}
     for name in names:
         constant = ours.found.get(name, {}).get("", {}).get("constant", {})
         for epsilon, cell in ours.found.get(name, {}).items():
             for method in METHODS:
                 runs = cell.get(method.name)
                 for score in method.aims if isinstance(runs, dict) and method.family else ():
+                    found.setdefault(method.family, [])
                     none = constant.get(score)
                     worse = none and statistics.median(runs[score]) > (1 + LOST) * none
                     if worse and score not in LARGER:

@@ -91,6 +91,31 @@ def test_no_record_moves_the_sums_for_scale_and_intercept_by_more_than_the_root_
         assert most == pytest.approx(math.sqrt(2), rel=1e-3)
 
 
+def test_rounding_is_in_the_sensitivity_of_the_sums_of_records() -> None:
+    """Also of scores, whose clip is 2/sqrt(d) of what they may be: a gradient at |v| = 1000 moves by 350 times as much."""
+    plan = planned()
+    draws = torch.Generator().manual_seed(4)
+    rows = torch.randn(400, 31, generator=draws).double()
+    rows = rows / rows.norm(dim=1, keepdim=True)
+    rows[:, -1] = 0.3
+    labels = torch.where(rows[:, 0] > 0, 1.0, -1.0)
+    direction = torch.randn(31, generator=draws).double()
+    direction = direction / direction.norm() * math.sqrt(30) / 2
+    point = torch.tensor([800.0, -300.0]).double()
+    computed = _pair_sums(direction, 0.3, point, Records(rows, labels))[0]
+    terms: list[tuple[float, float]] = []
+    for row, label in zip(rows.tolist(), labels.tolist(), strict=True):
+        score = math.fsum(a * b for a, b in zip(row, direction.tolist(), strict=True))
+        pair = min(max(score, -1.0), 1.0), row[-1] / 0.3
+        margin = label * (800.0 * pair[0] - 300.0 * pair[1])
+        slope = -label / (1 + math.exp(margin)) if margin < 700 else 0.0
+        terms.append((slope * pair[0], slope * pair[1]))
+    exact = [math.fsum(column) for column in zip(*terms, strict=True)]
+    assert math.dist(computed.tolist(), exact) <= plan._last_rounding
+    scores = 8_000 * math.sqrt(2) * 250 * 31 * 2.0**-53 * math.sqrt(30) / 2
+    assert plan._last_rounding > scores
+
+
 def test_a_record_of_weight_zero_or_without_a_number_adds_nothing_to_them() -> None:
     rows = torch.tensor([[1.0, 0.3], [math.nan, 0.3]]).double()
     for record in (
