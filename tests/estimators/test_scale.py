@@ -92,7 +92,7 @@ def test_no_record_moves_the_sums_for_scale_and_intercept_by_more_than_the_root_
 
 
 def test_rounding_is_in_the_sensitivity_of_the_sums_of_records() -> None:
-    """Also of scores, whose clip is 2/sqrt(d) of what they may be: a gradient at |v| = 1000 moves by 350 times as much."""
+    """Also of scores, whose clip is 2/sqrt(d) of what they may be: far out a gradient moves by 350 times as much."""
     plan = planned()
     draws = torch.Generator().manual_seed(4)
     rows = torch.randn(400, 31, generator=draws).double()
