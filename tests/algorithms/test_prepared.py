@@ -308,6 +308,28 @@ def test_a_plan_that_measures_needs_public_numbers(given: dict[str, Any]) -> Non
         plan_of(**given)
 
 
+def test_a_ball_in_raw_units_is_refused() -> None:
+    problem = LOSS.problem(bound_x=BOUND, radius=3.0)
+    with pytest.raises(ConditionError, match="radius"):
+        dp.HolderSGD.plan(
+            problem=problem, n=3000, epsilon=1.0, delta=1e-6, dim=4, prepare="auto"
+        )
+
+
+@pytest.mark.parametrize("unit", ["example", "user"])
+def test_exact_noise_of_units_is_refused(unit: str) -> None:
+    with pytest.raises(ConditionError, match="secure must be None"):
+        plan_of(unit=unit, secure="exact")
+    assert replace(plan_of(unit=unit), prepare=None, secure="exact").secure == "exact"
+
+
+def test_a_plan_that_measures_is_saved_and_says_so() -> None:
+    for unit in ("example", "user"):
+        plan = plan_of(unit=unit)
+        assert type(plan).from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+        assert "the center of rows" in str(plan)
+
+
 def test_several_classes_are_measured_as_one_score_is_and_units_are_undone_in_all_of_them() -> (
     None
 ):
@@ -357,25 +379,3 @@ def test_several_classes_learn_more_from_prepared_rows() -> None:
         dp.fit(net, optimizer, TensorDataset(rows, labels), loss, progress=False)
         right.append(float((net(rows).argmax(1) == labels).double().mean()))
     assert sum(right) / 3 > 0.95
-
-
-def test_a_ball_in_raw_units_is_refused() -> None:
-    problem = LOSS.problem(bound_x=BOUND, radius=3.0)
-    with pytest.raises(ConditionError, match="radius"):
-        dp.HolderSGD.plan(
-            problem=problem, n=3000, epsilon=1.0, delta=1e-6, dim=4, prepare="auto"
-        )
-
-
-@pytest.mark.parametrize("unit", ["example", "user"])
-def test_exact_noise_of_units_is_refused(unit: str) -> None:
-    with pytest.raises(ConditionError, match="secure must be None"):
-        plan_of(unit=unit, secure="exact")
-    assert replace(plan_of(unit=unit), prepare=None, secure="exact").secure == "exact"
-
-
-def test_a_plan_that_measures_is_saved_and_says_so() -> None:
-    for unit in ("example", "user"):
-        plan = plan_of(unit=unit)
-        assert type(plan).from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-        assert "the center of rows" in str(plan)
