@@ -230,10 +230,8 @@ class ScaledPlan(DescentPlan):
         """Yields what is to be said beside the promise."""
         yield from super().lines()
         if self.last_std is not None:
-            text = (
-                f"and intercept: {_LAST_STEPS} more, noise of std {self.last_std:.4g} on the sum"
-            )
-            yield "scale", text
+            std = f"noise of std {self.last_std:.4g} on the sum"
+            yield "scale", f"and intercept: {_LAST_STEPS} more, {std}"
 
     def _scaled(
         self,
