@@ -229,9 +229,13 @@ def lectures() -> Table:
 
 
 def doctors() -> Table:
-    """A visit to a doctor in three months; users are people, with 1 to 5 years (German Socio-Economic Panel, 1984 on)."""
+    """A visit to a doctor in three months; users are people, with 1 to 5 years (German Socio-Economic Panel)."""
     found = records("COUNT", "rwm5yr")
-    blocks = [unit(found["age"], 25, 65), unit(found["hhninc"], 0, 20), unit(found["educ"], 7, 18)]
+    blocks = [
+        unit(found["age"], 25, 65),
+        unit(found["hhninc"], 0, 20),
+        unit(found["educ"], 7, 18),
+    ]
     blocks += [one_hot(found["edlevel"], (1, 2, 3, 4)), unit(found["year"], 1984, 1988)]
     flags = ("outwork", "female", "married", "kids", "self")
     blocks += [flag(found[name] == 1) for name in flags]

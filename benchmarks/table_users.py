@@ -252,7 +252,7 @@ def patents() -> Table:
 
 
 def colleges() -> Table:
-    """The median of those who left a college 6 to 10 years ago earns 33,000 dollars; users are colleges (2007 to 2016)."""
+    """The median earnings of those who left a college are 33,000 dollars; users are colleges (2007 to 2016)."""
     found = records("causaldata", "scorecard", "earnings_med")
     blocks = [unit(found["year"], 2007, 2016), log_unit(found["count_working"], 1e5)]
     blocks += [one_hot(found["pred_degree_awarded_ipeds"], (1, 2, 3))]
@@ -265,7 +265,9 @@ def pupils() -> Table:
     """A score in mathematics is above 0, that of the third grade; users are children, with 1 to 6 years."""
     found = records("mlmRev", "egsingle")
     blocks = [unit(found["year"], -2.5, 2.5), flag(found["female"] == "Female")]
-    blocks += [flag(found[name].astype(str) == "1") for name in ("retained", "black", "hispanic")]
+    blocks += [
+        flag(found[name].astype(str) == "1") for name in ("retained", "black", "hispanic")
+    ]
     blocks += [unit(found["size"], 0, 2_000), unit(found["lowinc"], 0, 100)]
     blocks += [unit(found["mobility"], 0, 100)]
     return made("pupils", "develop", blocks, found["math"] > 0, users=found["childid"])
