@@ -284,13 +284,7 @@ class UserClippedSGD(PreparedOptimizer):
         )
         units = 1.0 if clip is None else check.positive(clip=clip)
         scale = UserScale(units, distance, dimension(dim))
-        measured: PrivatePreparation | None = None
-        if check.choice(("auto", None), prepare=prepare) is None and bound_x is not None:
-            raise ValueError(
-                f"bound_x must be left out beside prepare=None, which measures nothing (got {bound_x})"
-            )
-        if bound_x is not None:
-            measured = measurements(budget, given, bound_x=bound_x, dim=scale.dim)
+        measured = _measured(prepare, bound_x, scale.dim, budget, given)
         if measured:
             scale = replace(scale, distance=distance or _NEARER)
         left = rest(budget, measured)
@@ -331,6 +325,24 @@ def _is_by_rule(clip: float | None, lr: float | None, noise_multiplier: float | 
             f" {lr})"
         )
     return None in (clip, lr)
+
+
+def _measured(
+    prepare: str | None,
+    bound_x: float | None,
+    dim: int | None,
+    budget: Budget | None,
+    given: Given,
+) -> PrivatePreparation | None:
+    """Returns what is measured of rows with a bound, where that pays; raises ValueError if nothing is to be."""
+    asked = check.choice(("auto", None), prepare=prepare)
+    if bound_x is None:
+        return None
+    if asked is None:
+        raise ValueError(
+            f"bound_x must be left out beside prepare=None, which measures nothing (got {bound_x})"
+        )
+    return measurements(budget, given, bound_x=bound_x, dim=dim)
 
 
 def _quantile(noise: float, draws: Draws) -> float:
