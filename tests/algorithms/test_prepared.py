@@ -313,13 +313,22 @@ def test_users_with_a_bound_on_rows_are_measured_and_others_are_not() -> None:
     plan, raw = plan_of(unit="user"), plan_of(unit="user", bound_x=None)
     assert plan.prepare is not None
     assert plan == plan_of(unit="user", prepare="auto")
-    assert (raw.prepare, plan.clip, raw.clip) == (None, 0.3, 0.03)
+    assert (raw.prepare, plan.clip, raw.clip) == (None, pytest.approx(0.3), 0.03)
     assert plan_of(unit="user", bound_x=None, prepare=None) == raw
     assert plan_of(unit="user", clip=0.7).clip == 0.7
     with pytest.raises(ValueError, match="bound_x must be left out beside prepare=None"):
         plan_of(unit="user", prepare=None)
     with pytest.raises(ValueError, match="prepare must be one of auto, None"):
         plan_of(unit="user", prepare="always")
+
+
+def test_the_search_starts_longer_where_votes_tell_a_high_quantile() -> None:
+    plans = [plan_of(n=n, unit="user") for n in (500, 700, 900, 1_200, 3_000)]
+    assert all(plan.prepare for plan in plans)
+    starts = [plan.clip for plan in plans]
+    assert starts == sorted(starts)
+    assert (starts[0], starts[-1]) == (pytest.approx(0.03), pytest.approx(0.3))
+    assert 0.04 < starts[2] < 0.29
 
 
 def test_few_users_are_not_measured_and_keep_the_start_of_raw_rows() -> None:

@@ -80,10 +80,9 @@ from torch_dpsco.step.plan import PlannedOptimizer, StepPlan, expected, noise_on
 
 _FULL_STEPS = 30
 _EPOCHS = 10
-_START, _START_PREPARED = (
-    0.03,
-    0.3,
-)  # of a search: first clip; the same for rows in private units
+_START = 0.03  # of a search: first clip
+_LONGER = 10.0  # the same times so much for rows in private units,
+_CLEAR = 0.95  # where this quantile can be told
 _NEARER = 3.0  # distance in these units
 _QUANTILES = (0.9, 0.98)  # that the clip may follow, of the lengths of users' gradients
 _VOTES = 0.02  # and share of the squared budget
@@ -293,7 +292,7 @@ class UserClippedSGD(PreparedOptimizer):
         pace = choose_pace(scale, draws, noise) if lr is None else Pace(lr)
         target = budget if noise_multiplier is None else None
         warn_if_buried(target, draws, noise, n, scale.dim)
-        start = _START_PREPARED if measured else _START
+        quantile = _quantile(noise, draws) if clip is None else None
         made = UserClippedPlan(
             budget=budget,
             adjacency=adjacency,
@@ -303,9 +302,9 @@ class UserClippedSGD(PreparedOptimizer):
             momentum=pace.momentum,
             average=average or ("weighted" if lr is None else "last"),
             secure=secure,
-            clip=start if clip is None else units,
+            clip=units if quantile is None else _start(quantile, measured),
             noise_multiplier=noise,
-            quantile=_quantile(noise, draws) if clip is None else None,
+            quantile=quantile,
             min_items=check.positive_count(min_items=min_items),
         )
         return with_measurements(made, budget, measured)
@@ -355,6 +354,14 @@ def _quantile(noise: float, draws: Draws) -> float:
     std = noise / math.sqrt(_VOTES * draws.steps) / draws.design.batch_size
     least, most = _QUANTILES
     return min(max(least, 1.0 - 2.0 * std), most)
+
+
+def _start(quantile: float, measured: PrivatePreparation | None) -> float:
+    """Returns the first clip of a search: in private units a longer one, as far as votes tell a high quantile."""
+    if not measured:
+        return _START
+    least, _ = _QUANTILES
+    return _START * _LONGER ** min(1.0, (quantile - least) / (_CLEAR - least))
 
 
 def _design(scale: UserScale | None, budget: Budget | None, given: Given) -> Draws:
