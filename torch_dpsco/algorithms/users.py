@@ -361,7 +361,7 @@ def _start(quantile: float, measured: PrivatePreparation | None) -> float:
     if not measured:
         return _START
     least, _ = _QUANTILES
-    return _START * _LONGER ** min(1.0, (quantile - least) / (_CLEAR - least))
+    return _START * math.pow(_LONGER, min(1.0, (quantile - least) / (_CLEAR - least)))
 
 
 def _design(scale: UserScale | None, budget: Budget | None, given: Given) -> Draws:
