@@ -1,4 +1,4 @@
-"""Our defaults, untuned, beside DP-GD and DP-SGD tuned on the test set, on 47 real tables; add_remove, delta = 1e-6.
+"""Our defaults, untuned, beside DP-GD and DP-SGD tuned on the test set, on 57 real tables; add_remove, delta = 1e-6.
 
     python benchmarks/accuracy.py                            # all tables, 3 epsilons, 5 seeds: hours on one core
     python benchmarks/accuracy.py --split score --methods DP-GD estimators            # the estimators alone: minutes

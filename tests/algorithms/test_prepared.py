@@ -46,9 +46,10 @@ def plan_of(
     n: int = 3000, adjacency: str = "add_remove", unit: str = "example", **given: Any
 ) -> PreparedPlan:
     budget = dp.Budget(given.pop("epsilon", 1.0), 1e-6, adjacency=adjacency, unit=unit)
-    given = {"n": n, "budget": budget, "dim": DIM + 1, "prepare": "auto"} | given
+    given = {"n": n, "budget": budget, "dim": DIM + 1} | given
     if unit == "user":
-        return dp.UserClippedSGD.plan(bound_x=BOUND, **given)
+        return dp.UserClippedSGD.plan(**{"bound_x": BOUND} | given)
+    given = {"prepare": "auto"} | given
     return dp.HolderSGD.plan(problem=LOSS.problem(bound_x=BOUND, intercept=True), **given)
 
 
@@ -306,6 +307,34 @@ def test_what_cannot_be_prepared_is_refused_before_anything_is_spent() -> None:
 def test_a_plan_that_measures_needs_public_numbers(given: dict[str, Any]) -> None:
     with pytest.raises(MissingConstantError, match="prepare='auto'"):
         plan_of(**given)
+
+
+def test_users_with_a_bound_on_rows_are_measured_and_others_are_not() -> None:
+    plan, raw = plan_of(unit="user"), plan_of(unit="user", bound_x=None)
+    assert plan.prepare is not None
+    assert plan == plan_of(unit="user", prepare="auto")
+    assert (raw.prepare, plan.clip, raw.clip) == (None, pytest.approx(0.3), 0.03)
+    assert plan_of(unit="user", bound_x=None, prepare=None) == raw
+    assert plan_of(unit="user", clip=0.7).clip == 0.7
+    with pytest.raises(ValueError, match="bound_x must be left out beside prepare=None"):
+        plan_of(unit="user", prepare=None)
+    with pytest.raises(ValueError, match="prepare must be one of auto, None"):
+        plan_of(unit="user", prepare="always")
+
+
+def test_the_search_starts_longer_where_votes_tell_a_high_quantile() -> None:
+    plans = [plan_of(n=n, unit="user") for n in (500, 700, 900, 1_200, 3_000)]
+    assert all(plan.prepare for plan in plans)
+    starts = [plan.clip for plan in plans]
+    assert starts == sorted(starts)
+    assert (starts[0], starts[-1]) == (pytest.approx(0.03), pytest.approx(0.3))
+    assert 0.04 < starts[2] < 0.29
+
+
+def test_few_users_are_not_measured_and_keep_the_start_of_raw_rows() -> None:
+    plan = plan_of(n=100, epsilon=0.3, unit="user")
+    assert (plan.prepare, plan.clip) == (None, 0.03)
+    assert plan == plan_of(n=100, epsilon=0.3, unit="user", bound_x=None)
 
 
 def test_a_ball_in_raw_units_is_refused() -> None:

@@ -207,7 +207,7 @@ def require_undone(layer: nn.Module) -> nn.Linear:
     if not isinstance(layer, nn.Linear) or layer._parameters["bias"] is None:
         raise ConditionError(
             "model must be an nn.Linear with a bias, out of which units can be taken (got"
-            f" {type(layer).__name__}); for another one leave prepare= out of the plan"
+            f" {type(layer).__name__}); for another one plan with prepare=None"
         )
     return layer
 
