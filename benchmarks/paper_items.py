@@ -39,7 +39,7 @@ HEADING = re.compile(rf"^ *({KINDS[0]}) {NUMBER}(?=\.? ?$|\.? \(|\. )", re.MULTI
 NAMED = re.compile(rf"\b({KINDS[1]})[ \u00a0]{NUMBER}")
 CITED = re.compile(r"\[[^\[\]]*\]")  # theorems of others
 REFERENCE = "reference: "
-HEAD = "| item | ours | constant: theirs | constant: ours | test | errata |\n|---|---|---|---|---|---|"
+HEAD = "| item | function | theirs | ours | test | errata |\n|---|---|---|---|---|---|"
 
 Item = Mapping[str, Any]
 
