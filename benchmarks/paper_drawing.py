@@ -65,6 +65,10 @@ def loglog(
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set(title=title, xlabel=x_label, ylabel=y_label)
+        places = sorted({x for series in drawn for x in series.x})
+        if places[-1] / places[0] < 100 and len(places) < 9:  # names of ticks would overlap
+            axes.tick_params(axis="x", which="minor", labelbottom=False)
+            axes.set_xticks(places, [f"{place:,g}" for place in places])
         if low is not None:
             axes.set_ylim(bottom=low)
         if legend:
