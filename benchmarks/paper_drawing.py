@@ -101,6 +101,11 @@ def measured(label: str, x: Sequence[float], runs: Sequence[Sequence[float]], co
     return Series(label, x, [float(np.median(each)) for each in runs], style, color, ends)
 
 
+def words(number: float) -> str:
+    """Returns a number with two digits, without exponents."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.2g}"
+
+
 def table(head: Sequence[str], rows: Mapping[str, Sequence[object]]) -> str:
     """Returns a table in Markdown; numbers with three digits."""
 

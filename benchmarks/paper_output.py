@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
-from paper_drawing import LOWER, OURS, PUBLISHED, Exhibit, Series, loglog, measured, slope, slope_error, table
+from paper_drawing import LOWER, OURS, PUBLISHED, Exhibit, Series, loglog, measured, slope, slope_error, table, words
 from scipy.optimize import minimize
 
 import torch_dpsco as dp
@@ -108,7 +108,7 @@ def bounds(kind: dict[str, tuple[Bound, Bound]], name: str, tables: str, where: 
             )
     gains = [row[0] / row[2] for row in rows.values()]
     says = (
-        f"With explicit constants the bounds on the risk {where} are {min(gains):.2g} to {max(gains):.3g} times smaller "
+        f"With explicit constants the bounds on the risk {where} are {words(min(gains))} to {words(max(gains))} times smaller "
         f"than printed, and fall with the same slopes in n."
     )
     head = ("losses", "theirs, n = 10,000", "slope in n", "ours", "slope in n")

@@ -23,11 +23,13 @@ import torch
 from blocks import replaced
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for published formulas, which the tests have
+import paper_heavy
 import paper_output
 import paper_users
 from paper_drawing import Exhibit, png, svg
 
 EXHIBITS = {
+    "s2": ("heavy_tails", paper_heavy.exhibits),
     "s3": ("users", paper_users.exhibits),
     "s4": ("output", paper_output.exhibits),
 }

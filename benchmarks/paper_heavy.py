@@ -1,0 +1,223 @@
+"""Exhibits of Lowy, Razaviyayn 2023: rates against the number of moments, bounds against n, and Pareto features.
+
+Rates: exponents of n in our bounds (docs/proofs/heavy_tailed.md#rates) and in the paper's lower bounds (Theorems 7 and
+8), and the slopes of the bounds that plans state for n = 1e6 to 1e9 (benchmarks/heavy_tailed.py).
+
+Bounds: `accelerated_plan` for gradients whose norm has a Pareto law of shape k + 0.2, cut at 100, in units of its
+second moment, with d = 10, rho = 0.5, beta = 1, D = 2; and for the same law where only the largest norm is known.
+
+Measured: logistic loss, features in R^10 in uniform directions whose length has such a law (mean square 1), labels of
+weights of norm 2; 30 full-batch steps of `ClippedSGD` (epsilon = 1, delta = 1e-6, replace_one), clipped at a quantile
+that a pilot finds privately, or at the promised largest length ("uniformly Lipschitz", no bias). Excess risk on 50,000
+records that no run has seen; of three step sizes each takes the best of one run on another sample, which looks at the
+unseen records and is not charged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from heavy_tailed import EXPONENTS, LARGE, planned
+from paper_drawing import (
+    COLORS,
+    LOWER,
+    MARKERS,
+    OURS,
+    PUBLISHED,
+    Exhibit,
+    Series,
+    loglog,
+    measured,
+    slope,
+    slope_error,
+    table,
+    words,
+)
+from scipy.optimize import minimize
+from torch.utils.data import TensorDataset
+
+import torch_dpsco as dp
+from torch_dpsco.algorithms.heavy_tailed_numbers import OnePass, accelerated_plan
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ORDERS = (2.0, 3.0, 4.0, 8.0)
+DIM, LARGEST, BEYOND = 10, 100.0, 0.2  # of features; their largest length before scaling; shape less k
+BUDGET = dp.Budget(1.0, 1e-6, adjacency="replace_one")
+STEPS, LRS, NORM, UNSEEN = 30, (0.2, 2.0, 20.0), 2.0, 50_000  # the mean loss has a smoothness of about 1/(4 d)
+CONVEX, CURVED = "convex: Theorem 7", "strongly convex: Theorem 8"
+
+
+def lower(k: float) -> float:
+    """Returns the exponent of n in the convex lower bound; the strongly convex one is twice that."""
+    return max(-1 / 2, -(k - 1) / k)
+
+
+def rates() -> Exhibit:
+    """Returns the exhibit of Figure 1: exponents against the number of moments."""
+    orders = np.linspace(2, 10, 60)
+    names = ("AcceleratedSGD", "LocalizedSGD", "ClippedSGD", "ProximalSGD")
+    found = {name: [_slope_of(name, k) for k in (2.0, 3.0)] for name in names}
+
+    def panel(axes: Axes) -> None:
+        for label, factor, color in ((CONVEX, 1, 4), (CURVED, 2, 5)):
+            axes.plot(orders, [factor * lower(k) for k in orders], LOWER, color=COLORS[color], label=f"lower bound, {label}", linewidth=3)
+        for j, name in enumerate(names):
+            axes.plot(orders, [EXPONENTS[name](k) for k in orders], OURS, color=COLORS[j], label=f"{name}, bound", linewidth=1.2)
+            axes.plot((2.0, 3.0), found[name], MARKERS[j], color=COLORS[j], label=f"{name}, slope of its plans")
+        axes.set(title="Figure 1: powers of n in bounds on the risk", xlabel="moments k of the gradient", ylabel="power of n")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, 0.0), borderaxespad=4.4, ncols=2)
+
+    rows = {
+        name: [*(round(EXPONENTS[name](k), 3) for k in (2.0, 3.0, 8.0)), *(round(s, 3) for s in found[name])]
+        for name in names
+    }
+    for label, factor in ((CONVEX, 1), (CURVED, 2)):
+        rows[f"lower bound, {label}"] = [*(round(factor * lower(k), 3) for k in (2.0, 3.0, 8.0)), "", ""]
+    off = max(abs(found[name][j] - EXPONENTS[name](k)) for name in names for j, k in enumerate((2.0, 3.0)))
+    says = (
+        "All bounds fall with the power of n of the lower bound, but for AcceleratedSGD with fewer than 7/3 moments; "
+        f"the plans for n = {LARGE[0]:,} to {LARGE[-1]:,} fall with powers within {off:.2f} of these."
+    )
+    head = ("", "power at k = 2", "k = 3", "k = 8", "slope of plans, k = 2", "k = 3")
+    note = "d, rho, D, beta, mu and moments fixed; LocalizedSGD needs 2 k moments of the supremum."
+    return Exhibit("heavy_rates", says, table(head, rows), [panel], 1, note)
+
+
+def _slope_of(name: str, k: float) -> float:
+    return slope(LARGE, [planned(name, k, n) for n in LARGE])
+
+
+def lengths(k: float, count: int, generator: np.random.Generator) -> np.ndarray:
+    """Returns lengths of a Pareto law of shape k + 0.2 that is cut at 100, with mean square 1."""
+    shape = k + BEYOND
+    cut = LARGEST**-shape
+    drawn = (cut + (1 - cut) * generator.random(count)) ** (-1 / shape)
+    return drawn / moment(k, 2.0) ** 0.5
+
+
+def moment(k: float, order: float) -> float:
+    """Returns the moment of an order of that law before it is scaled."""
+    shape = k + BEYOND
+    return shape / (shape - order) * (1 - LARGEST ** (order - shape)) / (1 - LARGEST**-shape)
+
+
+def bounds(sizes: Sequence[int]) -> Exhibit:
+    """Returns the exhibit of bounds against n: with k moments, and with the largest norm."""
+    drawn, rows = [], {}
+    for j, k in enumerate(ORDERS):
+        scale = moment(k, 2.0) ** 0.5
+        r_k, most = moment(k, k) ** (1 / k) / scale, LARGEST / scale
+        ours = [_bound(n, r_k, k) for n in sizes]
+        uniform = [_bound(n, most, 1e6) for n in sizes]
+        drawn += [
+            Series(f"k = {k:g} moments", sizes, ours, OURS, j),
+            Series("_", sizes, uniform, PUBLISHED, j),
+        ]
+        rows[f"k = {k:g}"] = [r_k, most, ours[1], uniform[1] / ours[1], ours[-1], uniform[-1] / ours[-1], round(slope(sizes, ours), 2)]
+    says = (
+        f"Moments in place of the largest gradient make the bound {rows['k = 2'][3]:.2g} (k = 2) to {rows['k = 8'][3]:.2g} "
+        f"(k = 8) times smaller at n = {sizes[1]:,}; for many more records the largest gradient of a cut law is the better promise if k is small."
+    )
+    head = ("", "r_k", "largest", f"bound, n = {sizes[1]:,}", "with the largest: times", f"bound, n = {sizes[-1]:,}", "with the largest: times", "slope")
+    note = "Bounds of `AcceleratedSGD`: solid with k moments, dashed with the largest norm only; Pareto norms cut at 100, mean square 1."
+    panel = loglog("Pareto gradients", "records n", "bound on the excess risk", drawn)
+    return Exhibit("heavy_bounds", says, table(head, rows), [panel], 1, note)
+
+
+def _bound(n: int, r_k: float, k: float) -> float:
+    data = OnePass(n=n, dim=DIM, rho=0.5, moment=r_k, moment_order=k, second_moment=1.0)
+    return accelerated_plan(data, smoothness=1.0, diameter=2.0).bound
+
+
+class Task:
+    """Draws records, and says what weights lose on unseen ones."""
+
+    def __init__(self, k: float) -> None:
+        self._k, self._generator = k, np.random.default_rng(int(k))
+        self._unseen = self.draw(UNSEEN)
+        x, y = (t.double().numpy() for t in self._unseen.tensors)
+        self._signed = x * (2 * y - 1)
+
+        def both(w: np.ndarray) -> tuple[float, np.ndarray]:
+            scores = self._signed @ w
+            return float(np.logaddexp(0, -scores).mean()), -self._signed.T @ (1 / (1 + np.exp(scores))) / UNSEEN
+
+        best = minimize(both, np.zeros(DIM), jac=True, method="L-BFGS-B")
+        self._value, self._least = both, float(best.fun)
+        self._lrs: dict[tuple[int, Callable[[], float | dp.Pilot]], float] = {}
+
+    def draw(self, n: int) -> TensorDataset:
+        """Returns n records."""
+        x = self._generator.standard_normal((n, DIM))
+        x *= (lengths(self._k, n, self._generator) / np.linalg.norm(x, axis=1))[:, None]
+        chance = 1 / (1 + np.exp(-NORM * DIM**0.5 * x[:, 0]))
+        y = self._generator.random(n) < chance
+        return TensorDataset(torch.from_numpy(x).float(), torch.from_numpy(y).float()[:, None])
+
+    def risk(self, n: int, clip: Callable[[], float | dp.Pilot]) -> float:
+        """Returns the excess risk of a run on n records, at the step size that was looked up."""
+
+        def once(lr: float) -> float:
+            return self.excess(trained(self.draw(n), clip(), lr))
+
+        if (n, clip) not in self._lrs:
+            self._lrs[n, clip] = min(LRS, key=once)
+        return once(self._lrs[n, clip])
+
+    def excess(self, weight: torch.Tensor) -> float:
+        """Returns the risk above the least one."""
+        return self._value(weight.detach().double().numpy().reshape(-1))[0] - self._least
+
+
+def trained(data: TensorDataset, clip: float | dp.Pilot, lr: float) -> torch.Tensor:
+    """Returns the weights of 30 full-batch steps at a clip."""
+    model = dp.attach(torch.nn.Linear(DIM, 1, bias=False))
+    torch.nn.init.zeros_(model.weight)
+    plan = dp.ClippedSGD.plan(
+        n=len(data), budget=BUDGET, dim=DIM, sampling="full", steps=STEPS, clip=clip, lr=lr, average="weighted"
+    )
+    loss = torch.nn.BCEWithLogitsLoss()
+    dp.fit(model, dp.ClippedSGD(model.parameters(), plan), data, loss, progress=False)
+    return model.weight
+
+
+def pareto(orders: Sequence[float], sizes: Sequence[int], runs: int) -> Exhibit:
+    """Returns the exhibit of the measured risk: clipped at a private quantile, or at the largest length."""
+    panels: list[Callable[[Axes], None]] = []
+    drawn, rows = [], {}
+    for j, k in enumerate(orders):
+        task = Task(k)
+        most = LARGEST / moment(k, 2.0) ** 0.5
+        clips = {"pilot": lambda most=most: dp.Pilot(c_max=most), "largest": lambda most=most: most}
+        for kind, clip in clips.items():
+            found = [[task.risk(n, clip) for _ in range(runs)] for n in sizes]
+            label = f"k = {k:g}" if kind == "pilot" else "_"
+            drawn.append(measured(label, sizes, found, j, OURS if kind == "pilot" else PUBLISHED))
+            medians = [float(np.median(each)) for each in found]
+            rows[f"k = {k:g}, clipped at {'a private quantile' if kind == 'pilot' else 'the largest length'}"] = [
+                *medians,
+                f"{slope(sizes, medians):.2f} +- {slope_error(sizes, found):.2f}",
+            ]
+    names = list(rows)
+    ratios = [rows[names[2 * j + 1]][-2] / rows[names[2 * j]][-2] for j in range(len(orders))]
+    panels.append(loglog("Pareto features", "records n", "excess risk", drawn))
+    says = (
+        f"At n = {sizes[-1]:,} clipping at a private quantile has {words(min(ratios))} to {words(max(ratios))} times less excess "
+        f"risk than noise for the largest record, whatever the number of moments."
+    )
+    head = ("median excess risk at n =", *(f"{n:,}" for n in sizes), "slope")
+    note = f"Solid: clipped at a private quantile; dashed: at the promised largest length. Medians of {runs} runs, whiskers from lowest to highest; epsilon = 1."
+    return Exhibit("heavy_pareto", says, table(head, rows), panels, 1, note)
+
+
+def exhibits(smoke: bool) -> Iterator[Exhibit]:
+    """Yields the exhibits of the paper."""
+    yield rates()
+    yield bounds((10**4, 10**5) if smoke else tuple(10**j for j in range(3, 9)))
+    yield pareto(ORDERS[:1] if smoke else ORDERS, (1_000, 2_000) if smoke else (1_000, 4_000, 16_000, 64_000), 1 if smoke else 3)
