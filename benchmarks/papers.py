@@ -24,11 +24,13 @@ from blocks import replaced
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for published formulas, which the tests have
 import paper_heavy
+import paper_hoelder
 import paper_output
 import paper_users
 from paper_drawing import Exhibit, png, svg
 
 EXHIBITS = {
+    "s1": ("hoelder", paper_hoelder.exhibits),
     "s2": ("heavy_tails", paper_heavy.exhibits),
     "s3": ("users", paper_users.exhibits),
     "s4": ("output", paper_output.exhibits),
