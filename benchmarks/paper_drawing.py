@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 COLORS = ("#3d7fc4", "#c26a1b", "#4b9450", "#a862b4", "#555555", "#b03060")
 MARKERS = "os^Dvx"
-PUBLISHED, OURS, LOWER = "--", "-", ":"  # of the lines of a kind: read off the legend of each picture
+PUBLISHED, OURS, LOWER = (
+    "--",
+    "-",
+    ":",
+)  # of the lines of a kind: read off the legend of each picture
 
 
 class Series(NamedTuple):
@@ -95,7 +99,9 @@ def slope_error(x: Sequence[float], runs: Sequence[Sequence[float]]) -> float:
     return float(np.std(again))
 
 
-def measured(label: str, x: Sequence[float], runs: Sequence[Sequence[float]], color: int, style: str) -> Series:
+def measured(
+    label: str, x: Sequence[float], runs: Sequence[Sequence[float]], color: int, style: str
+) -> Series:
     """Returns the medians of runs, with whiskers from the lowest to the highest."""
     ends = [(min(each), max(each)) for each in runs]
     return Series(label, x, [float(np.median(each)) for each in runs], style, color, ends)

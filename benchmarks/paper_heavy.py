@@ -16,7 +16,6 @@ unseen records and is not charged.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -53,11 +52,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ORDERS = (2.0, 3.0, 4.0, 8.0)
-DIM, LARGEST, BEYOND = 10, 100.0, 0.2  # of features; their largest length before scaling; shape less k
+DIM, LARGEST, BEYOND = (
+    10,
+    100.0,
+    0.2,
+)  # of features; their largest length before scaling; shape less k
 BUDGET = dp.Budget(1.0, 1e-6, adjacency="replace_one")
-STEPS, LRS, NORM, UNSEEN = 30, (0.2, 2.0, 20.0), 2.0, 50_000  # the mean loss has a smoothness of about 1/(4 d)
+STEPS, LRS, NORM, UNSEEN = (
+    30,
+    (0.2, 2.0, 20.0),
+    2.0,
+    50_000,
+)  # the mean loss has a smoothness of about 1/(4 d)
 LARGE = (10**6, 10**7, 10**8, 10**9)
-POWERS: dict[str, Callable[[float], float]] = {  # of sqrt(d)/(epsilon n), in the part of a bound that privacy costs
+POWERS: dict[
+    str, Callable[[float], float]
+] = {  # of sqrt(d)/(epsilon n), in the part of a bound that privacy costs
     "lower bound, convex (Theorem 7)": lambda k: (k - 1) / k,
     "lower bound, strongly convex (Theorem 8)": lambda k: 2 * (k - 1) / k,
     "AcceleratedSGD": lambda k: min((k - 1) / k, 4 * (k - 1) / (5 * k - 1)),
@@ -71,13 +81,17 @@ def planned(name: str, k: float, n: int) -> float:
     """Returns the bound of a plan where sampling costs nothing: d = 10, rho = 0.5, D = 2, r_k = 1, kappa = 4."""
     common = {"n": n, "dim": DIM, "rho": 0.5}
     if name == "LocalizedSGD":
-        task = PhaseTask(**common, moment_order=k, second_moment=1e-9, diameter=2.0, max_steps=None)
+        task = PhaseTask(
+            **common, moment_order=k, second_moment=1e-9, diameter=2.0, max_steps=None
+        )
         return localized_schedule_ballfree(task, moment_2k=1.0).bound
     data = OnePass(**common, moment=1.0, moment_order=k, second_moment=1e-9)
     if name == "AcceleratedSGD":
         return accelerated_plan(data, smoothness=1.0, diameter=2.0).bound
     if name == "ClippedSGD":
-        return strongly_convex_plan(data, smoothness=1.0, strong_convexity=0.25, diameter=2.0).bound
+        return strongly_convex_plan(
+            data, smoothness=1.0, strong_convexity=0.25, diameter=2.0
+        ).bound
     return proximal_pl_plan(data, smoothness=1.0, pl_constant=0.25, initial_gap=2.0).bound
 
 
@@ -86,32 +100,57 @@ def rates() -> Exhibit:
     orders = np.linspace(2, 8, 60)
     names = list(POWERS)[2:]
     found = {
-        name: [-slope(LARGE, [planned(name, k, n) for n in LARGE]) for k in ORDERS] for name in names
+        name: [-slope(LARGE, [planned(name, k, n) for n in LARGE]) for k in ORDERS]
+        for name in names
     }
 
     def panel(axes: Axes) -> None:
         for j, (name, power) in enumerate(POWERS.items()):
             is_lower = name not in found
-            look = {"linestyle": LOWER, "linewidth": 4} if is_lower else {"linestyle": OURS, "linewidth": 1.2}
+            look = (
+                {"linestyle": LOWER, "linewidth": 4}
+                if is_lower
+                else {"linestyle": OURS, "linewidth": 1.2}
+            )
             axes.plot(orders, list(map(power, orders)), color=COLORS[j], label=name, **look)
             if not is_lower:
                 axes.plot(ORDERS, found[name], MARKERS[j], color=COLORS[j])
-        axes.set(title="Figure 1: what privacy costs", xlabel="moments k of the gradient", ylabel="power of sqrt(d)/(epsilon n)")
+        axes.set(
+            title="Figure 1: what privacy costs",
+            xlabel="moments k of the gradient",
+            ylabel="power of sqrt(d)/(epsilon n)",
+        )
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, 0.0), borderaxespad=4.4)
 
     rows = {
-        name: [*(round(power(k), 3) for k in ORDERS), *(round(s, 3) for s in found.get(name, []))]
+        name: [
+            *(round(power(k), 3) for k in ORDERS),
+            *(round(s, 3) for s in found.get(name, [])),
+        ]
         for name, power in POWERS.items()
     }
     for name in list(POWERS)[:2]:
         rows[name] += ["-"] * len(ORDERS)
-    off = max(abs(s - POWERS[name](k)) for name in names for s, k in zip(found[name], ORDERS, strict=True))
-    says = (
-        "The part of our bounds that privacy costs falls with the power of sqrt(d)/(epsilon n) of the lower bounds, but for "
-        f"AcceleratedSGD, which falls more slowly; plans for n = {LARGE[0]:,} to {LARGE[-1]:,} (dots) are within {off:.2g} of these powers (ProximalSGD makes steps of order log n)."
+    off = max(
+        abs(s - POWERS[name](k))
+        for name in names
+        for s, k in zip(found[name], ORDERS, strict=True)
     )
-    head = ("", *(f"power, k = {k:g}" for k in ORDERS), *(f"of plans, k = {k:g}" for k in ORDERS))
-    note = "Besides, every bound has a part of sampling, n^(-1/2) or 1/n, as the lower bounds do. LocalizedSGD needs 2 k moments of the supremum; D, smoothness and curvature fixed."
+    says = (
+        "The part of our bounds that privacy costs falls with the power of sqrt(d)/(epsilon n) of the "
+        "lower bounds, but for "
+        f"AcceleratedSGD, which falls more slowly; plans for n = {LARGE[0]:,} to {LARGE[-1]:,} (dots) are "
+        f"within {off:.2g} of these powers (ProximalSGD makes steps of order log n)."
+    )
+    head = (
+        "",
+        *(f"power, k = {k:g}" for k in ORDERS),
+        *(f"of plans, k = {k:g}" for k in ORDERS),
+    )
+    note = (
+        "Besides, every bound has a part of sampling, n^(-1/2) or 1/n, as the lower bounds do. "
+        "LocalizedSGD needs 2 k moments of the supremum; D, smoothness and curvature fixed."
+    )
     return Exhibit("heavy_rates", says, table(head, rows), [panel], 1, note)
 
 
@@ -141,13 +180,35 @@ def bounds(sizes: Sequence[int]) -> Exhibit:
             Series(f"k = {k:g} moments", sizes, ours, OURS, j),
             Series("_", sizes, uniform, PUBLISHED, j),
         ]
-        rows[f"k = {k:g}"] = [r_k, most, ours[1], uniform[1] / ours[1], ours[-1], uniform[-1] / ours[-1], round(slope(sizes, ours), 2)]
+        rows[f"k = {k:g}"] = [
+            r_k,
+            most,
+            ours[1],
+            uniform[1] / ours[1],
+            ours[-1],
+            uniform[-1] / ours[-1],
+            round(slope(sizes, ours), 2),
+        ]
     says = (
-        f"Moments in place of the largest gradient make the bound {rows['k = 2'][3]:.2g} (k = 2) to {rows['k = 8'][3]:.2g} "
-        f"(k = 8) times smaller at n = {sizes[1]:,}; for many more records the largest gradient of a cut law is the better promise if k is small."
+        f"Moments in place of the largest gradient make the bound {rows['k = 2'][3]:.2g} (k = 2) to "
+        f"{rows['k = 8'][3]:.2g} "
+        f"(k = 8) times smaller at n = {sizes[1]:,}; for many more records the largest gradient of a cut "
+        "law is the better promise if k is small."
     )
-    head = ("", "r_k", "largest", f"bound, n = {sizes[1]:,}", "with the largest: times", f"bound, n = {sizes[-1]:,}", "with the largest: times", "slope")
-    note = "Bounds of `AcceleratedSGD`: solid with k moments, dashed with the largest norm only; Pareto norms cut at 100, mean square 1."
+    head = (
+        "",
+        "r_k",
+        "largest",
+        f"bound, n = {sizes[1]:,}",
+        "with the largest: times",
+        f"bound, n = {sizes[-1]:,}",
+        "with the largest: times",
+        "slope",
+    )
+    note = (
+        "Bounds of `AcceleratedSGD`: solid with k moments, dashed with the largest norm only; Pareto "
+        "norms cut at 100, mean square 1."
+    )
     panel = loglog("Pareto gradients", "records n", "bound on the excess risk", drawn)
     return Exhibit("heavy_bounds", says, table(head, rows), [panel], 1, note)
 
@@ -168,7 +229,9 @@ class Task:
 
         def both(w: np.ndarray) -> tuple[float, np.ndarray]:
             scores = self._signed @ w
-            return float(np.logaddexp(0, -scores).mean()), -self._signed.T @ (1 / (1 + np.exp(scores))) / UNSEEN
+            return float(np.logaddexp(0, -scores).mean()), -self._signed.T @ (
+                1 / (1 + np.exp(scores))
+            ) / UNSEEN
 
         best = minimize(both, np.zeros(DIM), jac=True, method="L-BFGS-B")
         self._value, self._least = both, float(best.fun)
@@ -202,7 +265,14 @@ def trained(data: TensorDataset, clip: float | dp.Pilot, lr: float) -> torch.Ten
     model = dp.attach(torch.nn.Linear(DIM, 1, bias=False))
     torch.nn.init.zeros_(model.weight)
     plan = dp.ClippedSGD.plan(
-        n=len(data), budget=BUDGET, dim=DIM, sampling="full", steps=STEPS, clip=clip, lr=lr, average="weighted"
+        n=len(data),
+        budget=BUDGET,
+        dim=DIM,
+        sampling="full",
+        steps=STEPS,
+        clip=clip,
+        lr=lr,
+        average="weighted",
     )
     loss = torch.nn.BCEWithLogitsLoss()
     dp.fit(model, dp.ClippedSGD(model.parameters(), plan), data, loss, progress=False)
@@ -216,13 +286,20 @@ def pareto(orders: Sequence[float], sizes: Sequence[int], runs: int) -> Exhibit:
     for j, k in enumerate(orders):
         task = Task(k)
         most = LARGEST / moment(k, 2.0) ** 0.5
-        clips = {"pilot": lambda most=most: dp.Pilot(c_max=most), "largest": lambda most=most: most}
+        clips = {
+            "pilot": lambda most=most: dp.Pilot(c_max=most),
+            "largest": lambda most=most: most,
+        }
         for kind, clip in clips.items():
             found = [[task.risk(n, clip) for _ in range(runs)] for n in sizes]
             label = f"k = {k:g}" if kind == "pilot" else "_"
-            drawn.append(measured(label, sizes, found, j, OURS if kind == "pilot" else PUBLISHED))
+            drawn.append(
+                measured(label, sizes, found, j, OURS if kind == "pilot" else PUBLISHED)
+            )
             medians = [float(np.median(each)) for each in found]
-            rows[f"k = {k:g}, clipped at {'a private quantile' if kind == 'pilot' else 'the largest length'}"] = [
+            rows[
+                f"k = {k:g}, clipped at {'a private quantile' if kind == 'pilot' else 'the largest length'}"
+            ] = [
                 *medians,
                 f"{slope(sizes, medians):.2f} +- {slope_error(sizes, found):.2f}",
             ]
@@ -230,11 +307,15 @@ def pareto(orders: Sequence[float], sizes: Sequence[int], runs: int) -> Exhibit:
     ratios = [rows[names[2 * j + 1]][-2] / rows[names[2 * j]][-2] for j in range(len(orders))]
     panels.append(loglog("Pareto features", "records n", "excess risk", drawn))
     says = (
-        f"At n = {sizes[-1]:,} clipping at a private quantile has {words(min(ratios))} to {words(max(ratios))} times less excess "
+        f"At n = {sizes[-1]:,} clipping at a private quantile has {words(min(ratios))} to "
+        f"{words(max(ratios))} times less excess "
         f"risk than noise for the largest record, whatever the number of moments."
     )
     head = ("median excess risk at n =", *(f"{n:,}" for n in sizes), "slope")
-    note = f"Solid: clipped at a private quantile; dashed: at the promised largest length. Medians of {runs} runs, whiskers from lowest to highest; epsilon = 1."
+    note = (
+        f"Solid: clipped at a private quantile; dashed: at the promised largest length. Medians of {runs} "
+        "runs, whiskers from lowest to highest; epsilon = 1."
+    )
     return Exhibit("heavy_pareto", says, table(head, rows), panels, 1, note)
 
 
@@ -242,4 +323,8 @@ def exhibits(smoke: bool) -> Iterator[Exhibit]:
     """Yields the exhibits of the paper."""
     yield rates()
     yield bounds((10**4, 10**5) if smoke else tuple(10**j for j in range(3, 9)))
-    yield pareto(ORDERS[:1] if smoke else ORDERS, (1_000, 2_000) if smoke else (1_000, 4_000, 16_000, 64_000), 1 if smoke else 3)
+    yield pareto(
+        ORDERS[:1] if smoke else ORDERS,
+        (1_000, 2_000) if smoke else (1_000, 4_000, 16_000, 64_000),
+        1 if smoke else 3,
+    )

@@ -125,7 +125,8 @@ def counts(items: Mapping[str, Item]) -> str:
     none = sum(text.startswith("none") for text in shown)
     reference = sum(text.startswith("reference only") for text in shown)
     return (
-        f"{len(items)} items: {len(items) - none - reference} with a function of the library, {reference} with one in "
+        f"{len(items)} items: {len(items) - none - reference} with a function of the library, {reference} "
+        "with one in "
         f'the tests only ("reference only"), {none} with none.'
     )
 

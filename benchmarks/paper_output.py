@@ -17,7 +17,19 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
-from paper_drawing import LOWER, OURS, PUBLISHED, Exhibit, Series, loglog, measured, slope, slope_error, table, words
+from paper_drawing import (
+    LOWER,
+    OURS,
+    PUBLISHED,
+    Exhibit,
+    Series,
+    loglog,
+    measured,
+    slope,
+    slope_error,
+    table,
+    words,
+)
 from scipy.optimize import minimize
 
 import torch_dpsco as dp
@@ -37,7 +49,9 @@ SAMPLE: dict[str, tuple[Bound, Bound]] = {  # name: theirs, ours
         lambda n, d, e, D: papers.risk_strongly_convex(1.0, MU, n, d, e, D),
     ),
     "strongly convex, smooth": (
-        lambda n, d, e, D: (26 if D == 0 else 13.5) / MU**2 * papers.paper_ratio(n, d, e, D) ** 2,
+        lambda n, d, e, D: (
+            (26 if D == 0 else 13.5) / MU**2 * papers.paper_ratio(n, d, e, D) ** 2
+        ),
         lambda n, d, e, D: papers.risk_strongly_convex(1.0, MU, n, d, e, D, smoothness=1.0),
     ),
     "convex": (
@@ -56,9 +70,8 @@ NEW: dict[str, tuple[Bound, Bound]] = {
     ),
     "strongly convex, smooth": (
         lambda n, d, e, D: (
-            5 / n + (26 if D == 0 else 13.5) / MU * papers.paper_ratio(n, d, e, D) ** 2
-        )
-        / MU,
+            (5 / n + (26 if D == 0 else 13.5) / MU * papers.paper_ratio(n, d, e, D) ** 2) / MU
+        ),
         lambda n, d, e, D: papers.risk_strongly_convex(
             1.0, MU, n, d, e, D, smoothness=1.0, population=True
         ),
@@ -104,15 +117,22 @@ def bounds(kind: dict[str, tuple[Bound, Bound]], name: str, tables: str, where: 
             drawn = [s._replace(label=s.label or "_") for s in drawn]
             named = len(panels) == 4  # below the middle of the second row
             panels.append(
-                loglog(f"delta = {delta:g}", axis, f"bound on the risk {where}", drawn, legend=named)
+                loglog(
+                    f"delta = {delta:g}", axis, f"bound on the risk {where}", drawn, legend=named
+                )
             )
     gains = [row[0] / row[2] for row in rows.values()]
     says = (
-        f"With explicit constants the bounds on the risk {where} are {words(min(gains))} to {words(max(gains))} times smaller "
+        f"With explicit constants the bounds on the risk {where} are {words(min(gains))} to "
+        f"{words(max(gains))} times smaller "
         f"than printed, and fall with the same slopes in n."
     )
     head = ("losses", "theirs, n = 10,000", "slope in n", "ours", "slope in n")
-    note = f"{tables} by formula: theirs dashed, ours solid; d = {DIM}, epsilon = {EPSILON:g}, L = R = beta = 1, mu = {MU}. Ours are for the exact minimizer (a certified point costs a thousandth more), theirs for an approximate one; above 1 a fixed answer is no worse."
+    note = (
+        f"{tables} by formula: theirs dashed, ours solid; d = {DIM}, epsilon = {EPSILON:g}, L = R = beta = "
+        f"1, mu = {MU}. Ours are for the exact minimizer (a certified point costs a thousandth more), "
+        "theirs for an approximate one; above 1 a fixed answer is no worse."
+    )
     return Exhibit(name, says, table(head, rows), panels, 3, note)
 
 
@@ -123,8 +143,13 @@ def tilted() -> Exhibit:
     drawn = []
     for k, n in enumerate(sizes):
         theirs = [papers.tilted_sensitivity_paper(t, reach, n, 1.0, MU) for t in tilts]
-        ours = [tilted_sensitivity(t, reach, n, lipschitz=1.0, strong_convexity=MU) for t in tilts]
-        drawn += [Series("_", tilts, theirs, PUBLISHED, k), Series(f"n = {n:,}", tilts, ours, OURS, k)]
+        ours = [
+            tilted_sensitivity(t, reach, n, lipschitz=1.0, strong_convexity=MU) for t in tilts
+        ]
+        drawn += [
+            Series("_", tilts, theirs, PUBLISHED, k),
+            Series(f"n = {n:,}", tilts, ours, OURS, k),
+        ]
         for t in (0.01, 1.0, 3.0, 10.0):
             pair = (
                 papers.tilted_sensitivity_paper(t, reach, n, 1.0, MU),
@@ -141,14 +166,31 @@ def tilted() -> Exhibit:
             first * tilted_sensitivity(t, reach, N, lipschitz=1.0, strong_convexity=MU)
             for t in tilts
         ]
-        drawn += [Series("_", tilts, theirs, PUBLISHED, k), Series(f"delta = {delta:g}", tilts, ours, OURS, k)]
-    panels.append(loglog("n = 10,000, d = 10, epsilon = 1", "tilt tau", "bound on the excess tilted risk", drawn))
-    says = (
-        "A tilt costs the factor e^(tau r) in noise, r the range of the losses, until one record weighs everything: a "
-        f"tilt of 3 needs {rows['n = 10,000, tilt 3'][1] / rows['n = 10,000, tilt 0.01'][1]:.2g} times the noise of the mean."
+        drawn += [
+            Series("_", tilts, theirs, PUBLISHED, k),
+            Series(f"delta = {delta:g}", tilts, ours, OURS, k),
+        ]
+    panels.append(
+        loglog(
+            "n = 10,000, d = 10, epsilon = 1",
+            "tilt tau",
+            "bound on the excess tilted risk",
+            drawn,
+        )
     )
-    note = "Tables 1 and 2 by formula: theirs dashed (Theorem 5.1: 9 L^2 C q/mu), ours solid (L E|z| at our sensitivity); losses within an interval of length r = 1."
-    return Exhibit("output_tilted", says, table(("", "theirs", "ours", "ratio"), rows), panels, 2, note)
+    says = (
+        "A tilt costs the factor e^(tau r) in noise, r the range of the losses, until one record weighs "
+        "everything: a "
+        f"tilt of 3 needs {rows['n = 10,000, tilt 3'][1] / rows['n = 10,000, tilt 0.01'][1]:.2g} times the "
+        "noise of the mean."
+    )
+    note = (
+        "Tables 1 and 2 by formula: theirs dashed (Theorem 5.1: 9 L^2 C q/mu), ours solid (L E|z| at our "
+        "sensitivity); losses within an interval of length r = 1."
+    )
+    return Exhibit(
+        "output_tilted", says, table(("", "theirs", "ours", "ratio"), rows), panels, 2, note
+    )
 
 
 def made_up(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -173,9 +215,22 @@ def least(x: np.ndarray, y: np.ndarray, lam: float, radius: float | None = None)
         return value(w, x, y, lam), x.T @ slopes / len(x) + lam * w
 
     if radius is None:
-        return minimize(both, np.zeros(DIM), jac=True, method="L-BFGS-B", options={"ftol": 1e-15, "gtol": 1e-10}).x
+        return minimize(
+            both,
+            np.zeros(DIM),
+            jac=True,
+            method="L-BFGS-B",
+            options={"ftol": 1e-15, "gtol": 1e-10},
+        ).x
     ball = {"type": "ineq", "fun": lambda w: radius**2 - w @ w, "jac": lambda w: -2 * w}
-    return minimize(both, np.full(DIM, 1e-3), jac=True, method="SLSQP", constraints=[ball], options={"ftol": 1e-13, "maxiter": 300}).x
+    return minimize(
+        both,
+        np.full(DIM, 1e-3),
+        jac=True,
+        method="SLSQP",
+        constraints=[ball],
+        options={"ftol": 1e-13, "maxiter": 300},
+    ).x
 
 
 def noise_std(n: int, reg: float) -> float:
@@ -200,7 +255,10 @@ def risk(sizes: Sequence[int], draws: int) -> Exhibit:
         x, y = made_up(n, n)
         w, std = least(x, y, MU), noise_std(n, MU * n)
         base = value(w, x, y, MU)
-        noisy = [value(w + std * generator.standard_normal(DIM), x, y, MU) - base for _ in range(draws)]
+        noisy = [
+            value(w + std * generator.standard_normal(DIM), x, y, MU) - base
+            for _ in range(draws)
+        ]
         strong.append(np.array_split(noisy, 8))  # eight means
         lam = papers.reg_convex_erm(1.0, 1.0, n, DIM, EPSILON, DELTA)
         start, std = least(x, y, lam), noise_std(n, lam * n)
@@ -210,23 +268,43 @@ def risk(sizes: Sequence[int], draws: int) -> Exhibit:
             z = start + std * generator.standard_normal(DIM)
             found.append(value(z / max(1.0, float(np.linalg.norm(z))), x, y, 0.0) - base)
         convex.append(np.array_split(found, 8))
-    means = [[[float(part.mean()) for part in parts] for parts in kind] for kind in (strong, convex)]
+    means = [
+        [[float(part.mean()) for part in parts] for parts in kind] for kind in (strong, convex)
+    ]
     x = list(sizes)
-    theirs = [[SAMPLE[name][0](n, DIM, EPSILON, DELTA) for n in x] for name in ("strongly convex, smooth", "convex")]
+    theirs = [
+        [SAMPLE[name][0](n, DIM, EPSILON, DELTA) for n in x]
+        for name in ("strongly convex, smooth", "convex")
+    ]
     ours = [
-        [papers.risk_strongly_convex(1.0, MU, n, DIM, EPSILON, DELTA, smoothness=0.25 + MU) for n in x],
+        [
+            papers.risk_strongly_convex(1.0, MU, n, DIM, EPSILON, DELTA, smoothness=0.25 + MU)
+            for n in x
+        ],
         [papers.risk_convex_erm(1.0, 1.0, n, DIM, EPSILON, DELTA) for n in x],
     ]
-    theirs[0] = [bound * (0.25 + MU) for bound in theirs[0]]  # beta of the logistic loss with its regularizer
+    theirs[0] = [
+        bound * (0.25 + MU) for bound in theirs[0]
+    ]  # beta of the logistic loss with its regularizer
     panels, rows = [], {}
-    for k, title in enumerate(("strongly convex, smooth: mu = 0.1", "convex: the regularizer of the least bound")):
+    for k, title in enumerate(
+        ("strongly convex, smooth: mu = 0.1", "convex: the regularizer of the least bound")
+    ):
         drawn = [
             Series("bound as printed", x, theirs[k], PUBLISHED, 1),
             Series("our bound", x, ours[k], OURS, 0),
             measured("measured", x, means[k], 2, OURS),
         ]
         if k == 0:
-            drawn.append(Series("lower bound, constant 1", x, [lower(n, DIM, EPSILON, DELTA) for n in x], LOWER, 4))
+            drawn.append(
+                Series(
+                    "lower bound, constant 1",
+                    x,
+                    [lower(n, DIM, EPSILON, DELTA) for n in x],
+                    LOWER,
+                    4,
+                )
+            )
         panels.append(loglog(title, "records n", "excess risk on the sample", drawn))
         medians = [float(np.median(each)) for each in means[k]]
         rows[title.split(":")[0]] = [
@@ -238,11 +316,15 @@ def risk(sizes: Sequence[int], draws: int) -> Exhibit:
     met, easy = rows["strongly convex, smooth"], rows["convex"]
     says = (
         f"On a strongly convex task the measured risk falls as n to the power {met[2]}, as the bounds say "
-        f"({met[1]:.2f}), and is {met[3]:.2g} times below ours; without strong convexity it falls as n to the power "
+        f"({met[1]:.2f}), and is {met[3]:.2g} times below ours; without strong convexity it falls as n to "
+        "the power "
         f"{easy[2]}, where the bounds, which hold for the worst data, say {easy[1]:.2f}."
     )
     head = ("", "slope: theirs", "ours", "measured", "our bound over measured, largest n")
-    note = f"Logistic loss, d = {DIM}, epsilon = {EPSILON:g}, delta = {DELTA:g}, replace_one; {draws} draws of the noise that the plans say, whiskers over eighths of them."
+    note = (
+        f"Logistic loss, d = {DIM}, epsilon = {EPSILON:g}, delta = {DELTA:g}, replace_one; {draws} draws "
+        "of the noise that the plans say, whiskers over eighths of them."
+    )
     return Exhibit("output_risk", says, table(head, rows), panels, 2, note)
 
 
@@ -251,4 +333,7 @@ def exhibits(smoke: bool) -> Iterator[Exhibit]:
     yield bounds(SAMPLE, "output_sample", "Tables 5 and 6", "on the sample")
     yield bounds(NEW, "output_new", "Tables 3 and 4", "on new records")
     yield tilted()
-    yield risk((500, 1_000) if smoke else (500, 1_000, 2_000, 4_000, 8_000, 16_000, 32_000), 16 if smoke else 200)
+    yield risk(
+        (500, 1_000) if smoke else (500, 1_000, 2_000, 4_000, 8_000, 16_000, 32_000),
+        16 if smoke else 200,
+    )

@@ -73,8 +73,20 @@ def users(epsilons: Sequence[float]) -> Exhibit:
     by_steps = [least_users(1.0, T) for T in steps]
     also = [
         Series("proved here", steps, by_steps, OURS, 0),
-        Series("as printed: not enough", steps, [min_users_paper(T, DELTA, 1.0, corrected=False) for T in steps], PUBLISHED, 1),
-        Series("its argument, mended", steps, [min_users_paper(T, DELTA, 1.0, corrected=True) for T in steps], PUBLISHED, 2),
+        Series(
+            "as printed: not enough",
+            steps,
+            [min_users_paper(T, DELTA, 1.0, corrected=False) for T in steps],
+            PUBLISHED,
+            1,
+        ),
+        Series(
+            "its argument, mended",
+            steps,
+            [min_users_paper(T, DELTA, 1.0, corrected=True) for T in steps],
+            PUBLISHED,
+            2,
+        ),
     ]
     panels = [
         loglog("T = 100", "epsilon", "users that are needed", drawn),
@@ -84,8 +96,10 @@ def users(epsilons: Sequence[float]) -> Exhibit:
     at_one = list(epsilons).index(1.0)
     fewer = 1 - proved[at_one] / printed[at_one]
     says = (
-        f"At epsilon = 1 the filter accepts {proved[at_one]} users with a proof, {fewer:.0%} fewer than the published "
-        f"condition asks for ({printed[at_one]}), which does not make the published noise private; clipping each user's "
+        f"At epsilon = 1 the filter accepts {proved[at_one]} users with a proof, {fewer:.0%} fewer than "
+        "the published "
+        f"condition asks for ({printed[at_one]}), which does not make the published noise private; "
+        "clipping each user's "
         f"mean needs no such condition."
     )
     head = ("epsilon", "proved here", "as printed", "its argument, mended")
@@ -138,20 +152,29 @@ def noise(rows_per_user: Sequence[int]) -> Exhibit:
     ours, clipped = kinds["filter, proved"], kinds["users clipped at 1"]
     better = [m for k, m in enumerate(rows_per_user) if ours[k] < clipped[k]]
     wins = f"from {better[0]:,} to {better[-1]:,} rows per user" if better else "nowhere"
+    grouped = kinds["rows clipped at 1, group privacy"]
+    more = max(b / a - 1 for a, b in zip(clipped, grouped, strict=True))
     says = (
         f"At {TOTAL:,} rows in all the filter has less noise than users clipped at the bound {wins}, and accepts up to "
         f"{rows_per_user[last]:,} rows per user ({TOTAL // rows_per_user[last]:,} users); group privacy of rows costs "
-        f"{max(b / a - 1 for a, b in zip(clipped, kinds['rows clipped at 1, group privacy'], strict=True)):.0%} more than clipping users at most."
+        f"{more:.0%} more than clipping users at most."
     )
     head = ("std of a step, rows per user =", *map(str, rows_per_user), "slope")
-    note = f"By formula: T = {NOISE_STEPS}, epsilon = {NOISE_EPSILON:g}, delta = {DELTA:g}, gradients of rows within 1; nan: fewer users than are proved."
-    panel = loglog(f"{TOTAL:,} rows in all", "rows per user m", "noise of a step on the mean", drawn)
+    note = (
+        f"By formula: T = {NOISE_STEPS}, epsilon = {NOISE_EPSILON:g}, delta = {DELTA:g}, gradients of rows "
+        "within 1; nan: fewer users than are proved."
+    )
+    panel = loglog(
+        f"{TOTAL:,} rows in all", "rows per user m", "noise of a step on the mean", drawn
+    )
     return Exhibit("users_noise", says, table(head, rows), [panel], 1, note)
 
 
 def filtered(x: torch.Tensor, made: UserFilter) -> torch.Tensor:
     """Returns the weighted mean of the filter, without noise; users by the thousand against all."""
-    near = torch.cat([(torch.cdist(part, x) <= made.pair_radius).sum(1) for part in x.split(1_000)])
+    near = torch.cat(
+        [(torch.cdist(part, x) <= made.pair_radius).sum(1) for part in x.split(1_000)]
+    )
     start = (len(x) + 1) / 2
     weights = ((near - start) / (made.ramp_end - start)).clamp(0, 1)
     weights = weights.to(x.dtype)
@@ -203,17 +226,23 @@ def error(rows_per_user: Sequence[int], total: int, repeats: int) -> Exhibit:
             medians = [float(np.median(values)) for values in runs]
             trend = round(slope(x, [medians[j] for j in kept]), 2)
             rows[f"length {length:g}: {name}"] = [*medians, trend]
-        panels.append(loglog(f"mean of length {length:g}", "rows per user m", "error of the mean", drawn))
+        panels.append(
+            loglog(f"mean of length {length:g}", "rows per user m", "error of the mean", drawn)
+        )
         pairs = [
             rows[f"length {length:g}: {name}"][0] for name in ("filter, proved", "users clipped")
         ]
         told.append(f"{pairs[0] / pairs[1]:.2g} times at length {length:g}")
     says = (
-        f"With {rows_per_user[0]} rows a user the filter has the error of clipping users {' and '.join(told)}, where rows are "
+        f"With {rows_per_user[0]} rows a user the filter has the error of clipping users "
+        f"{' and '.join(told)}, where rows are "
         f"within {SPREAD:g} of the mean: it wins where the mean is long."
     )
     head = ("median error, rows per user =", *map(str, rows_per_user), "slope")
-    note = f"{total:,} rows in all, one step, epsilon = {NOISE_EPSILON:g}, delta = {DELTA:g}, d = {DIM}; medians of {repeats} draws, whiskers from lowest to highest; nan: fewer users than are proved."
+    note = (
+        f"{total:,} rows in all, one step, epsilon = {NOISE_EPSILON:g}, delta = {DELTA:g}, d = {DIM}; "
+        f"medians of {repeats} draws, whiskers from lowest to highest; nan: fewer users than are proved."
+    )
     return Exhibit("users_error", says, table(head, rows), panels, 2, note)
 
 
@@ -221,4 +250,6 @@ def exhibits(smoke: bool) -> Iterator[Exhibit]:
     """Yields the exhibits of the paper."""
     yield users((1.0, 4.0) if smoke else (0.25, 0.5, 1.0, 2.0, 4.0, 8.0))
     yield noise((1, 64, 1024) if smoke else tuple(4**k for k in range(9)))
-    yield error((8, 16) if smoke else (4, 8, 16, 32, 64), 8_000 if smoke else 20_000, 2 if smoke else 15)
+    yield error(
+        (8, 16) if smoke else (4, 8, 16, 32, 64), 8_000 if smoke else 20_000, 2 if smoke else 15
+    )

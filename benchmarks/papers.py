@@ -22,7 +22,9 @@ from pathlib import Path
 import torch
 from blocks import replaced
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for published formulas, which the tests have
+sys.path.insert(
+    0, str(Path(__file__).parents[1])
+)  # for published formulas, which the tests have
 import paper_heavy
 import paper_hoelder
 import paper_output
@@ -40,14 +42,25 @@ EXHIBITS = {
 def block(exhibit: Exhibit) -> str:
     """Returns what stands in a page: the picture, its sentence, how it was made, the table."""
     picture = f"![{exhibit.says}](../images/papers/{exhibit.name}.svg)"
-    return "\n\n".join(part for part in (picture, f"**{exhibit.says}**", exhibit.note, exhibit.table) if part)
+    return "\n\n".join(
+        part for part in (picture, f"**{exhibit.says}**", exhibit.note, exhibit.table) if part
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("papers", nargs="*", help=f"of {', '.join(EXHIBITS)}; default: all")
-    parser.add_argument("--update", type=Path, metavar="DOCS", help="folder docs: its pages and pictures are rewritten")
-    parser.add_argument("--png", type=Path, metavar="FOLDER", help="draw pictures into this folder")
+    parser.add_argument(
+        "--update",
+        type=Path,
+        metavar="DOCS",
+        help="folder docs: its pages and pictures are rewritten",
+    )
+    parser.add_argument(
+        "--png", type=Path, metavar="FOLDER", help="draw pictures into this folder"
+    )
     parser.add_argument("--smoke", action="store_true", help="tiny numbers")
     args = parser.parse_args(argv)
     if unknown := [name for name in args.papers if name not in EXHIBITS]:
@@ -58,12 +71,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         page, exhibits = EXHIBITS[paper]
         start = time.monotonic()
         for exhibit in exhibits(args.smoke):
-            print(f"\n{paper}, {exhibit.name} ({time.monotonic() - start:.0f} s): {exhibit.says}\n\n{exhibit.note}\n\n{exhibit.table}", flush=True)
+            print(
+                f"\n{paper}, {exhibit.name} ({time.monotonic() - start:.0f} s): "
+                f"{exhibit.says}\n\n{exhibit.note}\n\n{exhibit.table}",
+                flush=True,
+            )
             if args.png is not None:
                 args.png.mkdir(parents=True, exist_ok=True)
                 (args.png / f"{exhibit.name}.png").write_bytes(png(exhibit))
             if args.update is not None:
-                pictures, path = args.update / "images" / "papers", args.update / "papers" / f"{page}.md"
+                pictures, path = (
+                    args.update / "images" / "papers",
+                    args.update / "papers" / f"{page}.md",
+                )
                 pictures.mkdir(parents=True, exist_ok=True)
                 (pictures / f"{exhibit.name}.svg").write_bytes(svg(exhibit))
                 text = replaced(path.read_text(encoding="utf-8"), exhibit.name, block(exhibit))
