@@ -20,7 +20,7 @@ ERRATA = {
     "users": "Paper 3",
     "output": "Paper 4",
 }
-UNNUMBERED = re.compile(r"Equation \d|Appendix F")  # items that have no heading in the text
+UNNUMBERED = re.compile(r"Equation \d|Appendix [CF]")  # items that have no heading in the text
 FIELDS = {"says", "code", "none", "theirs", "ours", "proof", "tests", "errata"}
 
 
