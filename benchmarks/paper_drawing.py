@@ -116,7 +116,9 @@ def table(head: Sequence[str], rows: Mapping[str, Sequence[object]]) -> str:
     """Returns a table in Markdown; numbers with three digits."""
 
     def cell(value: object) -> str:
-        return f"{value:.3g}" if isinstance(value, float) else str(value)
+        if isinstance(value, float):
+            return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.3g}"
+        return f"{value:,}" if isinstance(value, int) else str(value)
 
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     lines += [f"| {' | '.join([name, *map(cell, row)])} |" for name, row in rows.items()]

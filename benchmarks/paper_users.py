@@ -232,11 +232,10 @@ def error(rows_per_user: Sequence[int], total: int, repeats: int) -> Exhibit:
         pairs = [
             rows[f"length {length:g}: {name}"][0] for name in ("filter, proved", "users clipped")
         ]
-        told.append(f"{pairs[0] / pairs[1]:.2g} times at length {length:g}")
+        told.append(f"{pairs[0] / pairs[1]:.2g} (length {length:g})")
     says = (
-        f"With {rows_per_user[0]} rows a user the filter has the error of clipping users "
-        f"{' and '.join(told)}, where rows are "
-        f"within {SPREAD:g} of the mean: it wins where the mean is long."
+        f"With {rows_per_user[0]} rows a user the filter's error is {' and '.join(told)} times that of clipping "
+        "users: it wins where the mean is long."
     )
     head = ("median error, rows per user =", *map(str, rows_per_user), "slope")
     note = (
