@@ -76,6 +76,11 @@ def work_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def is_queued(tensor: Tensor) -> bool:
+    """Returns whether work on a tensor is queued on a device, so that to read a number of it would wait."""
+    return not tensor.is_cpu
+
+
 def row_norms(rows: Tensor) -> Tensor:
     """Returns certified upper bounds of the L2 norms of rows.
 
@@ -349,6 +354,14 @@ class Block(ABC):
         """Returns the block of some rows."""
 
     @abstractmethod
+    def masked(self, kept: Tensor) -> Block:
+        """Returns the block with zeros for the rows that are not kept, whatever they hold.
+
+        Args:
+            kept: (B,) bool.
+        """
+
+    @abstractmethod
     def dense(self) -> list[Tensor]:
         """Returns the rows per parameter: (B, *shape)."""
 
@@ -409,9 +422,18 @@ class DenseBlock(Block):
         """Returns the block of some rows."""
         return DenseBlock(*(part[index] for part in self.rows))
 
+    def masked(self, kept: Tensor) -> DenseBlock:
+        """Returns the block with zeros for the rows that are not kept."""
+        return DenseBlock(*(_masked(part, kept) for part in self.rows))
+
     def dense(self) -> list[Tensor]:
         """Returns the rows per parameter."""
         return self.rows
+
+
+def _masked(rows: Tensor, kept: Tensor) -> Tensor:
+    """Returns rows (B, ...) with zeros for those that are not kept; NaN would stay in a product with 0."""
+    return rows.masked_fill(~kept.view(-1, *[1] * (rows.dim() - 1)), 0.0)
 
 
 def _order(rows: Tensor) -> list[int]:
@@ -609,6 +631,14 @@ class FactoredBlock(Block):
         part.factors = None if self.factors is None else self.factors[index]
         return part
 
+    def masked(self, kept: Tensor) -> FactoredBlock:
+        """Returns the block with zeros for the rows that are not kept."""
+        part = copy.copy(self)
+        part.acts = _masked(self.acts, kept)
+        part.backprops = _masked(self.backprops, kept)
+        part.factors = None
+        return part
+
     def dense(self) -> list[Tensor]:
         """Returns the rows per trained parameter."""
         backprops = self.backprops if self.scale == 1 else self.backprops * self.scale
@@ -711,6 +741,11 @@ class SequenceBlock(Block):
     def select(self, index: Tensor | slice) -> SequenceBlock:
         """Returns the block of some rows."""
         return SequenceBlock(self.acts[index], self.backprops[index], self.shapes[0])
+
+    def masked(self, kept: Tensor) -> SequenceBlock:
+        """Returns the block with zeros for the rows that are not kept."""
+        acts, backprops = (_masked(part, kept) for part in (self.acts, self.backprops))
+        return SequenceBlock(acts, backprops, self.shapes[0])
 
     def dense(self) -> list[Tensor]:
         """Returns [rows]."""

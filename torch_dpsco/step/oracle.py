@@ -79,6 +79,7 @@ from torch_dpsco.errors import (
 from torch_dpsco.noise import SecretState, Source, add_normal_, normal_
 from torch_dpsco.problem import Problem, shared_bound
 from torch_dpsco.rows import FLOAT64, GradBatch, Summation, plan_summation, row_norm
+from torch_dpsco.rows.blocks import is_queued
 from torch_dpsco.step.exact_noise import release_on_grid
 
 
@@ -519,7 +520,7 @@ class ClippedMean(MeanOracle):
         if not plan.uses_float32 or not norms.shape[0] or not _LEAST_CLIP < clip < _MOST_CLIP:
             return FLOAT64
         mean = 1.0  # tiles that are large already need no reading of norms
-        if plan.has_small_tiles:
+        if plan.has_small_tiles and not is_queued(norms):
             # the root of the mean square is no less than the mean; some room for its rounding
             n = norms.shape[0]
             mean = math.sqrt(float(torch.dot(norms, norms)) / n) * (1.0 + n * 2.0**-23) / clip
