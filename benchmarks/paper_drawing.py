@@ -117,7 +117,7 @@ def table(head: Sequence[str], rows: Mapping[str, Sequence[object]]) -> str:
 
     def cell(value: object) -> str:
         if isinstance(value, float):
-            return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.3g}"
+            return f"{value:,.0f}" if 1_000 <= abs(value) < 1e10 else f"{value:.3g}"
         return f"{value:,}" if isinstance(value, int) else str(value)
 
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]

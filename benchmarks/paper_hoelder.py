@@ -203,7 +203,10 @@ def gradients(sizes: Sequence[int]) -> Exhibit:
         f"{sizes[0]:,} to {sizes[-1]:,}, where the paper's rate for kinks takes n^2 and earlier ones more."
     )
     head = ("", f"gradients, n = {sizes[-1]:,}", "slope")
-    note = "Last column of Table 1 by formula: orders with constant 1, numbers of references as there; d = 10, epsilon = 1, delta = 1e-6."
+    note = (
+        "Last column of Table 1 by formula: orders with constant 1, numbers of references as there; d = "
+        "10, epsilon = 1, delta = 1e-6."
+    )
     panel = loglog("Table 1: gradients of one record", "records n", "gradients", drawn)
     return Exhibit("hoelder_table_1", says, table(head, rows), [panel], 1, note)
 
