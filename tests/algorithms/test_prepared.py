@@ -328,3 +328,54 @@ def test_a_plan_that_measures_is_saved_and_says_so() -> None:
         plan = plan_of(unit=unit)
         assert type(plan).from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
         assert "the center of rows" in str(plan)
+
+
+def test_several_classes_are_measured_as_one_score_is_and_units_are_undone_in_all_of_them() -> (
+    None
+):
+    """The center is that of rows: its share of the budget is of the parameters of one class."""
+    loss = dp.losses.SoftmaxCrossEntropy(num_classes=3)
+    net = nn.Linear(DIM, 3)
+    plan = dp.HolderSGD.plan(
+        problem=loss.problem(bound_x=BOUND, intercept=True),
+        n=3000,
+        budget=dp.Budget(1.0, 1e-6, adjacency="add_remove"),
+        dim=net,
+        prepare="auto",
+    )
+    assert plan.prepare == plan_of(dim=DIM + 1).prepare
+    assert plan.epsilon(1e-6) <= 1.0
+    draws = torch.Generator().manual_seed(2)
+    rows = torch.rand(3000, DIM, generator=draws) * 0.3 + 0.4
+    data = TensorDataset(rows, torch.randint(3, (3000,), generator=draws))
+    optimizer = dp.HolderSGD(net.parameters(), plan)
+    prepared = dp.standardize(optimizer, data)
+    assert len(optimizer.accountant) == 1
+    whole = prepared.dataset.tensors[0]
+    before = net(whole)
+    kept = whole.norm(dim=1) < plan.length * (1 - 1e-6)
+    prepared.undo(net)
+    assert int(kept.sum()) > 2000
+    torch.testing.assert_close(net(rows)[kept], before[kept], rtol=1e-4, atol=1e-4)
+
+
+def test_several_classes_learn_more_from_prepared_rows() -> None:
+    """3 classes far from 0, raw rows in, accuracy of 3 fits: 0.98 (0.005 each) with, and 0.86 (0.15) without."""
+    loss, right = dp.losses.SoftmaxCrossEntropy(num_classes=3), []
+    for seed in range(3):
+        draws = torch.Generator().manual_seed(seed)
+        labels = torch.randint(3, (3000,), generator=draws)
+        rows = 0.5 + 0.04 * torch.eye(3)[labels] + 0.01 * torch.randn(3000, 3, generator=draws)
+        net = nn.Linear(3, 3)
+        plan = dp.HolderSGD.plan(
+            problem=loss.problem(bound_x=1.5, intercept=True),
+            n=3000,
+            epsilon=0.5,
+            delta=1e-6,
+            dim=net,
+            prepare="auto",
+        )
+        optimizer = dp.HolderSGD(net.parameters(), plan)
+        dp.fit(net, optimizer, TensorDataset(rows, labels), loss, progress=False)
+        right.append(float((net(rows).argmax(1) == labels).double().mean()))
+    assert sum(right) / 3 > 0.95

@@ -24,6 +24,7 @@ SCRIPTS = {path.stem for path in FOLDER.glob("*.py")}
 ACCURACY = {
     "views",
     "breakdown",
+    "causes",
     "accuracy",
     "correlated",
     "estimators",

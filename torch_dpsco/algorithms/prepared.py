@@ -108,7 +108,7 @@ def measurements(
         budget: of the run.
         given: n, the public number of records or users, and what else is given of the run.
         bound_x: bound on the norm of raw rows.
-        dim: of a model with one score, its bias included.
+        dim: of the parameters of one score, its bias included.
         real: whether targets are numbers, to which rows that are cut do not belong.
     """
     if budget is None or given.noise_multiplier is not None or bound_x is None or dim is None:
