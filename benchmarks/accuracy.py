@@ -34,8 +34,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from anchors import LARGER, grid_size, methods, tuned
+from blocks import replaced
 from ours import METHODS, Method, methods_of
-from performance import replaced
 from table_parts import Table
 from tables import TABLES, not_private, scores, trivial, with_bias
 
