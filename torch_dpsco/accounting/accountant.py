@@ -41,6 +41,10 @@ from torch_dpsco.accounting.report import (
 )
 from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError, UnitError
 
+WAYS_ON = (
+    "A run that was interrupted goes on by resume() or fit(checkpoint=...); a release is given"
+    " again to the same script on its ledger file; other data have another ledger"
+)
 _INSIDE = (
     "an event that may depend on what was released must not be charged while a pass of random"
     " allocation is open: call finalize() on its optimizer first, or give it Assigned(...,"
@@ -275,12 +279,25 @@ class Accountant:
         Raises:
             PrivacyError: something was released already, and the event was not planned then.
         """
-        self._limit.declare(event, steps)
+        try:
+            self._limit.declare(event, steps)
+        except PrivacyError as error:
+            self._tell(error)
+            raise
 
     @locked
     def require_planned(self, event: Event) -> None:
         """Raises PrivacyError if the budget is planned, something was released, and the event was not planned then."""
-        self._limit.require_planned(event)
+        try:
+            self._limit.require_planned(event)
+        except PrivacyError as error:
+            self._tell(error)
+            raise
+
+    def _tell(self, error: PrivacyError) -> None:
+        """Makes an error say what is on the ledger, if anything is."""
+        if len(self):
+            error.args = (f"{self.holdings}: {error}. {WAYS_ON}",)
 
     # -- charging -----------------------------------------------------------------------------------------------------
 
@@ -364,7 +381,11 @@ class Accountant:
                 # PRIVACY: proved for events that are fixed before the pass
                 # (test_no_adaptive_event_is_charged_inside_a_pass)
                 raise PrivacyError(_INSIDE)
-            left = self._limit.decide(event, count, planned)
+            try:
+                left = self._limit.decide(event, count, planned)
+            except PrivacyError as error:
+                self._tell(error)
+                raise
             if ahead is not None:
                 ahead = partial(self._limit.ahead, event, left, ahead)
             try:
@@ -490,8 +511,18 @@ class Accountant:
         # an adaptive budget quotes its target even then
         return self.get_epsilon(delta) if len(self) else 0.0
 
+    @property
+    @locked
+    def holdings(self) -> str:
+        """What is on the ledger, and how much of its budget that is, in words."""
+        return f"{self._journal.book}; {self._in_words} is spent"
+
     @locked
     def __repr__(self) -> str:
+        return f"Accountant({self._in_words}, events: {len(self)}, unit: {self.unit})"
+
+    @property
+    def _in_words(self) -> str:
         budget = self.budget
         delta = NO_BUDGET_DELTA if budget is None else budget.delta
         limit = "" if budget is None else f" of {budget.epsilon:g}"
@@ -500,10 +531,7 @@ class Accountant:
             epsilon = rounded_up(self._so_far(delta))
         except DpscoError:
             epsilon = "not proved"
-        return (
-            f"Accountant(epsilon {epsilon}{limit} at delta {rounded_up(delta)} under"
-            f" {self.adjacency}, events: {len(self)}, unit: {self.unit})"
-        )
+        return f"epsilon {epsilon}{limit} at delta {rounded_up(delta)} under {self.adjacency}"
 
     @typed
     @locked

@@ -206,11 +206,6 @@ class Ledger:
         """Number of events, counting repetitions."""
         return self.length
 
-    def __str__(self) -> str:
-        """What it holds, in words."""
-        first = next((str(event) for event, _ in self.events()), "nothing")
-        return f"this ledger holds {len(self)} events of a run of {first}"
-
     @property
     def distinct(self) -> Set[SimpleEvent]:
         """The different events, wherever they were charged."""
@@ -607,6 +602,13 @@ class Book:
             raise ValueError(
                 f"state must hold ledger, runs and config as they were written ({error})"
             ) from error
+
+    def __str__(self) -> str:
+        """What it holds, in words."""
+        named = (run.removeprefix("answer/") for run in self.releases if "-" in run)
+        runs = {name.partition("-")[0] for name in named}
+        kinds = runs or {type(event).__name__ for event in self.ledger.distinct}
+        return f"this ledger holds {len(self.ledger)} events of a run of {' and '.join(sorted(kinds))}"
 
     def digest(self) -> str:
         """Returns the SHA-256 of everything."""
