@@ -282,15 +282,6 @@ class Ledger:
             deque(starmap(dict.update, changes), maxlen=0)
             return added
 
-    def repeat(self, event: Event, count: int) -> bool:
-        """Records an event of all records again, if it is known; an interrupt may leave half of it: for readers."""
-        known = self._counts.get(_BASE, {})
-        if event not in known or not 0 < count <= sys.maxsize - self.length:
-            return False
-        known[event] += count
-        self.length += count
-        return True
-
     def _kinds_with(self, event: Event | None) -> _Kinds:
         kinds = dict(self._kinds)
         if event is not None:
@@ -684,21 +675,10 @@ class Book:
         releases = row.get("releases", NONE)
         for made in releases.values():
             check.count(releases=made)
-        event = row["event"]
-        event = _parsed(event) if isinstance(event, bytes) else event_from_json(event)
         count = check.count(count=row.get("count"))
-        if "adaptive" not in row and self.ledger.repeat(event, count):
-            for run, made in releases.items():
-                self.releases[run] = max(made, self.releases.get(run, 0))
-        else:
-            self.add(event, count, bool(row.get("adaptive")), releases)
+        self.add(event_from_json(row["event"]), count, bool(row.get("adaptive")), releases)
         if "run" in row:
             self.runs.append((str(row["run"]), at))
-
-
-@lru_cache(maxsize=1024)
-def _parsed(event: bytes) -> Event:
-    return event_from_json(json.loads(event))
 
 
 def charge_row(
