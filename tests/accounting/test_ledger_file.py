@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import tracemalloc
-import warnings
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,6 @@ from torch_dpsco.accounting.events import (
 from torch_dpsco.accounting.ledger import charge_row
 from torch_dpsco.accounting.ledger_file import LedgerFile
 from torch_dpsco.errors import BudgetExceeded, PrivacyError, UtilityWarning
-
 
 HEADER = 512  # bytes, before the lines
 

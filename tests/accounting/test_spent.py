@@ -86,22 +86,22 @@ def test_the_repr_never_shows_less_than_was_spent() -> None:
 
 def test_the_repr_is_one_line_whatever_was_charged() -> None:
     assert repr(dp.Accountant()) == (
-        "Accountant(epsilon 0 at delta 1e-06 under zero_out, events: 0, unit: example)"
+        "Accountant(epsilon 0 spent at delta 1e-06 under zero_out, events: 0, unit: example)"
     )
     users = dp.Accountant(dp.Budget(2.0, 1e-5, adjacency="add_remove", unit="user", mode="gdp"))
     assert (
         repr(users)
-        == "Accountant(epsilon 0 of 2 at delta 1e-05 under add_remove, events: 0, unit: user)"
+        == "Accountant(epsilon 0 of 2 spent at delta 1e-05 under add_remove, events: 0, unit: user)"
     )
     unproved = dp.Accountant(adjacency="add_remove")
     unproved.record(Gaussian(1.0, {"replace_one": 1.0}))
     assert repr(unproved).startswith(
-        "Accountant(epsilon not proved at delta 1e-06 under add_remove, events: 1"
+        "Accountant(epsilon not proved spent at delta 1e-06 under add_remove, events: 1"
     )
     pure = dp.Accountant(dp.Budget(1.0, 0.0, "replace_one"))
     pure.record(Laplace(10.0, {"replace_one": 1.0}), 2)
     assert repr(pure).startswith(
-        "Accountant(epsilon 0.2 of 1 at delta 0 under replace_one, events: 2"
+        "Accountant(epsilon 0.2 of 1 spent at delta 0 under replace_one, events: 2"
     )
     pure.record(STEP)
-    assert repr(pure).startswith("Accountant(epsilon not proved of 1 at delta 0")
+    assert repr(pure).startswith("Accountant(epsilon not proved of 1 spent at delta 0")

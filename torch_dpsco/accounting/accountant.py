@@ -43,7 +43,7 @@ from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError, UnitErro
 
 WAYS_ON = (
     "A run that was interrupted goes on by resume() or fit(checkpoint=...); a release is given"
-    " again to the same script on its ledger file; other data have another ledger"
+    " again to the same script on its ledger file; other data have another ledger; a smaller plan may fit"
 )
 _INSIDE = (
     "an event that may depend on what was released must not be charged while a pass of random"
@@ -56,7 +56,7 @@ class Accountant:
     """One ledger for everything that is released about one data set, with an optional hard budget.
 
     Events are charged by `authorize` before their noise is drawn, so that a crash over-counts and never under-counts.
-    Threads may share it (see `lock`). Copies share the ledger: `copy.deepcopy` returns the accountant itself, because
+    Threads may share it (see `lock`). Copies share the ledger: `copy` and `deepcopy` return the accountant itself, as
     two fits on copies of a model spend twice. Pickling raises, since a copy in another process would spend unseen. With
     a ledger file every charge is on the disk before `authorize` returns; a new accountant on the same file knows what
     was spent.
@@ -111,6 +111,9 @@ class Accountant:
         path = self.ledger_path
         # of releases that are made at once; None without a file
         self.answers = None if path is None else Answers(path, anew)
+
+    def __copy__(self) -> Accountant:
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accountant:
         return self
@@ -494,7 +497,7 @@ class Accountant:
             >>> accountant, step = Accountant(Budget(1.0, 1e-5)), clipped_gaussian(30.0)
             >>> accountant.authorize(step, 6)
             >>> accountant
-            Accountant(epsilon 0.2732 of 1 at delta 1e-05 under zero_out, events: 6, unit: example)
+            Accountant(epsilon 0.2732 of 1 spent at delta 1e-05 under zero_out, events: 6, unit: example)
             >>> round(accountant.remaining, 3), accountant.max_steps(step)  # 6 steps took more than 10 more will
             (0.727, 58)
         """
@@ -515,7 +518,7 @@ class Accountant:
     @locked
     def holdings(self) -> str:
         """What is on the ledger, and how much of its budget that is, in words."""
-        return f"{self._journal.book}; {self._in_words} is spent"
+        return f"{self._journal.book}; {self._in_words}"
 
     @locked
     def __repr__(self) -> str:
@@ -531,7 +534,9 @@ class Accountant:
             epsilon = rounded_up(self._so_far(delta))
         except DpscoError:
             epsilon = "not proved"
-        return f"epsilon {epsilon}{limit} at delta {rounded_up(delta)} under {self.adjacency}"
+        return (
+            f"epsilon {epsilon}{limit} spent at delta {rounded_up(delta)} under {self.adjacency}"
+        )
 
     @typed
     @locked

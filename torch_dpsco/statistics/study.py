@@ -250,7 +250,7 @@ class StudyPlan:
         if others:
             raise ValueError(
                 "the ledger file of a study must be new, since it spends its whole budget (got"
-                f" {len(ledger)} charges in {str(ledger_path)!r})"
+                f" {str(ledger_path)!r}: {ledger.holdings})"
             )
         # PRIVACY: a part of its own for each unit, drawn anew (test_where_a_unit_is_does_not_depend_on_others)
         source = KeyedStream(bytes.fromhex(seed), "held")
