@@ -461,8 +461,10 @@ def test_a_file_whose_making_was_interrupted_is_a_new_one(path, which, size):
     assert len(Accountant(ledger_path=path)) == 1
 
 
+@pytest.mark.parametrize("begun", [0, 256, 300])
 @pytest.mark.parametrize("kept", [0, 1, 255])
-def test_a_torn_first_write_of_the_mark_is_none(path, kept):
+def test_a_torn_first_write_of_the_mark_is_none(path, begun, kept):
+    mark_of(path).write_bytes((2 * (b" " * 255 + b"\n"))[:begun])  # by a run that was killed
     Accountant(ledger_path=path).close()
     content = mark_of(path).read_bytes()
     mark_of(path).write_bytes(content[: 256 + kept])

@@ -116,16 +116,16 @@ class HighWater:
 
     def _open(self) -> None:
         """Opens both; a new mark gets the mode and group of the ledger file: who may charge must be able to move it."""
-        is_new = not os.path.exists(self.path)
         for path in (self.path, self._ledger):
             self._fds.append(os.open(path, os.O_RDWR | os.O_CREAT | _BINARY, 0o600))
         mark, ledger = self._fds
-        if is_new:
-            _write(mark, 2 * _BLANK)
-        if is_new and hasattr(os, "fchown"):  # not on Windows
+        if os.fstat(mark).st_size >= _HEADER:
+            return
+        if hasattr(os, "fchown"):  # not on Windows
             status = os.fstat(ledger)
             os.fchown(mark, -1, status.st_gid)
             os.fchmod(mark, stat.S_IMODE(status.st_mode))
+        _write(mark, 2 * _BLANK)
 
     @property
     def is_named(self) -> bool:
