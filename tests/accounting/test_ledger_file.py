@@ -461,6 +461,20 @@ def test_a_file_whose_making_was_interrupted_is_a_new_one(path, which, size):
     assert len(Accountant(ledger_path=path)) == 1
 
 
+@pytest.mark.parametrize("charges", [1, 2])
+def test_a_torn_first_write_of_a_new_mark_beside_an_older_file_is_none(path, charges):
+    """In either slot: the number of its writes goes on from the header's."""
+    charged(path, *[STEP] * charges)
+    mark_of(path).unlink()
+    with pytest.warns(UtilityWarning, match="has no mark"):
+        Accountant(ledger_path=path).close()
+    content = mark_of(path).read_bytes()
+    blank = b" " * 255 + b"\n"
+    (slot,) = (k for k in (0, 256) if content[k : k + 256] != blank)
+    mark_of(path).write_bytes(content[: slot + 99] + (2 * blank)[slot + 99 :])
+    assert len(Accountant(ledger_path=path)) == charges
+
+
 @pytest.mark.parametrize("begun", [0, 256, 300])
 @pytest.mark.parametrize("kept", [0, 1, 255])
 def test_a_torn_first_write_of_the_mark_is_none(path, begun, kept):

@@ -599,7 +599,9 @@ class Book:
         named = (run.removeprefix("answer/") for run in self.releases if "-" in run)
         runs = {name.partition("-")[0] for name in named}
         kinds = runs or {type(event).__name__ for event in self.ledger.distinct}
-        return f"this ledger holds {len(self.ledger)} events of a run of {' and '.join(sorted(kinds))}"
+        return (
+            f"this ledger holds {len(self.ledger)} events of a run of {', '.join(sorted(kinds))}"
+        )
 
     def digest(self) -> str:
         """Returns the SHA-256 of everything."""

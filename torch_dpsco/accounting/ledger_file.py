@@ -89,7 +89,7 @@ class HighWater:
         if not content.strip():
             return None  # a crash between its making and its first write
         found = later(content)
-        if not found[0] and not content.startswith(_BLANK):  # no torn first write
+        if not found[0] and _BLANK not in content:  # no torn first write
             raise PrivacyError(
                 f"mark {self.path!r} of the ledger file is damaged: how much was spent is not known"
                 " for certain; delete the mark only if the ledger file is known to be the newest one"

@@ -547,6 +547,14 @@ class LinearPlan(Plan):
                 f" most {signal:.3g}"
             ),
         )
+        if task.curvature:
+            yield (
+                "intervals",
+                (
+                    f"by a Hessian with noise of std {self.hessian_scale:.3g}, of level mu={task.curvature:.3g},"
+                    " charged along; they may be refused after the fit, if it does not stand out of its noise"
+                ),
+            )
         if self.search is not None:
             yield (
                 "search",

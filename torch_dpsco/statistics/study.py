@@ -123,7 +123,10 @@ class StudyPlan:
                 f" for each {unit}"
             ),
             f"  fit: {about}{self.n - self.held} of {self.n}, the whole budget",
-            f"    {how}, {len(self.schema.names)} features",
+            (
+                f"    {how}, {len(self.schema.names)} features"
+                f"{', with intervals unless noise hides them' if self.pays_for_intervals else ''}"
+            ),
             f"  held out: {about}{self.held}, the whole budget",
             f"    {self.metric}: epsilon {self._shared.epsilon:g}",
         ]
@@ -268,8 +271,8 @@ class StudyPlan:
     def _title(self) -> dict[str, Any]:
         """Returns what is public about it."""
         return {
+            "study": self.n,
             "schema": self.schema.to_dict(),
-            "n": self.n,
             "held": self.held,
             "metric": self.metric,
             "level": self.level,
