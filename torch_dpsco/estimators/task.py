@@ -548,21 +548,15 @@ class LinearPlan(Plan):
             ),
         )
         if task.curvature:
+            noise = self.hessian_scale
+            refused = "they may be refused after the fit, if it does not stand out of its noise"
             yield (
                 "intervals",
-                (
-                    f"by a Hessian with noise of std {self.hessian_scale:.3g}, of level mu={task.curvature:.3g},"
-                    " charged along; they may be refused after the fit, if it does not stand out of its noise"
-                ),
+                f"by a Hessian with noise of std {noise:.3g}, charged along; {refused}",
             )
         if self.search is not None:
-            yield (
-                "search",
-                (
-                    "the best of a secret number of trials, charged as a whole; model and noise are"
-                    " the winner's"
-                ),
-            )
+            best = "the best of a secret number of trials, charged as a whole"
+            yield "search", f"{best}; model and noise are the winner's"
         most = f"their number is n={task.n}"
         if task.adjacency == ADD_REMOVE:
             most = f"there are at most n_max={task.n_max} of them"
