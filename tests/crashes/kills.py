@@ -208,7 +208,7 @@ class Trained(Kind):
         optimizer, accountant = runs.train(self.case, folder)
         finished = (
             optimizer.finalized
-            and accountant.get_epsilon(runs.DELTA) <= self.case.budget.epsilon
+            and accountant.get_epsilon(self.case.budget.delta) <= self.case.budget.epsilon
         )
         Output(folder).add(finished=finished, steps=optimizer.steps, run=optimizer.run)
 

@@ -184,7 +184,7 @@ def test_a_ledger_of_another_run_is_refused_before_anything_is_spent(tmp_path):
     path = tmp_path / "ledger"
     first = made(ledger_path=str(path))
     with pytest.raises(
-        ValueError, match=r"must be new, since it spends .* charges in '.*ledger'"
+        ValueError, match=r"must be new, since it spends .* \(got '.*ledger'"
     ):
         made(ledger_path=str(path), holdout=0.3)
     with pytest.warns(UtilityWarning, match="paid for by an earlier run"):
