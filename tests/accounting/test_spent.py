@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
+import torch
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.events import Gaussian, Laplace, PoissonGaussian, clipped_gaussian
+from torch_dpsco.errors import BudgetExceeded, InfeasibleError, PrivacyError
 
 STEP = clipped_gaussian(30.0)
 TARGET = dp.Budget(1.0, 1e-5, "replace_one")
@@ -105,3 +108,43 @@ def test_the_repr_is_one_line_whatever_was_charged() -> None:
     )
     pure.record(STEP)
     assert repr(pure).startswith("Accountant(epsilon not proved of 1 spent at delta 0")
+
+
+def test_what_is_on_a_ledger_is_told_in_words() -> None:
+    """By the names of optimizers where they are known; no event is quoted."""
+    accountant = dp.Accountant(TARGET)
+    plan = dp.HolderSGD.plan(
+        problem=dp.Problem(lipschitz=1.0), lr=0.1, n=60, batch_size=20, steps=3, budget=TARGET
+    )
+    model = torch.nn.Linear(2, 1)
+    optimizer = dp.HolderSGD(model.parameters(), plan, accountant=accountant)
+    data = torch.utils.data.TensorDataset(torch.ones(60, 2), torch.ones(60, 1))
+    dp.fit(model, optimizer, data, dp.losses.Logistic(), progress=False)
+    known = (
+        "this ledger holds 3 events of a run of HolderSGD; epsilon 1 of 1 spent at delta 1e-05"
+    )
+    assert known in accountant.holdings
+    for again in (
+        lambda: dp.HolderSGD(model.parameters(), plan, accountant=accountant),
+        lambda: accountant.authorize(STEP),
+        lambda: accountant.declare(STEP, 1),
+        lambda: accountant.require_planned(STEP),
+    ):
+        with pytest.raises((PrivacyError, InfeasibleError)) as caught:
+            again()
+        told = str(caught.value)
+        assert known in told
+        assert "a run that was interrupted goes on by resume()" in told.lower()
+        assert not re.search(r"raise epsilon|\binf\b|sens=|noise_multiplier=", told)
+    single = charged(2)
+    with pytest.raises(BudgetExceeded, match="2 events of a run of Gaussian; epsilon 0"):
+        single.authorize(STEP, 10**6)
+    empty = dp.Accountant(TARGET)
+    with pytest.raises(BudgetExceeded, match=r"^what is asked for would bring epsilon"):
+        empty.authorize(STEP, 10**6)
+
+
+def test_a_copy_of_an_accountant_is_itself() -> None:
+    accountant = charged(1)
+    assert copy.copy(accountant) is accountant
+    assert copy.deepcopy(accountant) is accountant

@@ -30,6 +30,7 @@ from tests.crashes.paid import (
     of_users,
     study,
 )
+from tests.estimators.test_partitions import Listed
 from torch_dpsco.accounting import answers, ledger_file
 from torch_dpsco.accounting.events import Pure
 from torch_dpsco.errors import BudgetExceeded, PrivacyError, UtilityWarning
@@ -153,6 +154,36 @@ def test_other_records_get_no_answer_of_these(tmp_path: Path) -> None:
     with pytest.raises(PrivacyError, match=r"other records .*anew=True"):
         carried_out(tmp_path, logistic, other)
     assert carried_out(tmp_path, logistic) == first
+
+
+@pytest.mark.parametrize("name", ["blocks", "sparse"])
+def test_other_records_that_are_read_in_parts_get_no_answer_of_these(
+    name: str, tmp_path: Path
+) -> None:
+    other = ROWS.copy()
+    other[7] = 0.0
+    first = carried_out(tmp_path, RUNS[name])
+    with pytest.raises(PrivacyError, match=r"other records .*anew=True"):
+        carried_out(tmp_path, RUNS[name], other)
+    assert carried_out(tmp_path, RUNS[name]) == first
+
+
+def test_partitions_in_another_order_are_the_same_records(tmp_path: Path) -> None:
+    def of(order: list[int]) -> Run:
+        def run(ledger: Any, rows: np.ndarray) -> Any:
+            parts = [[(rows[k::2], LABELS[k::2])] for k in order]
+            table = Listed(*parts)
+            model = LogisticRegression(
+                **SETTINGS, classes=(-1, 1), n=len(rows), accountant=ledger
+            )
+            return model.fit(table).coef_.tolist()
+
+        return run
+
+    first = carried_out(tmp_path, of([0, 1]))
+    assert carried_out(tmp_path, of([1, 0])) == first
+    with pytest.raises(PrivacyError, match="other records"):
+        carried_out(tmp_path, of([0, 0]))
 
 
 def test_anew_charges_again_and_so_does_the_same_process(tmp_path: Path) -> None:
