@@ -81,7 +81,7 @@ def test_the_repr_never_shows_less_than_was_spent() -> None:
     for steps in range(1, 12):
         accountant = charged(steps)
         shown = re.fullmatch(
-            rf"Accountant\(epsilon (\S+) of 1 at delta 1e-05 under replace_one, events: {steps}, unit: example\)",
+            rf"Accountant\(epsilon (\S+) of 1 spent at delta 1e-05 under replace_one, events: {steps}, unit: example\)",
             repr(accountant),
         )
         assert accountant.spent.epsilon <= float(shown[1]) <= 1.001 * accountant.spent.epsilon
@@ -121,7 +121,7 @@ def test_what_is_on_a_ledger_is_told_in_words() -> None:
     data = torch.utils.data.TensorDataset(torch.ones(60, 2), torch.ones(60, 1))
     dp.fit(model, optimizer, data, dp.losses.Logistic(), progress=False)
     known = (
-        "this ledger holds 3 events of a run of HolderSGD; epsilon 1 of 1 spent at delta 1e-05"
+        "this ledger holds 1 event of a run of HolderSGD; epsilon 1 of 1 spent at delta 1e-05"
     )
     assert known in accountant.holdings
     for again in (

@@ -599,9 +599,9 @@ class Book:
         named = (run.removeprefix("answer/") for run in self.releases if "-" in run)
         runs = {name.partition("-")[0] for name in named}
         kinds = runs or {type(event).__name__ for event in self.ledger.distinct}
-        return (
-            f"this ledger holds {len(self.ledger)} events of a run of {', '.join(sorted(kinds))}"
-        )
+        count = len(self.ledger)
+        events = f"{count} event{'s' * (count != 1)}"
+        return f"this ledger holds {events} of a run of {', '.join(sorted(kinds))}"
 
     def digest(self) -> str:
         """Returns the SHA-256 of everything."""
