@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 import torch_dpsco
 from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
-from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.accountant import WAYS_ON, Accountant
 from torch_dpsco.accounting.budgets import Budget, one_budget
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.ledger_file import sync_folder
@@ -421,7 +421,8 @@ def steps_to_make(optimizer: PrivateOptimizer, steps: int | None) -> int:
         admitted = bisect_left(range(1, wanted), True, key=refuses)
         raise InfeasibleError(
             f"steps must be <= {admitted}, as many as the rest of the budget admits (got {wanted}):"
-            f" {checks.holdings(optimizer.accountant)}; give steps=, or plan more noise before the run"
+            f" {optimizer.accountant.holdings}."
+            f" {'Give steps=, or plan more noise before the run' if admitted else WAYS_ON}"
         )
     return wanted
 

@@ -70,11 +70,11 @@ def test_a_refusal_leaves_every_bit_and_says_what_was_spent_asked_and_left():
         "replace_one",
         "in 40 events",
         f"room for {room} more",
-        str(STEP),
+        "40 events of a run of PoissonGaussian",
     ):
         assert figure in message
     for label, exact in (
-        (r"spent (\S+)", spent),
+        (r"; spent (\S+) in", spent),
         (r"epsilon to ([\d.]+)", asked),
     ):
         shown = float(re.search(label, message).group(1))

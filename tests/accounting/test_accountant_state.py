@@ -33,9 +33,9 @@ def test_copies_share_the_ledger_and_pickling_raises():
     accountant = Accountant()
     assert copy.deepcopy(accountant) is accountant
     assert copy.deepcopy({"a": [accountant]})["a"][0] is accountant
-    for spread in (pickle.dumps, copy.copy):
-        with pytest.raises(PrivacyError, match="a copy would spend unseen"):
-            spread(accountant)
+    assert copy.copy(accountant) is accountant
+    with pytest.raises(PrivacyError, match="a copy would spend unseen"):
+        pickle.dumps(accountant)
 
 
 def _spawned(accountant):

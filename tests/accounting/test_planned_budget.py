@@ -65,7 +65,7 @@ def test_an_event_chosen_by_the_last_output_passes_the_target():
     assert accountant.max_steps(failing) == 0
     with pytest.raises(
         PrivacyError,
-        match=r"planned before the first release .* accountant\.declare\(event, steps\)",
+        match=r"planned before the first release: .* accountant\.declare\(event, steps\)",
     ):
         accountant.authorize(failing)
     assert image(accountant) == before
@@ -86,7 +86,9 @@ def test_another_event_than_the_first_is_refused_and_changes_nothing(other):
     accountant = Accountant(BUDGET)
     accountant.authorize(STEP, 3)
     before = image(accountant)
-    with pytest.raises(PrivacyError, match="after 3 events of another plan"):
+    with pytest.raises(
+        PrivacyError, match=r"3 events of a run of PoissonGaussian; epsilon .* planned before"
+    ):
         accountant.authorize(other)
     assert not accountant.admits(other)
     assert image(accountant) == before

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
+import torch
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.events import Gaussian, Laplace, PoissonGaussian, clipped_gaussian
+from torch_dpsco.errors import BudgetExceeded, InfeasibleError, PrivacyError
 
 STEP = clipped_gaussian(30.0)
 TARGET = dp.Budget(1.0, 1e-5, "replace_one")
@@ -78,7 +81,7 @@ def test_the_repr_never_shows_less_than_was_spent() -> None:
     for steps in range(1, 12):
         accountant = charged(steps)
         shown = re.fullmatch(
-            rf"Accountant\(epsilon (\S+) of 1 at delta 1e-05 under replace_one, events: {steps}, unit: example\)",
+            rf"Accountant\(epsilon (\S+) of 1 spent at delta 1e-05 under replace_one, events: {steps}, unit: example\)",
             repr(accountant),
         )
         assert accountant.spent.epsilon <= float(shown[1]) <= 1.001 * accountant.spent.epsilon
@@ -86,22 +89,62 @@ def test_the_repr_never_shows_less_than_was_spent() -> None:
 
 def test_the_repr_is_one_line_whatever_was_charged() -> None:
     assert repr(dp.Accountant()) == (
-        "Accountant(epsilon 0 at delta 1e-06 under zero_out, events: 0, unit: example)"
+        "Accountant(epsilon 0 spent at delta 1e-06 under zero_out, events: 0, unit: example)"
     )
     users = dp.Accountant(dp.Budget(2.0, 1e-5, adjacency="add_remove", unit="user", mode="gdp"))
     assert (
         repr(users)
-        == "Accountant(epsilon 0 of 2 at delta 1e-05 under add_remove, events: 0, unit: user)"
+        == "Accountant(epsilon 0 of 2 spent at delta 1e-05 under add_remove, events: 0, unit: user)"
     )
     unproved = dp.Accountant(adjacency="add_remove")
     unproved.record(Gaussian(1.0, {"replace_one": 1.0}))
     assert repr(unproved).startswith(
-        "Accountant(epsilon not proved at delta 1e-06 under add_remove, events: 1"
+        "Accountant(epsilon not proved spent at delta 1e-06 under add_remove, events: 1"
     )
     pure = dp.Accountant(dp.Budget(1.0, 0.0, "replace_one"))
     pure.record(Laplace(10.0, {"replace_one": 1.0}), 2)
     assert repr(pure).startswith(
-        "Accountant(epsilon 0.2 of 1 at delta 0 under replace_one, events: 2"
+        "Accountant(epsilon 0.2 of 1 spent at delta 0 under replace_one, events: 2"
     )
     pure.record(STEP)
-    assert repr(pure).startswith("Accountant(epsilon not proved of 1 at delta 0")
+    assert repr(pure).startswith("Accountant(epsilon not proved of 1 spent at delta 0")
+
+
+def test_what_is_on_a_ledger_is_told_in_words() -> None:
+    """By the names of optimizers where they are known; no event is quoted."""
+    accountant = dp.Accountant(TARGET)
+    plan = dp.HolderSGD.plan(
+        problem=dp.Problem(lipschitz=1.0), lr=0.1, n=60, batch_size=20, steps=3, budget=TARGET
+    )
+    model = torch.nn.Linear(2, 1)
+    optimizer = dp.HolderSGD(model.parameters(), plan, accountant=accountant)
+    data = torch.utils.data.TensorDataset(torch.ones(60, 2), torch.ones(60, 1))
+    dp.fit(model, optimizer, data, dp.losses.Logistic(), progress=False)
+    known = (
+        "this ledger holds 1 event of a run of HolderSGD; epsilon 1 of 1 spent at delta 1e-05"
+    )
+    assert known in accountant.holdings
+    for again in (
+        lambda: dp.HolderSGD(model.parameters(), plan, accountant=accountant),
+        lambda: accountant.authorize(STEP),
+        lambda: accountant.declare(STEP, 1),
+        lambda: accountant.require_planned(STEP),
+    ):
+        with pytest.raises((PrivacyError, InfeasibleError)) as caught:
+            again()
+        told = str(caught.value)
+        assert known in told
+        assert "a run that was interrupted goes on by resume()" in told.lower()
+        assert not re.search(r"raise epsilon|\binf\b|sens=|noise_multiplier=", told)
+    single = charged(2)
+    with pytest.raises(BudgetExceeded, match="2 events of a run of Gaussian; epsilon 0"):
+        single.authorize(STEP, 10**6)
+    empty = dp.Accountant(TARGET)
+    with pytest.raises(BudgetExceeded, match=r"^what is asked for would bring epsilon"):
+        empty.authorize(STEP, 10**6)
+
+
+def test_a_copy_of_an_accountant_is_itself() -> None:
+    accountant = charged(1)
+    assert copy.copy(accountant) is accountant
+    assert copy.deepcopy(accountant) is accountant

@@ -125,7 +125,7 @@ def test_construction_sets_the_parameters_to_the_planned_start_only_if_it_succee
     spent.authorize(Gaussian(1.0, {"replace_one": 0.1}))
     with pytest.raises(
         InfeasibleError,
-        match=r"this ledger holds 1 events of a run .* epsilon >= 1\.\d+ would do",
+        match=r"this ledger holds 1 event of a run .* epsilon 0\.\d+ of 1 spent",
     ):
         make(model, accountant=spent)
     assert torch.equal(model.weight, kept)

@@ -248,7 +248,7 @@ def test_a_second_run_on_the_same_budget_is_refused() -> None:
     run.train(*runs.agreeing(200))
     with pytest.raises(
         InfeasibleError,
-        match=r"this ledger holds \d+ events of a run of .* spent .* epsilon >= .* would do",
+        match=r"this ledger holds \d+ events of a run of UserFilteredSGD; epsilon .* of 4 spent",
     ):
         runs.filtered(runs.plan(), accountant=run.opt.accountant)
 

@@ -15,126 +15,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from tests.crashes.paid import (
+    BUDGET,
+    FAST,
+    LABELS,
+    ROWS,
+    RUNS,
+    SETTINGS,
+    Run,
+    carried_out,
+    logistic,
+    of_users,
+    study,
+)
+from tests.estimators.test_partitions import Listed
 from torch_dpsco.accounting import answers, ledger_file
 from torch_dpsco.accounting.events import Pure
 from torch_dpsco.errors import BudgetExceeded, PrivacyError, UtilityWarning
-from torch_dpsco.estimators import LogisticRegression, Number, Ridge, Schema
-from torch_dpsco.statistics.conformal import conformal
-from torch_dpsco.statistics.prepare import PrivateStandardScaler
-from torch_dpsco.statistics.study import plan_study
+from torch_dpsco.estimators import LogisticRegression
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning"),
 ]
-N = 200
-BUDGET = dp.Budget(1.0, 1e-6)
-RNG = np.random.default_rng(1)
-ROWS = RNG.normal(size=(N, 3)) / 3
-LABELS = np.where(ROWS[:, 0] + RNG.normal(size=N) / 3 > 0, 1, -1)
-SETTINGS: dict[str, Any] = {"epsilon": 1.0, "delta": 1e-6, "bound_x": 2.0}
-PROBLEM = dp.losses.Logistic().problem(bound_x=1.0, radius=1.0)
-PUBLIC = LogisticRegression(**SETTINGS, classes=(-1, 1), n=N).fit(ROWS, LABELS)
-Run = Callable[[Any, np.ndarray], Any]
-
-
-def weights(model: nn.Module) -> list[float]:
-    return [float(v) for p in model.parameters() for v in p.detach().flatten()]
-
-
-def logistic(ledger: Any, rows: np.ndarray) -> Any:
-    model = LogisticRegression(**SETTINGS, classes=(-1, 1), accountant=ledger).fit(rows, LABELS)
-    return [*model.coef_.ravel().tolist(), *model.intercept_.tolist()]
-
-
-def of_users(ledger: Any, rows: np.ndarray) -> Any:
-    model = LogisticRegression(**SETTINGS, classes=(-1, 1), accountant=ledger)
-    return model.fit(rows, LABELS, groups=np.arange(N) // 2).coef_.tolist()
-
-
-def unprepared(ledger: Any, rows: np.ndarray) -> Any:
-    model = Ridge(**SETTINGS, bound_y=1.0, prepare=None, accountant=ledger)
-    return model.fit(rows, LABELS.astype(float)).coef_.tolist()
-
-
-def data(rows: np.ndarray, labels: np.ndarray = LABELS) -> TensorDataset:
-    return TensorDataset(torch.from_numpy(rows), torch.from_numpy(labels[:, None]).double())
-
-
-def solved(name: str) -> Run:
-    def run(ledger: Any, rows: np.ndarray) -> Any:
-        model = nn.Linear(3, 1).double()
-        kind = getattr(dp, name)
-        plan = kind.plan(loss=dp.losses.Logistic(), model=model, n=N, bound_x=1.0, budget=BUDGET)
-        optimizer = kind(model.parameters(), plan, accountant=ledger)
-        optimizer.solve(data(rows))
-        optimizer.finalize()
-        return weights(model)
-
-    return run
-
-
-def row_free(name: str) -> Run:
-    def run(ledger: Any, rows: np.ndarray) -> Any:
-        model = nn.Linear(3, 1, bias=False).double()
-        kind = getattr(dp, name)
-        plan = kind.plan(problem=PROBLEM, n=N, budget=BUDGET, dim=model, batch_size=50, epochs=1)
-        optimizer = kind(model.parameters(), plan, accountant=ledger)
-        for x, y in optimizer.loader(data(rows)):
-            optimizer.zero_grad()
-            dp.losses.Logistic()(model(x), y).backward()
-            optimizer.step()
-        return weights(model)
-
-    return run
-
-
-def score(ledger: Any, rows: np.ndarray) -> Any:
-    return dp.score(PUBLIC, rows, LABELS, metric="auc", accountant=ledger, budget=BUDGET).value
-
-
-def sets(ledger: Any, rows: np.ndarray) -> Any:
-    return conformal(PUBLIC, rows, LABELS, level=0.8, accountant=ledger, budget=BUDGET).threshold
-
-
-def scaler(ledger: Any, rows: np.ndarray) -> Any:
-    made = PrivateStandardScaler(
-        epsilon=1.0, delta=1e-6, lower=-2.0, upper=2.0, accountant=ledger
-    )
-    return made.fit(rows).mean_.tolist()
-
-
-RUNS: dict[str, Run] = {
-    "logistic": logistic,
-    "users": of_users,
-    "ridge": unprepared,
-    "output": solved("OutputPerturbation"),
-    "objective": solved("ObjectivePerturbation"),
-    "noisy gd": solved("NoisyGD"),
-    "holder output": row_free("HolderOutputSGD"),
-    "bolt on": row_free("BoltOnPSGD"),
-    "score": score,
-    "sets": sets,
-    "scaler": scaler,
-}
-FAST = ("logistic", "bolt on")
-
-
-def carried_out(
-    folder: Path, run: Run, rows: np.ndarray = ROWS, **options: Any
-) -> tuple[Any, int]:
-    """Returns the answer of a script that opens the ledger of a folder, and the events that it holds then."""
-    unit = "user" if run is of_users else "example"
-    budget = dp.Budget(1.0, 1e-6, unit=unit)
-    ledger = dp.Accountant(budget, ledger_path=folder / "ledger", **options)
-    try:
-        return run(ledger, rows), len(ledger)
-    finally:
-        ledger.close()
 
 
 class Deadly:
@@ -222,18 +127,6 @@ def new(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_study_is_cut_and_paid_once(tmp_path: Path, monkeypatch: Any) -> None:
-    schema = Schema(
-        {"a": Number(-3, 3), "b": Number(-3, 3)},
-        target="y",
-        labels=[-1, 1],
-    )
-    frame = {"a": ROWS[:, 0], "b": ROWS[:, 1], "y": LABELS}
-    plan = plan_study(schema, epsilon=2.0, delta=1e-6, n=N, holdout=0.3, level=None)
-
-    def run(folder: Path) -> tuple[Any, ...]:
-        found = plan.run(frame, ledger_path=folder / "ledger", progress=False)
-        return found.model.coef_.tolist(), found.score.value, found.privacy.epsilon
-
     real = answers._keep
     for at in range(7):
         folder = tmp_path / str(at)
@@ -248,9 +141,9 @@ def test_a_study_is_cut_and_paid_once(tmp_path: Path, monkeypatch: Any) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(answers, "_keep", keep)
             with suppress(KeyboardInterrupt):
-                run(folder)
-        first = run(folder)
-        assert run(folder) == first
+                study(folder)
+        first = study(folder)
+        assert study(folder) == first
         assert first[2] <= 2.0
 
 
@@ -261,6 +154,36 @@ def test_other_records_get_no_answer_of_these(tmp_path: Path) -> None:
     with pytest.raises(PrivacyError, match=r"other records .*anew=True"):
         carried_out(tmp_path, logistic, other)
     assert carried_out(tmp_path, logistic) == first
+
+
+@pytest.mark.parametrize("name", ["blocks", "sparse"])
+def test_other_records_that_are_read_in_parts_get_no_answer_of_these(
+    name: str, tmp_path: Path
+) -> None:
+    other = ROWS.copy()
+    other[7] = 0.0
+    first = carried_out(tmp_path, RUNS[name])
+    with pytest.raises(PrivacyError, match=r"other records .*anew=True"):
+        carried_out(tmp_path, RUNS[name], other)
+    assert carried_out(tmp_path, RUNS[name]) == first
+
+
+def test_partitions_in_another_order_are_the_same_records(tmp_path: Path) -> None:
+    def of(order: list[int]) -> Run:
+        def run(ledger: Any, rows: np.ndarray) -> Any:
+            parts = [[(rows[k::2], LABELS[k::2])] for k in order]
+            table = Listed(*parts)
+            model = LogisticRegression(
+                **SETTINGS, classes=(-1, 1), n=len(rows), accountant=ledger
+            )
+            return model.fit(table).coef_.tolist()
+
+        return run
+
+    first = carried_out(tmp_path, of([0, 1]))
+    assert carried_out(tmp_path, of([1, 0])) == first
+    with pytest.raises(PrivacyError, match="other records"):
+        carried_out(tmp_path, of([0, 0]))
 
 
 def test_anew_charges_again_and_so_does_the_same_process(tmp_path: Path) -> None:

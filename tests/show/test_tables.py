@@ -127,10 +127,16 @@ def test_a_second_fit_without_a_ledger_is_noticed(ward, capsys):
     assert scored(again) == scored(out)
     code, _, err = run(capsys, f"{fit.replace('8', '4')} other")
     assert code, err
-    assert re.search(r"must be new, .* \d+ charges in ", err), err
+    assert re.search(r"must be new, .* this ledger holds \d+ events of a run of .*study", err), (
+        err
+    )
+    assert "spent at delta" in err
     assert "inf" not in err
     assert "raise epsilon" not in err
-    assert not list(Path("other").iterdir())
+    assert not Path("other").exists()
+    Path("mine").mkdir()
+    assert run(capsys, f"{fit.replace('8', '4')} mine")[0]
+    assert Path("mine").is_dir()  # which was there before
     assert len(LedgerCopy("ward.ledger").book.ledger) == charged
 
 

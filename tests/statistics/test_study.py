@@ -183,9 +183,7 @@ def test_a_fit_that_fails_leaves_a_charge_and_no_study(monkeypatch, tmp_path):
 def test_a_ledger_of_another_run_is_refused_before_anything_is_spent(tmp_path):
     path = tmp_path / "ledger"
     first = made(ledger_path=str(path))
-    with pytest.raises(
-        ValueError, match=r"must be new, since it spends .* charges in '.*ledger'"
-    ):
+    with pytest.raises(ValueError, match=r"must be new, since it spends .* \(got '.*ledger'"):
         made(ledger_path=str(path), holdout=0.3)
     with pytest.warns(UtilityWarning, match="paid for by an earlier run"):
         again = made(ledger_path=str(path))
@@ -361,6 +359,10 @@ def test_intervals_have_the_names_of_the_schema():
     assert low[2] < -60 / 8 < high[2]
     assert table.scaled[0] == pytest.approx(table.values[0] * 73 / 2)
     assert "sex=m" in found.summary()
+    assert "with intervals unless noise hides them" in str(found.plan)
+    assert "no intervals" not in found.summary()
+    found.model.hessian_[:] = 0.0  # as if noise hid it
+    assert "no intervals: the noisy Hessian must stand out" in found.summary()
     assert str(found.plan) not in found.summary()
     assert found.report().headline.endswith(
         "for one patient (zero_out: emptied), if each patient has one row."

@@ -41,6 +41,10 @@ from torch_dpsco.accounting.report import (
 )
 from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError, UnitError
 
+WAYS_ON = (
+    "A run that was interrupted goes on by resume() or fit(checkpoint=...); a release is given"
+    " again to the same script on its ledger file; other data have another ledger; a smaller plan may fit"
+)
 _INSIDE = (
     "an event that may depend on what was released must not be charged while a pass of random"
     " allocation is open: call finalize() on its optimizer first, or give it Assigned(...,"
@@ -52,7 +56,7 @@ class Accountant:
     """One ledger for everything that is released about one data set, with an optional hard budget.
 
     Events are charged by `authorize` before their noise is drawn, so that a crash over-counts and never under-counts.
-    Threads may share it (see `lock`). Copies share the ledger: `copy.deepcopy` returns the accountant itself, because
+    Threads may share it (see `lock`). Copies share the ledger: `copy` and `deepcopy` return the accountant itself, as
     two fits on copies of a model spend twice. Pickling raises, since a copy in another process would spend unseen. With
     a ledger file every charge is on the disk before `authorize` returns; a new accountant on the same file knows what
     was spent.
@@ -107,6 +111,9 @@ class Accountant:
         path = self.ledger_path
         # of releases that are made at once; None without a file
         self.answers = None if path is None else Answers(path, anew)
+
+    def __copy__(self) -> Accountant:
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accountant:
         return self
@@ -275,12 +282,25 @@ class Accountant:
         Raises:
             PrivacyError: something was released already, and the event was not planned then.
         """
-        self._limit.declare(event, steps)
+        try:
+            self._limit.declare(event, steps)
+        except PrivacyError as error:
+            self._tell(error)
+            raise
 
     @locked
     def require_planned(self, event: Event) -> None:
         """Raises PrivacyError if the budget is planned, something was released, and the event was not planned then."""
-        self._limit.require_planned(event)
+        try:
+            self._limit.require_planned(event)
+        except PrivacyError as error:
+            self._tell(error)
+            raise
+
+    def _tell(self, error: PrivacyError) -> None:
+        """Makes an error say what is on the ledger, if anything is."""
+        if len(self):
+            error.args = (f"{self.holdings}: {error}. {WAYS_ON}",)
 
     # -- charging -----------------------------------------------------------------------------------------------------
 
@@ -364,7 +384,11 @@ class Accountant:
                 # PRIVACY: proved for events that are fixed before the pass
                 # (test_no_adaptive_event_is_charged_inside_a_pass)
                 raise PrivacyError(_INSIDE)
-            left = self._limit.decide(event, count, planned)
+            try:
+                left = self._limit.decide(event, count, planned)
+            except PrivacyError as error:
+                self._tell(error)
+                raise
             if ahead is not None:
                 ahead = partial(self._limit.ahead, event, left, ahead)
             try:
@@ -473,7 +497,7 @@ class Accountant:
             >>> accountant, step = Accountant(Budget(1.0, 1e-5)), clipped_gaussian(30.0)
             >>> accountant.authorize(step, 6)
             >>> accountant
-            Accountant(epsilon 0.2732 of 1 at delta 1e-05 under zero_out, events: 6, unit: example)
+            Accountant(epsilon 0.2732 of 1 spent at delta 1e-05 under zero_out, events: 6, unit: example)
             >>> round(accountant.remaining, 3), accountant.max_steps(step)  # 6 steps took more than 10 more will
             (0.727, 58)
         """
@@ -490,8 +514,18 @@ class Accountant:
         # an adaptive budget quotes its target even then
         return self.get_epsilon(delta) if len(self) else 0.0
 
+    @property
+    @locked
+    def holdings(self) -> str:
+        """What is on the ledger, and how much of its budget that is, in words."""
+        return f"{self._journal.book}; {self._in_words}"
+
     @locked
     def __repr__(self) -> str:
+        return f"Accountant({self._in_words}, events: {len(self)}, unit: {self.unit})"
+
+    @property
+    def _in_words(self) -> str:
         budget = self.budget
         delta = NO_BUDGET_DELTA if budget is None else budget.delta
         limit = "" if budget is None else f" of {budget.epsilon:g}"
@@ -501,8 +535,7 @@ class Accountant:
         except DpscoError:
             epsilon = "not proved"
         return (
-            f"Accountant(epsilon {epsilon}{limit} at delta {rounded_up(delta)} under"
-            f" {self.adjacency}, events: {len(self)}, unit: {self.unit})"
+            f"epsilon {epsilon}{limit} spent at delta {rounded_up(delta)} under {self.adjacency}"
         )
 
     @typed

@@ -107,12 +107,14 @@ def paid(
 
 
 def _title(plan: Callable[[], Mapping[str, Any]], event: Event) -> str | None:
-    """Returns the digest of what is public about a release."""
+    """Returns what a release is of, and the digest of what is public about it."""
     try:
-        text = json.dumps([plan(), event_to_json(event)], sort_keys=True)
+        row = plan()
+        text = json.dumps([row, event_to_json(event)], sort_keys=True)
     except ValueError:  # a function of the caller's
         return None
-    return sha256(text.encode()).hexdigest()[:32]
+    kind = row.get("type", next(iter(row), "nothing")).removesuffix("Plan")
+    return f"{kind}-{sha256(text.encode()).hexdigest()[:32]}"
 
 
 def _charged(

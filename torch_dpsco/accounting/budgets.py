@@ -359,7 +359,7 @@ class Filter(ABC):
         spent = self.spent(ledger)
         asked = rounded_up(self.spent(ledger, event, count), 6)
         return (
-            f"{count} x {event} would bring {self.resource} to {asked}, past the budget of"
+            f"what is asked for would bring {self.resource} to {asked}, past the budget of"
             f" {self.limit:.6g} ({budget.target}, {budget.adjacency}; mode {budget.mode!r} takes"
             f" {_TAKES[budget.mode]}); spent"
             f" {rounded_up(spent, 6)} in {len(ledger)} events, remaining {max(0.0, self.limit - spent):.6g},"

@@ -444,8 +444,7 @@ class Limit:
             return
         # PRIVACY: what was released may have chosen it (test_an_event_chosen_by_the_last_output_passes_the_target)
         raise PrivacyError(
-            f"event must be planned before the first release (got {event}, after"
-            f" {len(self._ledger)} events of another plan): under mode 'planned' no output may"
+            "event must be planned before the first release: under mode 'planned' no output may"
             " choose what comes next. Build all optimizers of the accountant, or call"
             " accountant.declare(event, steps), before anything is released; or take"
             f" Budget(..., {_ADAPTIVE}), or no budget"
@@ -602,8 +601,7 @@ class Limit:
             if self._is_planned(event, count):
                 raise BudgetExceeded(self._filter.refusal(self._ledger, event, count))
             raise BudgetExceeded(
-                f"{self._ledger}; the plan that was declared before the first release holds no more"
-                f" of what is asked for, {count} x {event}"
+                "the plan that was declared before the first release holds no more of what is asked for"
             )
         return self.most(event) if known is not None and known[0] == event else count
 

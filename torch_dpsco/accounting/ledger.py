@@ -206,11 +206,6 @@ class Ledger:
         """Number of events, counting repetitions."""
         return self.length
 
-    def __str__(self) -> str:
-        """What it holds, in words."""
-        first = next((str(event) for event, _ in self.events()), "nothing")
-        return f"this ledger holds {len(self)} events of a run of {first}"
-
     @property
     def distinct(self) -> Set[SimpleEvent]:
         """The different events, wherever they were charged."""
@@ -286,15 +281,6 @@ class Ledger:
             # of its release, or half a charge (test_an_interrupted_charge_is_whole_or_none)
             deque(starmap(dict.update, changes), maxlen=0)
             return added
-
-    def repeat(self, event: Event, count: int) -> bool:
-        """Records an event of all records again, if it is known; an interrupt may leave half of it: for readers."""
-        known = self._counts.get(_BASE, {})
-        if event not in known or not 0 < count <= sys.maxsize - self.length:
-            return False
-        known[event] += count
-        self.length += count
-        return True
 
     def _kinds_with(self, event: Event | None) -> _Kinds:
         kinds = dict(self._kinds)
@@ -608,6 +594,15 @@ class Book:
                 f"state must hold ledger, runs and config as they were written ({error})"
             ) from error
 
+    def __str__(self) -> str:
+        """What it holds, in words."""
+        named = (run.removeprefix("answer/") for run in self.releases if "-" in run)
+        runs = {name.partition("-")[0] for name in named}
+        kinds = runs or {type(event).__name__ for event in self.ledger.distinct}
+        count = len(self.ledger)
+        events = f"{count} event{'s' * (count != 1)}"
+        return f"this ledger holds {events} of a run of {', '.join(sorted(kinds))}"
+
     def digest(self) -> str:
         """Returns the SHA-256 of everything."""
         content = [self.ledger.digest(), self.runs, self.config, self.id, self.releases]
@@ -682,21 +677,10 @@ class Book:
         releases = row.get("releases", NONE)
         for made in releases.values():
             check.count(releases=made)
-        event = row["event"]
-        event = _parsed(event) if isinstance(event, bytes) else event_from_json(event)
         count = check.count(count=row.get("count"))
-        if "adaptive" not in row and self.ledger.repeat(event, count):
-            for run, made in releases.items():
-                self.releases[run] = max(made, self.releases.get(run, 0))
-        else:
-            self.add(event, count, bool(row.get("adaptive")), releases)
+        self.add(event_from_json(row["event"]), count, bool(row.get("adaptive")), releases)
         if "run" in row:
             self.runs.append((str(row["run"]), at))
-
-
-@lru_cache(maxsize=1024)
-def _parsed(event: bytes) -> Event:
-    return event_from_json(json.loads(event))
 
 
 def charge_row(

@@ -1,15 +1,15 @@
-"""The ledger on disk, a file of JSON lines, only added to, and the mark beside it that records its progress.
+"""The ledger on disk: a header, JSON lines that are only added to, and the mark beside it; both record its progress.
 
-A ledger file that was cut at the end of a line, or replaced by an older copy, is a valid ledger file. The mark, a small
-file `.mark`, tells it from the right one: it names the last run that charged, the number of events, and the number of
-marked releases.
+Lines that were cut at the end of one, or replaced by an older copy, are valid lines. The mark, a small file `.mark`,
+tells them from the right ones: it names the last run that charged, the number of events, and the number of marked
+releases. The header of the file says the same, for a file whose mark is gone.
 
-Order: the line of a charge is on the disk, then the mark is written, then the noise is drawn. So the mark is never
-ahead of the file: a crash between the two leaves a file that is one charge further than its mark, which is no error,
-and for that charge nothing was released. The mark is one write in place of less than a sector, complete or not made,
-whoever is killed, and the one before it stays in the other of two slots; it is forced to the disk when the file is
+Order: the line of a charge is on the disk, then mark and header are written, then the noise is drawn. So they are never
+ahead of the lines: a crash between the two leaves a file that is one charge further than its mark, which is no error,
+and for that charge nothing was released. Each is one write in place of less than a sector, complete or not made,
+whoever is killed, and the one before it stays in the other of two slots; both are forced to the disk when the file is
 opened. So a power failure may leave a mark of some seconds ago, which refuses nothing that is right. Not noticed: file
-and mark restored together, or both deleted.
+and mark restored together, or an older copy of the file whose mark was deleted.
 
 A killed process loses nothing: `LedgerFile.append` returns after fsync, and only then `Accountant.authorize` does. Each
 line carries a digest of itself and of the lines before it. The digests find damage and slips, not forgers: who may
@@ -30,48 +30,47 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import stat
 import warnings
 import weakref
 from collections.abc import Callable
 from hashlib import sha256
-from typing import Any
+from itertools import chain
+from typing import Any, BinaryIO, NoReturn
 
 from torch_dpsco import _validate as check
 from torch_dpsco.accounting.ledger import Book, Place, Row
 from torch_dpsco.errors import PrivacyError, UtilityWarning
 
 _SUFFIX = ".mark"
+Slot = tuple[int, Place]  # the number of a write, and what it says
+_NOWHERE: Slot = (0, ("", 0, 0))
 _SIZE = 256  # bytes of a slot: written at once, within one sector
-_DECODER = json.JSONDecoder()
+_HEADER = 2 * _SIZE
+_BLANK = b" " * (_SIZE - 1) + b"\n"  # a slot before its first write
 _BUFFER = 1 << 20  # bytes
 _DIGEST = b', "digest": "'
 _REST = 33  # characters of a digest, and the quotation mark after it
-# a line of a charge, without its digest: start, event, end; in a string each quotation mark has a backslash before it
-_CHARGE = re.compile(
-    rb'(\{"at": \d+, "count": \d+), "event": (\{[^{}]*.*?\})'
-    rb'((?:, "releases": \{.*\})?(?:, "run": ".*")?\})'
-)
 _BINARY = getattr(os, "O_BINARY", 0)  # Windows: else each line end would be written as two bytes
 
 
 class HighWater:
-    """The mark beside a ledger file, written by the holder of that file's lock.
+    """The mark beside a ledger file, and the header in it, written by the holder of that file's lock.
 
-    It has two slots, written in turn, so that a write that is torn leaves the one before.
+    Both have two slots, written in turn, so that a write that is torn leaves the one before.
 
     Args:
         path: of the ledger file.
     """
 
     def __init__(self, path: str) -> None:
-        self.path = f"{os.path.realpath(path)}{_SUFFIX}"
-        self._fd = -1
-        self._number = 0  # of the last write, which says the slot
+        self._ledger = os.path.realpath(path)
+        self.path = f"{self._ledger}{_SUFFIX}"
+        self._fds: list[int] = []  # of both
+        self.number = 0  # of the last write, which says the slot
 
-    def read(self) -> Place | None:
-        """Returns how far the ledger file had come; None without a mark.
+    def read(self) -> Slot | None:
+        """Returns how far the ledger file had come, as the mark says; None without a mark.
 
         Raises:
             PrivacyError: it is not what was written.
@@ -87,58 +86,69 @@ class HighWater:
                 " spent is not known for certain; give this user the rights that the ledger file"
                 " has"
             ) from error
-        if not content:
+        if not content.strip():
             return None  # a crash between its making and its first write
-        slots = (_slot(content[:_SIZE]), _slot(content[_SIZE:]))
-        # PRIVACY: the later one, which may be the lower one (test_a_torn_write_of_the_mark_leaves_the_one_before)
-        self._number, place = max(slots)
-        if not self._number:
+        found = later(content)
+        if not found[0] and _BLANK not in content:  # no torn first write
             raise PrivacyError(
                 f"mark {self.path!r} of the ledger file is damaged: how much was spent is not known"
                 " for certain; delete the mark only if the ledger file is known to be the newest one"
             )
-        return place
+        return found
 
     def write(self, place: Place, safe: bool) -> None:
-        """Moves the mark.
+        """Moves the mark, and the header.
 
         Args:
             place: how far the ledger file has come, on the disk.
-            safe: wait until the mark is on the disk too.
+            safe: wait until both are on the disk too.
         """
-        if self._fd < 0:
-            is_new = not os.path.exists(self.path)
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | _BINARY, 0o600)
-            if is_new:
-                self._share()
-        number = self._number + 1
-        os.lseek(self._fd, number % 2 * _SIZE, os.SEEK_SET)
-        _write(self._fd, _content(number, place))
-        self._number = number
-        if safe:
-            os.fsync(self._fd)
+        if not self._fds:
+            self._open()
+        number = self.number + 1
+        content = _content(number, place)
+        for fd in self._fds:
+            os.lseek(fd, number % 2 * _SIZE, os.SEEK_SET)
+            _write(fd, content)
+            if safe:
+                os.fsync(fd)
+        self.number = number
 
-    def _share(self) -> None:
-        """Gives the mark the mode and group of the ledger file: who may charge must be able to move it."""
-        if not hasattr(os, "fchown"):  # Windows
+    def _open(self) -> None:
+        """Opens both; a new mark gets the mode and group of the ledger file: who may charge must be able to move it."""
+        for path in (self.path, self._ledger):
+            self._fds.append(os.open(path, os.O_RDWR | os.O_CREAT | _BINARY, 0o600))
+        mark, ledger = self._fds
+        if os.fstat(mark).st_size >= _HEADER:
             return
-        ledger = os.stat(self.path.removesuffix(_SUFFIX))
-        os.fchown(self._fd, -1, ledger.st_gid)
-        os.fchmod(self._fd, stat.S_IMODE(ledger.st_mode))
+        if hasattr(os, "fchown"):  # not on Windows
+            status = os.fstat(ledger)
+            os.fchown(mark, -1, status.st_gid)
+            os.fchmod(mark, stat.S_IMODE(status.st_mode))
+        _write(mark, 2 * _BLANK)
 
     @property
     def is_named(self) -> bool:
-        """Whether the file that is written, if any, is the one that others find under its name."""
+        """Whether the files that are written, if any, are those that others find under their names."""
+        paths = (self.path, self._ledger)
         try:
-            return self._fd < 0 or os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+            return all(
+                os.path.samestat(os.fstat(fd), os.stat(path))
+                for fd, path in zip(self._fds, paths, strict=False)
+            )
         except OSError:
             return False
 
     def close(self) -> None:
-        """Lets go of the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Lets go of the files."""
+        while self._fds:
+            os.close(self._fds.pop())
+
+
+def later(content: bytes) -> Slot:
+    """Returns the later of two slots."""
+    # PRIVACY: which may be the lower one (test_a_torn_write_of_the_mark_leaves_the_one_before)
+    return max(_slot(content[:_SIZE]), _slot(content[_SIZE:_HEADER]))
 
 
 def _content(number: int, place: Place) -> bytes:
@@ -147,7 +157,7 @@ def _content(number: int, place: Place) -> bytes:
     return json.dumps(row | {"digest": digest}).ljust(_SIZE - 1).encode() + b"\n"
 
 
-def _slot(content: bytes) -> tuple[int, Place]:
+def _slot(content: bytes) -> Slot:
     """Returns the number and place of a slot; 0 and nowhere if it is not what was written."""
     try:
         row = json.loads(content)
@@ -157,9 +167,9 @@ def _slot(content: bytes) -> tuple[int, Place]:
             check.count(releases=row["releases"]),
         )
         number = check.count(number=row["number"])
-        return (number, place) if content == _content(number, place) else (0, _NOWHERE)
+        return (number, place) if content == _content(number, place) else _NOWHERE
     except (ValueError, KeyError, TypeError, RecursionError):
-        return 0, _NOWHERE
+        return _NOWHERE
 
 
 fcntl: Any
@@ -174,7 +184,6 @@ except ImportError:  # Windows
 _FAR = (
     1 << 40
 )  # the byte that is locked on Windows, where no other process may read a locked one
-_NOWHERE: Place = ("", 0, 0)
 # O_APPEND: no write can hit an earlier line
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | _BINARY
 
@@ -203,7 +212,7 @@ class LedgerFile:
         self._mark = HighWater(self.path)
         # PRIVACY: a new file in the place of a lost one knows of no charge (test_a_lost_file_is_not_made_anew)
         if not os.path.exists(self.path) and (
-            must_exist or self._mark.read() not in (None, _NOWHERE)
+            must_exist or (self._mark.read() or _NOWHERE)[1] != _NOWHERE[1]
         ):
             reason = (
                 "must_exist=True"
@@ -228,8 +237,11 @@ class LedgerFile:
         self._digest = ""
         self.is_open = True  # not closed, and no writing has failed
         try:
-            known = self._mark.read()
-            self.book = self._read(known)
+            self.book = self._read(self._mark.read())
+            if not self._size:
+                os.ftruncate(self._fd, 0)
+                self._sync(lambda: _write(self._fd, 2 * _BLANK))
+                self._size = _HEADER
             self.note(self.book.place, safe=True)
             # PRIVACY: the name too must survive, whoever made or moved the file before it could see to that
             # (test_the_name_of_the_file_is_on_the_disk_before_anything_is_charged)
@@ -247,7 +259,7 @@ class LedgerFile:
     @property
     def is_empty(self) -> bool:
         """Whether nothing was ever written."""
-        return self._size == 0
+        return self._size <= _HEADER
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -322,42 +334,66 @@ class LedgerFile:
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    def _read(self, known: Place | None) -> Book:
-        book = Book()
-        torn = b""
+    def _read(self, marked: Slot | None) -> Book:
         os.lseek(self._fd, 0, os.SEEK_SET)
         with open(self._fd, "rb", _BUFFER, closefd=False) as file:
-            for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
-                    torn = line
-                    break
-                row = self._verified(line[:-1])
-                if row is None:
-                    raise PrivacyError(
-                        f"line {number} of ledger file {self.path!r} is damaged or altered: what was"
-                        " spent is not known; restore the file from a copy, or name the right file"
-                    )
-                book = self._follow(book, row, number)
-                self._size += len(line)
-        if torn and known is None:
+            header = file.read(_HEADER)
+            known = later(header)
+            self._size = len(header) // _HEADER * _HEADER
+            # PRIVACY: it knows nothing (test_every_cut_of_a_file_without_a_mark_is_refused)
+            if self._size and header.strip() and marked is None and known == _NOWHERE:
+                self._refuse("the header")
+            book, torn = self._follow_all(file)
+        torn = torn or header[self._size :].strip()
+        if torn and marked is None:
             # PRIVACY: only the mark tells that nothing was released for it (test_a_torn_line_without_a_mark_is_refused)
             raise PrivacyError(
                 f"ledger file {self.path!r} must end with a line that a ledger wrote, or have its mark beside it (got"
                 " another end, and no mark): nothing of it was changed; restore both, or name another file"
             )
-        self._require_all(book, known)
+        self._mark.number = max(known, marked or _NOWHERE)[0]
+        self._require_all(book, known, marked)
         return self._mend(torn, book) if torn else book
 
-    def _require_all(self, book: Book, known: Place | None) -> None:
-        """Raises PrivacyError if the mark knows of more than the complete lines; warns without a mark."""
-        if known is not None and not book.reaches(known):
-            # PRIVACY: (test_every_cut_of_a_file_opens_with_all_charges_or_is_refused)
-            raise PrivacyError(
-                f"ledger file {self.path!r} must hold {known[1]} events of its last run, as its"
-                f" mark {self._mark.path!r} says (got {len(book.ledger)}): it was cut, emptied, or"
-                " replaced by an older copy or another ledger; put the newest one back"
-            )
-        if known is None and len(book.ledger):
+    def _follow_all(self, file: BinaryIO) -> tuple[Book, bytes]:
+        """Returns the book of all complete lines, and what is behind them."""
+        book = Book()
+        series: _Series | None = None
+        for number, line in enumerate(chain(file, [b""]), start=3):  # behind the header's two
+            if series is not None and (digest := series.take(self._digest, line)):
+                self._digest = digest
+                self._size += len(line)
+                continue
+            if series is not None and series.row["count"]:
+                book = self._follow(book, series.row, number)
+            if not line.endswith(b"\n"):
+                break
+            row = self._verified(line[:-1])
+            if row is None:
+                self._refuse(f"line {number}")
+            book = self._follow(book, row, number)
+            self._size += len(line)
+            series = _Series(row, line) if "event" in row and "run" not in row else None
+        return book, line
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise PrivacyError(
+            f"{what} of ledger file {self.path!r} is damaged or altered: what was"
+            " spent is not known; restore the file from a copy, or name the right file"
+        )
+
+    def _require_all(self, book: Book, known: Slot, marked: Slot | None) -> None:
+        """Raises PrivacyError if header or mark know of more than the complete lines; warns without a mark."""
+        for _, place in (known, marked or known):
+            # PRIVACY: each of them (test_every_cut_of_a_file_opens_with_all_charges_or_is_refused,
+            # test_every_cut_of_a_file_without_a_mark_is_refused)
+            if not book.reaches(place):
+                raise PrivacyError(
+                    f"ledger file {self.path!r} must hold {place[1]} events of its last run, as its header or its"
+                    f" mark {self._mark.path!r} says (got {len(book.ledger)}): it was cut, emptied, or"
+                    " replaced by an older copy or another ledger; put the newest one back"
+                )
+        if marked is None and len(book.ledger):
             warnings.warn(
                 f"ledger file {self.path!r} has no mark {self._mark.path!r} (it was copied "
                 "without): whether it is the newest copy is not known",
@@ -367,20 +403,14 @@ class LedgerFile:
 
     def _verified(self, line: bytes) -> Row | None:
         """Returns the row of a line and moves the chain of digests on; None if the line is not what was written."""
-        before, _, after = line.partition(_DIGEST)
-        plain = before + after[_REST:]
-        digest = sha256(self._digest.encode() + plain).hexdigest()[:32]
         try:
-            # PRIVACY: as it was digested; else the line is read whole (test_a_damaged_line_is_refused)
-            if after.startswith(f'{digest}"'.encode()):
-                row = _parsed(plain)
-            else:
-                row = json.loads(line)
-                digest = row.pop("digest")
-                if digest != _chained(self._digest, row):
-                    return None
+            row: Row = json.loads(line)
+            digest = row.pop("digest")
         # no JSON, none of ours, or nested without end
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None
+        # PRIVACY: (test_a_damaged_line_is_refused)
+        if digest != _chained(self._digest, row):
             return None
         self._digest = digest
         return row
@@ -424,6 +454,38 @@ class LedgerFile:
         )
 
 
+class _Series:
+    """Lines that charge the same as the line before, each in its place: what they charge together is one row.
+
+    Args:
+        row: of the first charge.
+        line: its line.
+    """
+
+    def __init__(self, row: Row, line: bytes) -> None:
+        self._count = row["count"]
+        made = row.get("releases", {})
+        self._run = max(made, default="")  # whose mark the line ends with
+        end = line[:-1].partition(_DIGEST)[2][_REST:]
+        self._end = end.removesuffix(b"%d}}" % made[self._run]) if made else end
+        self.row = row | {"at": row["at"] + self._count, "count": 0, "releases": dict(made)}
+
+    def take(self, before: str, line: bytes) -> str:
+        """Adds a line that is the next one, and returns its digest; "" for others."""
+        start = b'{"at": %d, "count": %d' % (self.row["at"] + self.row["count"], self._count)
+        end = self._end
+        if self._run:
+            made = self.row["releases"][self._run] + self._count
+            end += b"%d}}" % made
+        digest = sha256(before.encode() + start + end).hexdigest()[:32]
+        if line != start + _DIGEST + digest.encode() + b'"' + end + b"\n":
+            return ""
+        self.row["count"] += self._count
+        if self._run:
+            self.row["releases"][self._run] = made
+        return digest
+
+
 class LedgerCopy(LedgerFile):
     """A ledger file as it is now, also that of a run which goes on: nothing is locked, mended or written.
 
@@ -441,10 +503,10 @@ class LedgerCopy(LedgerFile):
         self._size = 0
         self._digest = ""
         self.is_open = False
-        known = self._mark.read()  # before the lines: a mark is never ahead of them
+        marked = self._mark.read()  # before the lines: a mark is never ahead of them
         self._fd = os.open(self.path, os.O_RDONLY | _BINARY)
         try:
-            self.book = self._read(known)
+            self.book = self._read(marked)
         finally:
             os.close(self._fd)
 
@@ -494,19 +556,6 @@ def _line(before: str, row: Row) -> tuple[bytes, str]:
     """Returns the line of a row, and its digest, which the next line continues."""
     digest = _chained(before, row)
     return json.dumps(row | {"digest": digest}, sort_keys=True).encode() + b"\n", digest
-
-
-def _parsed(line: bytes) -> Row:
-    """Returns the row of a line without its digest; the event of a charge as text, which `Book.apply` parses once."""
-    row: Row
-    charge = _CHARGE.fullmatch(line)
-    if charge is None:
-        row = json.loads(line)
-        return row
-    start, event, end = charge.groups()
-    row, _ = _DECODER.raw_decode((start + end).decode())
-    row["event"] = event
-    return row
 
 
 def _chained(before: str, row: Row) -> str:

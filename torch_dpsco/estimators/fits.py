@@ -119,10 +119,12 @@ def fit_linear(
         answer = plan.draw(plan.solve(private) if codes is None else (private, codes), source)
         return asdict(found), answer.tolist()
 
-    kept = None if isinstance(features, Stored) else plan.to_dict
-    seen = [part for part in (features, targets, weights, users) if isinstance(part, Tensor)]
+    given = (features, targets, weights, users)
+    seen = [getattr(part, "noted", part) for part in given if part is not None]
     # PRIVACY: of units and weights, before anything is drawn (test_what_is_measured_is_charged_with_the_release)
-    found, answer = ledger.pay(plan.event(), kept, partial(fingerprint, contents=seen), draw)
+    found, answer = ledger.pay(
+        plan.event(), plan.to_dict, partial(fingerprint, contents=seen), draw
+    )
     if found:
         units = Units.of(found)
     return _fit_of(task, units, torch.tensor(answer, dtype=torch.float64, device=records.device))

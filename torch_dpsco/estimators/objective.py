@@ -139,16 +139,6 @@ class ObjectivePlan(LinearPlan):
                 "charged",
                 "a Renyi curve, which composes well with others and costs more alone",
             )
-        if self.task.curvature:
-            std = self.hessian_scale
-            level = self.task.curvature
-            yield (
-                "intervals",
-                (
-                    f"a Hessian at the answer with noise of std {std:.3g}, of level mu={level:.3g},"
-                    " charged along; they may be refused, if it does not stand out of its noise"
-                ),
-            )
 
     @property
     def hessian_scale(self) -> float:

@@ -531,7 +531,13 @@ def project(point: Tensor, radius: float) -> Tensor:
 
 
 class Stored(ABC):
-    """Raw records that are not in memory as rows, of which a fit reads sums; `streams` has blocks and partitions."""
+    """Raw records that are not in memory as rows, of which a fit reads sums; `streams` has blocks and partitions.
+
+    Attributes:
+        noted: what tells the records of a first reading from others, as private as they are; None before it.
+    """
+
+    noted: Any = None
 
     @abstractmethod
     def empty(self) -> RawPart:

@@ -547,14 +547,16 @@ class LinearPlan(Plan):
                 f" most {signal:.3g}"
             ),
         )
-        if self.search is not None:
+        if task.curvature:
+            noise = self.hessian_scale
+            refused = "they may be refused after the fit, if it does not stand out of its noise"
             yield (
-                "search",
-                (
-                    "the best of a secret number of trials, charged as a whole; model and noise are"
-                    " the winner's"
-                ),
+                "intervals",
+                f"by a Hessian with noise of std {noise:.3g}, charged along; {refused}",
             )
+        if self.search is not None:
+            best = "the best of a secret number of trials, charged as a whole"
+            yield "search", f"{best}; model and noise are the winner's"
         most = f"their number is n={task.n}"
         if task.adjacency == ADD_REMOVE:
             most = f"there are at most n_max={task.n_max} of them"

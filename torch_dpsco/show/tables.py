@@ -182,6 +182,7 @@ def _fit(args: argparse.Namespace) -> Result:
                 f"model must be one of {', '.join(estimators.__all__)} (got {args.model!r})"
             )
         given["model"] = getattr(estimators, args.model)
+    is_new = not Path(args.out).exists()
     folder = _new_folder(args.out)
     show = partial(say, sys.stdout)
     # PRIVACY: without one a second run on the table would not know of the first
@@ -189,7 +190,12 @@ def _fit(args: argparse.Namespace) -> Result:
     beside = folder.absolute().parent / f"{Path(args.table).stem}.ledger"
     ledger = args.ledger or os.path.relpath(beside)
     given |= {"n": args.n, "show": show, "ledger_path": ledger, "check": not args.unchecked}
-    study = dp.study(args.table, schema, budget, **given)
+    try:
+        study = dp.study(args.table, schema, budget, **given)
+    except BaseException:
+        if is_new:
+            folder.rmdir()
+        raise
     try:
         study.save(folder)
     except OSError:

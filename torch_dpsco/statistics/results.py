@@ -152,6 +152,9 @@ class Study:
             f"the strongest of {len(found.strongest)} coefficients, which add to the {found.moves}"
             f"{', noise included' if found.inference is None else ''}:",
             *(f"  {line}" for line in found.lines(strongest)),
+            *[f"  no intervals: {found.why_not}"][
+                : self.plan.pays_for_intervals and found.inference is None
+            ],
             f"spent on all of it: epsilon {rounded_up(figures.epsilon)} at delta"
             f" {rounded_up(figures.delta)} for one {figures.unit_name}; the rest: report()",
         ]

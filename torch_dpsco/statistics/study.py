@@ -123,7 +123,10 @@ class StudyPlan:
                 f" for each {unit}"
             ),
             f"  fit: {about}{self.n - self.held} of {self.n}, the whole budget",
-            f"    {how}, {len(self.schema.names)} features",
+            (
+                f"    {how}, {len(self.schema.names)} features"
+                f"{', with intervals unless noise hides them' if self.pays_for_intervals else ''}"
+            ),
             f"  held out: {about}{self.held}, the whole budget",
             f"    {self.metric}: epsilon {self._shared.epsilon:g}",
         ]
@@ -250,7 +253,7 @@ class StudyPlan:
         if others:
             raise ValueError(
                 "the ledger file of a study must be new, since it spends its whole budget (got"
-                f" {len(ledger)} charges in {str(ledger_path)!r})"
+                f" {str(ledger_path)!r}: {ledger.holdings})"
             )
         # PRIVACY: a part of its own for each unit, drawn anew (test_where_a_unit_is_does_not_depend_on_others)
         source = KeyedStream(bytes.fromhex(seed), "held")
@@ -268,8 +271,8 @@ class StudyPlan:
     def _title(self) -> dict[str, Any]:
         """Returns what is public about it."""
         return {
+            "study": self.n,
             "schema": self.schema.to_dict(),
-            "n": self.n,
             "held": self.held,
             "metric": self.metric,
             "level": self.level,

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from torch_dpsco import compat
 from torch_dpsco._validate import positive_count, shown
-from torch_dpsco.accounting.accountant import Accountant
+from torch_dpsco.accounting.accountant import WAYS_ON, Accountant
 from torch_dpsco.accounting.budgets import Budget
 from torch_dpsco.accounting.calibrate import rounded_up
 from torch_dpsco.accounting.designs import Assigned, Design, Draw, Parts, Poisson, Undeclared
@@ -204,7 +204,7 @@ def require_one_step(
     Raises:
         PrivacyError: something was released under a planned budget, and the step was not planned before.
         AdjacencyError: the step has no guarantee under this adjacency.
-        InfeasibleError: it does not fit; names the smallest epsilon that would admit it.
+        InfeasibleError: it does not fit; says what is on the ledger, or names the smallest epsilon that would admit it.
     """
     if not accountant.interrupted:
         accountant.require_planned(step)
@@ -227,36 +227,18 @@ def require_one_step(
             f" epsilon of {rounded_up(needed, 6)} at delta={budget.delta:g}); take mode='planned',"
             " other orders, or more noise"
         )
-    enough = (
-        f"epsilon >= {rounded_up(needed, 6)} would do"
-        if math.isfinite(needed)
-        else "no epsilon would do, with so little noise"
-    )
     if len(accountant):
         raise InfeasibleError(
-            f"accountant must have budget left for {what}: {holdings(accountant)}; {enough}. A run that was"
-            " interrupted goes on by resume() or fit(checkpoint=...), and other people have another ledger"
+            f"accountant must have budget left for {what}: {accountant.holdings}. {WAYS_ON}"
         )
     if math.isinf(needed):
         raise InfeasibleError(
-            f"noise must be larger for {what} at delta={budget.delta:g} ({budget.adjacency}): {enough}"
+            f"noise must be larger for {what} at delta={budget.delta:g} ({budget.adjacency}): no epsilon would do, with"
+            " so little noise"
         )
     raise InfeasibleError(
         f"epsilon must be >= {rounded_up(needed, 6)} for {what} at delta={budget.delta:g} "
         f"({budget.adjacency}; got {budget.epsilon:g}); raise epsilon or the noise"
-    )
-
-
-def holdings(accountant: Accountant) -> str:
-    """Returns in words what is on a ledger, and how much of its budget that is."""
-    budget = accountant.budget
-    if budget is None:
-        return str(accountant.ledger)
-    found = accountant.ledger.evaluate(budget.delta, budget.adjacency)
-    spent = rounded_up(found.epsilon, 6)
-    of = f"{spent} of {budget.epsilon:g}"
-    return (
-        f"{accountant.ledger}; epsilon {of} spent at delta={budget.delta:g} ({budget.adjacency})"
     )
 
 

@@ -124,7 +124,7 @@ class RunOptimizer(CommonOptimizer):
             accountant=accountant,
             secure=secure,
         )
-        self._progress = Progress()
+        self._progress = Progress(new_run(self))
         self._noise = noise_generator(device, generator)
         self._seeded = generator is not None
         self._batch = LogicalBatch(design, self._params, in_order=self._run.in_order)
@@ -648,7 +648,7 @@ class RunOptimizer(CommonOptimizer):
             self._batch.resume(partition)
         self.oracle.discard()
         # PRIVACY: a copy has releases of its own (test_a_copy_is_another_run_in_the_ledger)
-        self._progress.run = new_run()
+        self._progress.run = new_run(self)
         self._progress.since = self.steps
         self._progress.begun = None
         note_owner(self._params, self)

@@ -19,7 +19,7 @@ import secrets
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
 from itertools import accumulate, compress
 from typing import Any, ClassVar, NamedTuple, NoReturn, Self, TypeVar, cast
@@ -328,9 +328,9 @@ class Run:
         self.accountant.authorize(Sequential(()), releases={progress.halt_mark: 1})
 
 
-def new_run() -> str:
-    """Returns the random name of a run, by which ledgers know its releases."""
-    return secrets.token_hex(16)
+def new_run(optimizer: object) -> str:
+    """Returns the random name of a run, by which ledgers know its releases, and in messages whose they are."""
+    return f"{type(optimizer).__name__}-{secrets.token_hex(16)}"
 
 
 @dataclass
@@ -349,7 +349,7 @@ class Progress:
         begun: releases that the ledger knew before the step that was begun; None between steps.
     """
 
-    run: str = field(default_factory=new_run)
+    run: str = ""
     steps: int = 0
     halted: bool = False
     stills: int = 0

@@ -43,15 +43,13 @@ class RawBlocks(Stored):
     ) -> None:
         self._read = read
         self._empty = empty
-        self.noted: tuple[int, bytes] | None = None
 
     def count(self, most: int) -> int:
         """Returns the number of records, of a first reading; one that exceeds `most` where there are more."""
         if self.noted is None:
             for _ in self._noted(2**16, most):
                 pass
-        assert self.noted is not None
-        return self.noted[0]
+        return int(self.noted[0])
 
     def empty(self) -> RawPart:
         """Returns a part without rows, of the dtypes and widths of the first block."""

@@ -142,6 +142,7 @@ class RawPartitions(Stored):
     def _readings(self) -> list[_Reading]:
         if self._first is None:
             self._first = self._run(None, _counted)
+            self.noted = sorted(reading.noted for reading in self._first)
         return self._first
 
     def _run(
