@@ -768,11 +768,16 @@ def in_turn(method: _Method) -> _Method:
 
 
 def seldom_watched(step: _Method) -> _Method:
-    """Returns a `step` that goes through what torch puts around it, a sixth of a small step, only where it is seen."""
+    """Returns a `step` that goes through what torch puts around it, a sixth of a small step, only where it is seen.
+
+    None of it is compiled: checks and ledger are Python, with caches that a tracer would look through.
+    """
     watched: Any = Optimizer.profile_hook_step(step)
 
     @wraps(step)
     def either(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(either)(self, *args, **kwargs)
         return (watched if is_watched(self) else step)(self, *args, **kwargs)
 
     either.hooked = True  # type: ignore[attr-defined]  # so that torch leaves it as it is

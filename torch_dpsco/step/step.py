@@ -121,11 +121,8 @@ class PrivateOptimizer(RunOptimizer):
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            # checks and ledger are Python: nothing to compile, and caches that a tracer would look through
-            compiling = torch.compiler.is_compiling()
-            make = torch.compiler.disable(self._make) if compiling else self._make
             with torch.no_grad():
-                make(users, scale)
+                self._make(users, scale)
             return loss
 
     @in_turn
