@@ -113,7 +113,8 @@ def joint_norms(parts: Iterable[Tensor]) -> Tensor:
     squares = first.square()
     for norms in others:
         # PRIVACY: not addcmul_, whose last numbers may be rounded in another way than the others
-        # (test_norms_of_several_layers_have_the_same_bits_at_every_place)
+        # (test_norms_of_several_layers_have_the_same_bits_at_every_place,
+        # test_joint_norms_of_blocks_are_never_below_the_exact_norm)
         squares.add_(norms.square())
     # what underflows in a square is less than the number added
     return squares.sqrt_().mul_(1.0 + NORM_ERROR[torch.float64]).add_(2.0**-500)
