@@ -25,7 +25,7 @@ from itertools import accumulate, compress
 from typing import Any, ClassVar, NamedTuple, NoReturn, Self, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from torch_dpsco import _validate as check
@@ -502,14 +502,6 @@ _TYPED = (
     "solve",
     "step_on",
 )
-
-
-def check_call(closure: Any, users: Any = None) -> None:
-    """Checks the types of the arguments of a step, which torch.compile may trace."""
-    if closure is not None and not callable(closure):
-        raise ValueError(f"closure must be a function or None (got {check.shown(closure)})")
-    if users is not None and not isinstance(users, Tensor):
-        raise ValueError(f"users must be a Tensor or None (got {check.shown(users)})")
 
 
 class CommonOptimizer(Optimizer):
