@@ -257,6 +257,7 @@ class Stream(ABC):
 
     def integers(self, limit: int, count: int) -> npt.NDArray[np.int64]:
         """Returns integers that are exactly uniform in 0..limit - 1, limit <= 2^63."""
+        assert limit <= 2**63  # else no word may be kept, and drawing would not end
         most = 2**64 // limit * limit - 1
         words = self.words(count).view(np.uint64)
         kept = [words[words <= most]]

@@ -371,9 +371,9 @@ TRAINING: dict[str, Misuse] = {
             n=None,
             sampling=dp.accounting.designs.Undeclared(BATCH),
             adjacency="replace_one",
-        ).loader(records()),
-        UnknownSamplerError,
-        r"give n= \(Poisson sampling\) or sampling= to the plan \(design=",
+        ),
+        ValueError,
+        r"n was not declared: give n= \(Poisson sampling\) or sampling= to the plan \(design= to a PrivateOptimizer\)",
     ),
 }
 

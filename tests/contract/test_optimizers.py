@@ -457,6 +457,7 @@ def test_what_the_ledger_relies_on_cannot_be_reassigned(row: Row) -> None:
         "reg",
         "adjacency",
         "accountant",
+        *sorted(run.opt._fixed & vars(run.opt).keys()),
     ):
         with pytest.raises(PrivacyError, match=f"{name} is fixed at construction"):
             setattr(run.opt, name, getattr(other, name))

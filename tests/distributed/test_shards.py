@@ -346,6 +346,8 @@ def together(
 class Summed(World):
     """One process that sums the parts of all ranks: its own one, and those of others by copies of the model."""
 
+    alone = False
+
     def __init__(self, model: nn.Module, others: list[list[list[int]]]) -> None:
         self.model, self.others, self.step = model, others, 0
 

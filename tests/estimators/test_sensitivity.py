@@ -87,16 +87,15 @@ def minimizer(
     task: LinearTask, reg: float, features: Tensor, targets: Tensor, distance: float
 ) -> Tensor:
     objective = build_objective(task, reg, make_records(task, features, targets))
-    ball = task.radius if objective.smoothness is not None else math.inf
-    return solve(objective, distance, radius=ball).w
+    return solve(objective, distance, radius=task.radius).w
 
 
 def largest_share(
     name: str, adjacency: str, reg: float, preparation: Preparation, one_way: bool
 ) -> float:
     """Largest distance of the minimizers of neighbors over the planned one: 496 pairs, or 32 of add_remove."""
-    task = task_of(name, adjacency, reg, preparation)
-    plan = plan_output(task)
+    plan = plan_output(task_of(name, adjacency, reg, preparation))
+    task = plan.task  # whose loss is smooth
     accuracy, kind = plan.distance / 10, task.loss.target_kind
     features, targets = base_set(kind, one_way)
     found = []

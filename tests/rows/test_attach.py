@@ -46,11 +46,12 @@ def test_changing_buffers_are_refused(how):
 
 
 @pytest.mark.parametrize("rows", ["auto", "dense"])
-def test_a_batch_that_was_given_up_leaves_nothing_for_the_next_one(rows):
+@pytest.mark.parametrize("give_up", ["zero_grad", "discard"])
+def test_a_batch_that_was_given_up_leaves_nothing_for_the_next_one(rows, give_up):
     model = dp.attach(nn.Linear(2, 1), rows=rows)
     opt = make_optimizer(model, Undeclared(3))
     model(torch.full((3, 2), 7.0)).mean().backward()
-    opt.zero_grad()
+    getattr(opt, give_up)()
     model(torch.ones(3, 2)).mean().backward()
     opt.step()
     assert opt.steps == 1

@@ -326,7 +326,8 @@ class Undeclared(Design):
     def n(self) -> int:  # type: ignore[override]
         """Not declared."""
         raise ValueError(
-            "n was not declared: give n= (Poisson sampling) or design= to the optimizer"
+            "n was not declared: give n= (Poisson sampling) or sampling= to the plan (design= to a"
+            " PrivateOptimizer)"
         )
 
     def draw_event(self, base: BaseEvent, draw: Draw) -> Event:

@@ -49,7 +49,7 @@ from torch_dpsco.sampling import (
 from torch_dpsco.sampling.loader import source_of
 from torch_dpsco.step import checks
 from torch_dpsco.step.exact_noise import exact_release, knorm_vector
-from torch_dpsco.step.run import AnswerOptimizer, check_call, in_turn
+from torch_dpsco.step.run import AnswerOptimizer, in_turn
 
 _GIVEN_UP = "the run has ended without an answer: its loss broke a promise; make a new optimizer"
 _IN_MEMORY = 2**26  # numbers of a data set that is copied in double precision (0.5 GB)
@@ -219,7 +219,7 @@ class RowFreeOptimizer(AnswerOptimizer):
                 broken off, the step size, parameters or averages were changed, or all planned steps are made.
             PrivacyError: the gradient breaks a promise; the run has ended and is charged.
         """
-        check_call(closure)
+        checks.check_call(closure)
         self._require_open()
         loss: float | None = None
         if closure is not None:

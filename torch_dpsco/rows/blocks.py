@@ -31,8 +31,8 @@ Float32 rows on the CPU take `native` for both, in float64, where it is there. T
   harder, never less.
 
 Source: docs/proofs/rounding.md#certified-norms, docs/proofs/rounding.md#weighted-sums,
-docs/proofs/rounding.md#norms-of-factors, docs/proofs/rounding.md#factors-of-one-score,
-docs/proofs/rounding.md#gram-norms, docs/proofs/rounding.md#sums-of-factors.
+docs/proofs/rounding.md#norms-of-factors, docs/proofs/rounding.md#gram-norms,
+docs/proofs/rounding.md#sums-of-factors.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def joint_norms(parts: Iterable[Tensor]) -> Tensor:
     squares = first.square()
     for norms in others:
         # PRIVACY: not addcmul_, whose last numbers may be rounded in another way than the others
-        # (test_norms_of_several_layers_have_the_same_bits_at_every_place)
+        # (test_norms_of_several_layers_have_the_same_bits_at_every_place,
+        # test_joint_norms_of_blocks_are_never_below_the_exact_norm)
         squares.add_(norms.square())
     # what underflows in a square is less than the number added
     return squares.sqrt_().mul_(1.0 + NORM_ERROR[torch.float64]).add_(2.0**-500)
@@ -482,26 +483,6 @@ def input_factors(acts: Tensor, *, bias: bool) -> Tensor:
     )
 
 
-def linear_factors(acts: Tensor) -> Tensor:
-    """Returns upper bounds of |(a, 1)|: of float64 inputs, and in C, those of `input_factors`, else float32 ones.
-
-    The latter are larger by 7 * 2^-23 at least: room for 14 roundings of a row's norm and clip weight. Their squares do
-    not overflow, so that quotients by them do not underflow; single inputs may be larger, and have float64 ones.
-    """
-    if acts.dtype == torch.float64 or acts.shape[1] == 1 or native.suits(acts):
-        # PRIVACY: (test_linear_factors_are_never_below_the_exact_norm, test_rows_of_one_huge_feature_are_clipped)
-        return input_factors(acts, bias=True)
-    if acts.dtype != torch.float32 or acts.shape[1] > PIECE:
-        # PRIVACY: for the roundings of a norm and a clip weight (test_single_factors_have_room_for_fourteen_roundings)
-        return (input_factors(acts, bias=True) * (1.0 + 2.0**-19)).float().square_().sqrt_()
-    # a norm n of float32 errs by e = 513 u < 3.1e-5 of it, and hides h < 2^-58: (n (1 + e) + h)^2 + 1 is at most
-    # (n^2 + 1)(1 + e)^2 (1 + 2^-50). NORM_ERROR is 2e, so that e is left: more than enough
-    squares = torch.linalg.vector_norm(acts, dim=1).square_()
-    # PRIVACY: (test_linear_factors_are_never_below_the_exact_norm)
-    bounds: Tensor = squares.add_(1.0).sqrt_().mul_(1.0 + NORM_ERROR[torch.float32])
-    return bounds
-
-
 class FactoredBlock(Block):
     """Rows of the weight (and bias) of one Linear layer that was used once on 2-D input.
 
@@ -510,7 +491,7 @@ class FactoredBlock(Block):
         backprops: (B, out) gradients of the per-sample losses in its output.
         weight: whether the weight is trained.
         bias: whether there is a bias that is trained.
-        factors: (B,) upper bounds of sqrt(weight |a|^2 + bias) by `input_factors`, or `linear_factors`, where known.
+        factors: (B,) upper bounds of sqrt(weight |a|^2 + bias) by `input_factors`, where known.
         scale: all rows are multiplied by it.
     """
 
@@ -541,13 +522,6 @@ class FactoredBlock(Block):
 
     def __len__(self) -> int:
         return self.acts.shape[0]
-
-    @property
-    def bounds(self) -> Tensor:
-        """(B,) the factors, which where they are not known are those of `linear_factors`."""
-        if self.factors is None:
-            self.factors = linear_factors(self.acts)
-        return self.factors
 
     def clipped_sum(
         self, limit: float, scale: float, index: Tensor | slice | None = None

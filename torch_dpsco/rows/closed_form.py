@@ -32,7 +32,7 @@ from torch.utils.data import Dataset, TensorDataset
 from torch_dpsco import compat, native
 from torch_dpsco.losses.base import CHANCE, CLASS, REAL, SIGN, Loss, read
 from torch_dpsco.losses.table import Logistic, SoftmaxCrossEntropy
-from torch_dpsco.rows import FactoredBlock, GradBatch, Summation, input_factors, linear_factors
+from torch_dpsco.rows import FactoredBlock, GradBatch, Summation, input_factors
 from torch_dpsco.rows.first_step import random_parameters
 from torch_dpsco.rows.layers.recorded import is_recorded
 from torch_dpsco.sampling import PrivateLoader, Slots
@@ -66,7 +66,7 @@ class ClosedForm:
         self._columns = [features, targets.contiguous()]
         self._scored: _Scored | None = None
         linear = all(self._trained.values()) and layer.out_features == 1
-        factors_of = linear_factors if linear else partial(input_factors, bias="bias" in trained)
+        factors_of = partial(input_factors, bias="bias" in trained)
         if self._trained["weight"]:
             self._columns.append(torch.cat([factors_of(t) for t in features.split(_BLOCK_ROWS)]))
         if linear and native.suits(features) and layer.weight.is_contiguous() and slope in _IN_C:

@@ -50,6 +50,14 @@ from torch_dpsco.step.oracle import MeanOracle, Phased, Release
 _NOTHING = "params must hold a parameter that requires a gradient (got none)"
 
 
+def check_call(closure: Any, users: Any = None) -> None:
+    """Checks the types of the arguments of a step."""
+    if closure is not None and not callable(closure):
+        raise ValueError(f"closure must be a function or None (got {shown(closure)})")
+    if users is not None and not isinstance(users, Tensor):
+        raise ValueError(f"users must be a Tensor or None (got {shown(users)})")
+
+
 def listed(params: Any) -> list[Any]:
     """Returns parameters, or groups of them, as a list; raises ValueError for anything else, a model for instance."""
     if isinstance(params, (Tensor, str, Mapping)) or not isinstance(params, Iterable):

@@ -367,7 +367,8 @@ class RunOptimizer(CommonOptimizer):
         # PRIVACY: another release under the charge of the first would be free, and a retry is no other optimizer
         # (test_a_step_that_fails_after_its_charge_is_lost_and_the_run_goes_on)
         if begun is None or run.accountant.marked(progress.run) <= begun or not run.can_lose:
-            # PRIVACY: a refused batch must not linger in the oracle (test_kept_refused_batch_is_caught)
+            # PRIVACY: a refused batch must not linger in the oracle, nor its rows (test_kept_refused_batch_is_caught,
+            # test_a_batch_that_was_given_up_leaves_nothing_for_the_next_one)
             self._clear()
             self._batch.drop()
             progress.begun = None

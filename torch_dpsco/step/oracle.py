@@ -476,6 +476,7 @@ class ClippedMean(MeanOracle):
         self.__dict__["_n_rows"] = n_rows
         own = type(self)  # rows that fit have weight 1, and nobody else is to see them
         plain = own.weights is ClippedMean.weights and own.observe is ClippedMean.observe
+        plain = plain and "weights" not in self.__dict__
         # PRIVACY: elsewhere weights that underflow are rounded up (test_rows_of_one_huge_feature_are_clipped)
         total = None
         if plain and _LEAST_CLIP < clip < _MOST_CLIP:

@@ -25,7 +25,7 @@ from itertools import accumulate, compress
 from typing import Any, ClassVar, NamedTuple, NoReturn, Self, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from torch_dpsco import _validate as check
@@ -504,14 +504,6 @@ _TYPED = (
 )
 
 
-def check_call(closure: Any, users: Any = None) -> None:
-    """Checks the types of the arguments of a step, which torch.compile may trace."""
-    if closure is not None and not callable(closure):
-        raise ValueError(f"closure must be a function or None (got {check.shown(closure)})")
-    if users is not None and not isinstance(users, Tensor):
-        raise ValueError(f"users must be a Tensor or None (got {check.shown(users)})")
-
-
 class CommonOptimizer(Optimizer):
     """Base of all private optimizers: subclasses set the accountant last, which closes the construction."""
 
@@ -768,11 +760,16 @@ def in_turn(method: _Method) -> _Method:
 
 
 def seldom_watched(step: _Method) -> _Method:
-    """Returns a `step` that goes through what torch puts around it, a sixth of a small step, only where it is seen."""
+    """Returns a `step` that goes through what torch puts around it, a sixth of a small step, only where it is seen.
+
+    None of it is compiled: checks and ledger are Python, with caches that a tracer would look through.
+    """
     watched: Any = Optimizer.profile_hook_step(step)
 
     @wraps(step)
     def either(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(either)(self, *args, **kwargs)
         return (watched if is_watched(self) else step)(self, *args, **kwargs)
 
     either.hooked = True  # type: ignore[attr-defined]  # so that torch leaves it as it is

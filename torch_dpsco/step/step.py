@@ -53,7 +53,7 @@ from torch_dpsco.step import checks
 from torch_dpsco.step.batch import GRAD_SCALE, show_zero_gradient, take_scale, tell_of_scale
 from torch_dpsco.step.optimizer import RunOptimizer
 from torch_dpsco.step.oracle import Release
-from torch_dpsco.step.run import check_call, in_turn, is_watched, seldom_watched
+from torch_dpsco.step.run import in_turn, is_watched, seldom_watched
 
 _IN_PUBLIC = (
     "dp.public is running, where nothing is recorded: make private steps after the block"
@@ -113,7 +113,7 @@ class PrivateOptimizer(RunOptimizer):
             BudgetExceeded: the step would pass the budget; parameters and ledger are unchanged.
         """
         if closure is not None or users is not None:
-            check_call(closure, users)
+            checks.check_call(closure, users)
         with self.turn:
             scale = take_scale(self) if GRAD_SCALE in self.__dict__ else None
             self._require_open()
@@ -121,11 +121,8 @@ class PrivateOptimizer(RunOptimizer):
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            # checks and ledger are Python: nothing to compile, and caches that a tracer would look through
-            compiling = torch.compiler.is_compiling()
-            make = torch.compiler.disable(self._make) if compiling else self._make
             with torch.no_grad():
-                make(users, scale)
+                self._make(users, scale)
             return loss
 
     @in_turn
