@@ -78,8 +78,7 @@ from torch_dpsco.errors import (
 )
 from torch_dpsco.noise import SecretState, Source, add_normal_, normal_
 from torch_dpsco.problem import Problem, shared_bound
-from torch_dpsco.rows import FLOAT64, GradBatch, Summation, plan_summation, row_norm
-from torch_dpsco.rows.blocks import is_queued
+from torch_dpsco.rows import FLOAT64, GradBatch, Summation, is_queued, plan_summation, row_norm
 from torch_dpsco.step.exact_noise import release_on_grid
 
 
