@@ -88,11 +88,17 @@ _Byte = ctypes.c_char * 1
 _COUNTS = ("linear", "gaps", "logs", "gaussians", "outer_space")  # what returns a number
 
 
+def switched_off() -> str:
+    """Returns by what kernels of the library, in C and on devices, are switched off; nothing where they are not."""
+    value = os.environ.get(_SWITCH, "on")
+    return f"off ({_SWITCH}={value})" if value.lower() in ("off", "0", "false", "no") else ""
+
+
 @lru_cache(maxsize=1)
 def _found() -> tuple[Any, str]:
     """Returns the library, or None, and what is to be said about it."""
-    if os.environ.get(_SWITCH, "on").lower() in ("off", "0", "false", "no"):
-        return None, f"off ({_SWITCH}={os.environ[_SWITCH]})"
+    if off := switched_off():
+        return None, off
     path = _HERE / _NAME
     if not path.exists():
         return None, "not built: install torch_dpsco again where there is a C compiler"

@@ -50,6 +50,7 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco import native
+from torch_dpsco.acts import act
 from torch_dpsco.errors import PrivacyError, UtilityWarning
 
 _PAIRS = 2**15  # of numbers at a time, that stay in cache
@@ -59,6 +60,7 @@ _LOW = math.log(_EDGE)
 _HIGH = -_EDGE
 _MORE = 192  # bits
 _SCALES = 2.0**-100, 2.0**100  # of a standard deviation that float32 holds with all its bits
+_DEVICES = ("cuda",)  # types of those that may draw float32 numbers themselves
 
 _Floats = npt.NDArray[np.float64]
 
@@ -79,7 +81,7 @@ def normal_(out: Tensor, std: float, source: Source, mean: Tensor | None = None)
     if not std:
         return out.zero_() if mean is None else out.copy_(mean.view(out.shape))
     if not (out.is_cpu and out.is_contiguous()):
-        out.copy_(add_normal_(torch.zeros_like(out), std, source))
+        add_normal_(out.zero_(), std, source)
         return out if mean is None else out.add_(mean.view(out.shape))
     # an abstract class is slow to ask
     stream = source if type(source) is Keystream else stream_of(source)
@@ -100,12 +102,33 @@ def add_normal_(out: Tensor, std: float, source: Source) -> Tensor:
     if not std:
         return out
     flat = out.detach().reshape(-1)  # a copy where the numbers do not lie side by side
-    noise = torch.empty(min(len(flat), 2 * _PAIRS), dtype=out.dtype)
     stream = stream_of(source)
+    # other streams are read on the host: the same bits are the same noise on every device
+    may_differ = type(stream) is Keystream and flat.device.type in _DEVICES
+    single = flat.dtype is torch.float32 and _SCALES[0] < std < _SCALES[1]
+    if not (may_differ and single and act("noise.on_device")(flat, _raised(std), stream)):
+        _add_from_host(flat, std, stream)
+    if not out.is_contiguous():
+        out.copy_(flat.view(out.shape))
+        flat.zero_()  # memory that is given back holds no noise
+    return out
+
+
+def _add_from_host(flat: Tensor, std: float, stream: Stream) -> None:
+    """Adds noise of the host, piece by piece; pieces are overwritten where they were added."""
+    noise = torch.empty(min(len(flat), 2 * _PAIRS), dtype=flat.dtype)
     for part in flat.split(2 * _PAIRS):
-        _write(noise[: len(part)], std, stream)
-        part.add_(noise[: len(part)].to(out.device))
-    return out if out.is_contiguous() else out.copy_(flat.view(out.shape))
+        piece = noise[: len(part)]
+        _write(piece, std, stream)
+        piece = piece.to(flat.device)
+        part.add_(piece)
+        piece.zero_()
+
+
+def _raised(std: float) -> float:
+    """Returns a standard deviation that is none the smaller for being rounded to float32."""
+    # PRIVACY: float32 would round it down (test_a_standard_deviation_is_never_rounded_down)
+    return std * (1.0 + 2.0**-22)
 
 
 def _require(out: Tensor, std: float) -> None:
@@ -172,8 +195,7 @@ def _write(part: Tensor, std: float, stream: Stream, mean: Tensor | None = None)
         part.copy_(wide)
         return
     size = 8 if part.dtype is torch.float64 else 4  # bytes of an angle
-    # PRIVACY: float32 would round a standard deviation down (test_a_standard_deviation_is_never_rounded_down)
-    scale = std if size == 8 else std * (1.0 + 2.0**-22)
+    scale = std if size == 8 else _raised(std)
     count = (part.numel() + 1) // 2
     bits = stream.read(count * (8 + size))
     outside = native.gaussians(bits, part, scale, _LOW, _HIGH, mean)
@@ -302,6 +324,13 @@ class Keystream(Stream):
     def read(self, size: int) -> bytes:
         """Returns fresh bytes."""
         return _random_bytes(size)
+
+    def fill(self, memory: npt.NDArray[Any]) -> None:
+        """Writes fresh bytes of the operating system into memory; no copy of them is left anywhere else."""
+        with open("/dev/urandom", "rb", buffering=0) as source:
+            # PRIVACY: a key that is short has zeros (test_a_key_that_is_not_whole_is_refused)
+            if source.readinto(memory) != memory.nbytes:
+                raise OSError("/dev/urandom gave too few bytes: no noise was drawn")
 
 
 class KeyedStream(Stream):

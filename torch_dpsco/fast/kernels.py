@@ -1,0 +1,185 @@
+"""Kernels for CUDA, in Triton: the keystream of ChaCha20, and Gaussians of it that are added to a tensor.
+
+Triton comes with torch's wheels for CUDA. With TRITON_INTERPRET=1 in the environment, before triton is imported, the
+kernels run on the CPU, slowly: so they are tested without a device.
+
+* `keystream`: the block function of RFC 8439. A block is named by its counter and its nonce; its words are used once.
+* `add_gaussians`: Box and Muller as in `noise`, in float32, by the formulas of `_kernel.c`. Block i of B = ceil(n/10)
+  makes ten numbers: those at i, B + i, .., 9 B + i, five cosines before five sines. A pair takes 64 bits for the radius
+  and 32 for the angle; one within 2^-20 of an edge takes 192 bits more, of the block whose nonce is the pair's.
+
+Arithmetic is that of IEEE 754, rounded to nearest: sums and products, which may be fused, quotients and roots. Nothing
+rests on the device's own logarithm, sine and cosine.
+
+Source: docs/proofs/noise.md#on-a-gpu; RFC 8439, section 2.3.
+"""
+
+from __future__ import annotations
+
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _turned(x: tl.tensor, bits: tl.constexpr) -> tl.tensor:
+    return (x << bits) | (x >> (32 - bits))
+
+
+@triton.jit
+def _quarter(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tl.tensor:
+    a = a + b
+    d = _turned(d ^ a, 16)
+    c = c + d
+    b = _turned(b ^ c, 12)
+    a = a + b
+    d = _turned(d ^ a, 8)
+    c = c + d
+    b = _turned(b ^ c, 7)
+    return a, b, c, d
+
+
+@triton.jit
+def _word(key: tl.tensor, place: tl.constexpr, like: tl.tensor) -> tl.tensor:
+    return tl.load(key + place).to(tl.uint32, bitcast=True) + like * 0
+
+
+@triton.jit
+def keystream(key: tl.tensor, counter: tl.tensor, n0: tl.tensor, n1: tl.tensor, n2: tl.tensor) -> tl.tensor:
+    """Returns the 16 words of blocks of ChaCha20.
+
+    Args:
+        key: place of 8 words of int32.
+        counter: (L,) uint32.
+        n0: first word of the nonce, as the others of int32.
+        n1: second one.
+        n2: third one.
+    """
+    s0 = counter * 0 + 0x61707865
+    s1 = counter * 0 + 0x3320646E
+    s2 = counter * 0 + 0x79622D32
+    s3 = counter * 0 + 0x6B206574
+    s4 = _word(key, 0, counter)
+    s5 = _word(key, 1, counter)
+    s6 = _word(key, 2, counter)
+    s7 = _word(key, 3, counter)
+    s8 = _word(key, 4, counter)
+    s9 = _word(key, 5, counter)
+    s10 = _word(key, 6, counter)
+    s11 = _word(key, 7, counter)
+    s13 = counter * 0 + n0
+    s14 = counter * 0 + n1
+    s15 = counter * 0 + n2
+    x0, x1, x2, x3, x4, x5, x6, x7 = s0, s1, s2, s3, s4, s5, s6, s7
+    x8, x9, x10, x11, x12, x13, x14, x15 = s8, s9, s10, s11, counter, s13, s14, s15
+    for _ in range(10):
+        x0, x4, x8, x12 = _quarter(x0, x4, x8, x12)
+        x1, x5, x9, x13 = _quarter(x1, x5, x9, x13)
+        x2, x6, x10, x14 = _quarter(x2, x6, x10, x14)
+        x3, x7, x11, x15 = _quarter(x3, x7, x11, x15)
+        x0, x5, x10, x15 = _quarter(x0, x5, x10, x15)
+        x1, x6, x11, x12 = _quarter(x1, x6, x11, x12)
+        x2, x7, x8, x13 = _quarter(x2, x7, x8, x13)
+        x3, x4, x9, x14 = _quarter(x3, x4, x9, x14)
+    first = x0 + s0, x1 + s1, x2 + s2, x3 + s3, x4 + s4, x5 + s5, x6 + s6, x7 + s7
+    last = x8 + s8, x9 + s9, x10 + s10, x11 + s11, x12 + counter, x13 + s13, x14 + s14, x15 + s15
+    return first + last
+
+
+@triton.jit
+def _joined(low: tl.tensor, high: tl.tensor) -> tl.tensor:
+    return low.to(tl.uint64) | (high.to(tl.uint64) << 32)
+
+
+@triton.jit
+def _log(v: tl.tensor, rest: tl.tensor) -> tl.tensor:
+    """Returns log v, for v in (0, 1] and 1 - v, each rounded by itself: v = 2^e m, log m = 2 artanh((m - 1)/(m + 1))."""
+    bits = v.to(tl.int32, bitcast=True)
+    e = (bits - 0x3F3504F3) >> 23
+    m = (bits - (e << 23)).to(tl.float32, bitcast=True)
+    s = tl.div_rn(tl.where(e == 0, -rest, m - 1.0), m + 1.0)
+    z = s * s
+    series = ((z * (1.0 / 9.0) + 1.0 / 7.0) * z + 1.0 / 5.0) * z + 1.0 / 3.0
+    s = s + s
+    return e.to(tl.float32) * 0.6931471805599453 + (s + s * (z * series))
+
+
+@triton.jit
+def _turn(j: tl.tensor) -> tl.tensor:
+    """Returns cosine and sine of 2 pi j / 2^32: to the nearest quarter of a turn, then by Taylor's polynomials."""
+    quarter = (j + 0x20000000) >> 30
+    rest = (j - (quarter << 30)).to(tl.int32, bitcast=True)
+    t = rest.to(tl.float32) * 1.4629180792671596e-09  # 2 pi / 2^32
+    z = t * t
+    s = ((z * (1.0 / 362880.0) - 1.0 / 5040.0) * z + 1.0 / 120.0) * z - 1.0 / 6.0
+    s = t + t * (z * s)
+    c = ((z * (-1.0 / 3628800.0) + 1.0 / 40320.0) * z - 1.0 / 720.0) * z + 1.0 / 24.0
+    c = 1.0 + z * (c * z - 0.5)
+    odd = (quarter & 1) != 0
+    cosine = tl.where(odd, s, c)
+    sine = tl.where(odd, c, s)
+    cosine = tl.where(((quarter + 1) & 2) != 0, -cosine, cosine)
+    return cosine, tl.where((quarter & 2) != 0, -sine, sine)
+
+
+@triton.jit
+def _refined(key: tl.tensor, counter: tl.tensor, pair: tl.tensor, n: tl.tensor) -> tl.tensor:
+    """Returns the radii of pairs near an edge: V = (2 K + 1)/2^256, or 1 - V, with 192 bits more.
+
+    Args:
+        key: place of the key.
+        counter: (L,) uint32.
+        pair: its number in the block, >= 1.
+        n: (L,) uint64, odd: 64 bits of V.
+    """
+    words = keystream(key, counter, pair, 0, 0)
+    upper = n >= 0x8000000000000000
+    k = tl.where(upper, 0 - n, n) >> 1
+    third = (_joined(words[4], words[5]).to(tl.float64) + 0.5) * 2.0**-255
+    second = _joined(words[2], words[3]).to(tl.float64) * 2.0**-191
+    first = _joined(words[0], words[1]).to(tl.float64) * 2.0**-127
+    d = third + second + first + k.to(tl.float64) * 2.0**-63  # from the edge
+    bits = d.to(tl.int64, bitcast=True)
+    e = (bits >> 52) - 1022
+    m = (bits - (e << 52)).to(tl.float64, bitcast=True).to(tl.float32)
+    square = (_log(m, 1.0 - m) + e.to(tl.float32) * 0.6931471805599453) * -2.0
+    # -log(1 - d) = d + d^2/2, d being below 2^-20
+    return tl.where(upper, tl.sqrt(d * (d + 2.0)).to(tl.float32), tl.sqrt_rn(square))
+
+
+@triton.jit
+def _add(out: tl.tensor, place: tl.tensor, kept: tl.tensor, noise: tl.tensor) -> tl.tensor:
+    tl.store(out + place, tl.load(out + place, mask=kept) + noise, mask=kept)
+
+
+# one form only, which is the one that was tried: see `on_device.status`
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["out"])
+def add_gaussians(out: tl.tensor, n: tl.tensor, scale: tl.tensor, key: tl.tensor, LANES: tl.constexpr) -> None:
+    """Adds scale times Gaussians to n <= 2^30 float32 numbers.
+
+    Args:
+        out: place of the numbers.
+        n: how many.
+        scale: standard deviation, float32.
+        key: place of 8 words of int32.
+        LANES: blocks of a program, a power of 2; ceil(n/10) of them in all.
+    """
+    blocks = (n + 9) // 10
+    i = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    counter = i.to(tl.uint32)
+    words = keystream(key, counter, 0, 0, 0)
+    for pair in tl.static_range(5):
+        v = _joined(words[3 * pair], words[3 * pair + 1]) | 1  # of 2^64, an odd number
+        rest = 0 - v
+        square = _log(v.to(tl.float32) * 2.0**-64, rest.to(tl.float32) * 2.0**-64) * -2.0
+        radius = tl.sqrt_rn(square)
+        edge = tl.minimum(v, rest) < 0x100000000000
+        if tl.max(edge.to(tl.int32), 0) > 0:
+            # PRIVACY: 63 bits alone would end at 9.4 std, in steps (test_the_tail_of_the_kernel_is_reached_in_small_steps)
+            radius = tl.where(edge, _refined(key, counter, pair + 1, v), radius)
+        radius = radius * scale
+        cosine, sine = _turn(words[3 * pair + 2])
+        # PRIVACY: lanes past the last block would add to another's numbers (test_every_number_gets_its_noise_once)
+        _add(out, pair * blocks + i, (i < blocks) & (pair * blocks + i < n), cosine * radius)
+        place = (pair + 5) * blocks + i
+        _add(out, place, (i < blocks) & (place < n), sine * radius)
