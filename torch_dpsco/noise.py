@@ -101,7 +101,7 @@ def add_normal_(out: Tensor, std: float, source: Source) -> Tensor:
     _require(out, std)
     if not std:
         return out
-    flat = out.detach().reshape(-1)  # a copy where the numbers do not lie side by side
+    flat = out.detach().contiguous().view(-1)  # a copy where they do not lie side by side
     stream = stream_of(source)
     # other streams are read on the host: the same bits are the same noise on every device
     may_differ = type(stream) is Keystream and flat.device.type in _DEVICES
