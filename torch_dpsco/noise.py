@@ -325,7 +325,7 @@ class Keystream(Stream):
         """Returns fresh bytes."""
         return _random_bytes(size)
 
-    def fill(self, memory: npt.NDArray[Any]) -> None:
+    def fill(self, memory: memoryview) -> None:
         """Writes fresh bytes of the operating system into memory; no copy of them is left anywhere else."""
         with open("/dev/urandom", "rb", buffering=0) as source:
             # PRIVACY: a key that is short has zeros (test_a_key_that_is_not_whole_is_refused)

@@ -49,7 +49,9 @@ def ideal(words: list[int], more: Any) -> tuple[list[float], list[float]]:
         near = min(v, 2**64 - v)
         logarithm = mpmath.log(mpmath.mpf(v) / 2**64)
         if near < 2**44:
-            further = sum(word << 32 * place for place, word in enumerate(_order(more(pair + 1))))
+            further = sum(
+                word << 32 * place for place, word in enumerate(_order(more(pair + 1)))
+            )
             d = mpmath.mpf(2 * ((near >> 1 << 192) + further) + 1) / mpmath.mpf(2) ** 256
             logarithm = mpmath.log(d) if v < 2**63 else mpmath.log1p(-d)
         radius = mpmath.sqrt(-2 * logarithm)

@@ -10,6 +10,7 @@ import math
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,13 @@ class Given:
         self.key = key
         self.memory: list[Any] = []
 
-    def fill(self, memory: Any) -> None:
-        memory[:] = np.frombuffer(self.key, memory.dtype)
-        self.memory.append(memory)
+    def fill(self, memory: memoryview) -> None:
+        self.memory.append(np.asarray(memory))
+        self.memory[-1][:] = np.frombuffer(self.key, np.int32)
+
+
+def further(key: bytes, counter: Any, pair: int) -> list[int]:
+    return keystream(key, counter, (pair, 0, 0))[:, 0].tolist()
 
 
 def expected(key: bytes, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -76,7 +81,7 @@ def expected(key: bytes, size: int) -> tuple[np.ndarray, np.ndarray]:
     drawn = keystream(key, counters)
     values, radii = np.empty((10, blocks)), np.empty((10, blocks))
     for i in range(blocks):
-        more = lambda pair, i=i: keystream(key, counters[i : i + 1], (pair, 0, 0))[:, 0].tolist()
+        more = partial(further, key, counters[i : i + 1])
         values[:, i], radii[:, i] = ideal(drawn[:, i].tolist(), more)
     return values.ravel()[:size], radii.ravel()[:size]
 
@@ -95,7 +100,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch, wide: None) -> list[int]:
-    """Noise for tensors of the device of these tests comes from the kernel; gives the sizes of what it was drawn for."""
+    """Noise for tensors of the device of these tests is the kernel's; gives the sizes of what it was drawn for."""
     sizes: list[int] = []
     draw = on_device.draw
 
@@ -175,7 +180,9 @@ def test_numbers_are_within_the_stated_error_of_the_exact_ones(wide):
 
 
 @pytest.mark.cases(2, 1)
-@pytest.mark.parametrize(("word", "side"), [(621285, "tail"), (393134, "tail"), (92188, "middle")])
+@pytest.mark.parametrize(
+    ("word", "side"), [(621285, "tail"), (393134, "tail"), (92188, "middle")]
+)
 def test_the_tail_of_the_kernel_is_reached_in_small_steps(word, side):
     """Keys of which a pair of the first block is at an edge: 192 bits more of it count."""
     key = word.to_bytes(4, "little") + bytes(28)
@@ -197,7 +204,9 @@ def of_words(monkeypatch: pytest.MonkeyPatch, words: list[int], more: list[int])
 
 @interpreted
 @pytest.mark.parametrize("low", [0, 1, 2**32 - 1])
-@pytest.mark.parametrize("high", [0, 2**11, 2**12 - 1, 2**12, 2**31 - 1, 2**31, 2**32 - 2**12, 2**32 - 1])
+@pytest.mark.parametrize(
+    "high", [0, 2**11, 2**12 - 1, 2**12, 2**31 - 1, 2**31, 2**32 - 2**12, 2**32 - 1]
+)
 def test_words_of_every_kind_are_within_the_stated_error(monkeypatch, low, high):
     """Next to the edges, to sqrt(1/2), and to the quarters of a turn."""
     turns = [0, 1, 2**29, 2**29 - 1, 2**30, 2**31, 2**32 - 1, 3 * 2**30 + 2**29]
@@ -215,7 +224,9 @@ def test_words_of_every_kind_are_within_the_stated_error(monkeypatch, low, high)
 def test_what_is_drawn_beyond_64_bits_counts(monkeypatch, zeros, v):
     """V, or 1 - V, down to 2^-205, below which it is with probability 2^-204."""
     more = [*[0] * zeros, *[2**31 + 12345] * (6 - zeros), *[0] * 10]
-    more = [more[place] for place in (1, 0, 3, 2, 5, 4)] + [0] * 10  # the highest word is the second
+    more = [more[place] for place in (1, 0, 3, 2, 5, 4)] + [
+        0
+    ] * 10  # the highest word is the second
     words = [w for turn in range(5) for w in (v % 2**32, v >> 32, turn % 4 * 2**30 + 99)] + [0]
     values, radii = ideal(words, lambda pair: more)
     assert (radii[0] > 9.4) if v == 0 else (radii[0] < 2.0**-31)
@@ -226,7 +237,9 @@ def test_what_is_drawn_beyond_64_bits_counts(monkeypatch, zeros, v):
 @interpreted
 def test_a_kernel_without_further_bits_is_caught(monkeypatch):
     def dull(key: Any, counter: Any, pair: Any, n: Any) -> Any:
-        return tl.sqrt_rn(kernels._log(n.to(tl.float32) * 2.0**-64, 1.0 - n.to(tl.float32) * 2.0**-64) * -2.0)
+        return tl.sqrt_rn(
+            kernels._log(n.to(tl.float32) * 2.0**-64, 1.0 - n.to(tl.float32) * 2.0**-64) * -2.0
+        )
 
     monkeypatch.setattr(kernels, "_refined", dull)
     with pytest.raises(AssertionError):
@@ -292,7 +305,9 @@ def test_no_two_blocks_have_one_counter_and_one_nonce(monkeypatch):
 
 @pytest.mark.real_entropy
 def test_no_release_repeats_the_noise_of_another(here):
-    numbers = [normal_(torch.empty(4, 500, device=DEVICE).t(), 1.0, Keystream()) for _ in range(2)]
+    numbers = [
+        normal_(torch.empty(4, 500, device=DEVICE).t(), 1.0, Keystream()) for _ in range(2)
+    ]
     both = torch.cat(numbers).cpu().double().flatten()
     assert len(both.unique()) >= len(both) - 4
     assert abs(stats.pearsonr(*both.view(2, -1).numpy()).statistic) < 0.2
@@ -326,7 +341,7 @@ def test_keys_are_overwritten(monkeypatch, fails):
 
 def test_each_piece_of_a_large_tensor_has_its_own_key(monkeypatch):
     class Fresh(Given):
-        def fill(self, memory: Any) -> None:
+        def fill(self, memory: memoryview) -> None:
             self.key = os.urandom(32)
             super().fill(memory)
 
@@ -347,7 +362,7 @@ def test_each_piece_of_a_large_tensor_has_its_own_key(monkeypatch):
 def test_keys_fill_the_memory_that_they_are_given():
     first, second = np.zeros(8, np.int32), np.zeros(8, np.int32)
     for memory in (first, second):
-        Keystream().fill(memory)
+        Keystream().fill(memory.data)
         assert np.count_nonzero(memory) >= 6  # false-alarm rate 1e-27
     assert first.tobytes() != second.tobytes()
 
@@ -355,7 +370,7 @@ def test_keys_fill_the_memory_that_they_are_given():
 def test_a_key_that_is_not_whole_is_refused(monkeypatch):
     monkeypatch.setattr("builtins.open", lambda *_, **__: io.BytesIO(b"too few"))
     with pytest.raises(OSError, match="too few bytes: no noise was drawn"):
-        Keystream().fill(np.zeros(8, np.int32))
+        Keystream().fill(np.zeros(8, np.int32).data)
 
 
 # -- when it is used --------------------------------------------------------------------------------------------------

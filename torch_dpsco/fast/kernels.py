@@ -16,7 +16,6 @@ Source: docs/proofs/noise.md#on-a-gpu; RFC 8439, section 2.3.
 
 from __future__ import annotations
 
-
 import triton
 import triton.language as tl
 
@@ -45,33 +44,9 @@ def _word(key: tl.tensor, place: tl.constexpr, like: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def keystream(key: tl.tensor, counter: tl.tensor, n0: tl.tensor, n1: tl.tensor, n2: tl.tensor) -> tl.tensor:
-    """Returns the 16 words of blocks of ChaCha20.
-
-    Args:
-        key: place of 8 words of int32.
-        counter: (L,) uint32.
-        n0: first word of the nonce, as the others of int32.
-        n1: second one.
-        n2: third one.
-    """
-    s0 = counter * 0 + 0x61707865
-    s1 = counter * 0 + 0x3320646E
-    s2 = counter * 0 + 0x79622D32
-    s3 = counter * 0 + 0x6B206574
-    s4 = _word(key, 0, counter)
-    s5 = _word(key, 1, counter)
-    s6 = _word(key, 2, counter)
-    s7 = _word(key, 3, counter)
-    s8 = _word(key, 4, counter)
-    s9 = _word(key, 5, counter)
-    s10 = _word(key, 6, counter)
-    s11 = _word(key, 7, counter)
-    s13 = counter * 0 + n0
-    s14 = counter * 0 + n1
-    s15 = counter * 0 + n2
-    x0, x1, x2, x3, x4, x5, x6, x7 = s0, s1, s2, s3, s4, s5, s6, s7
-    x8, x9, x10, x11, x12, x13, x14, x15 = s8, s9, s10, s11, counter, s13, s14, s15
+def _mixed(words: tl.tensor) -> tl.tensor:
+    """Returns 16 words after the 20 rounds."""
+    x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15 = words
     for _ in range(10):
         x0, x4, x8, x12 = _quarter(x0, x4, x8, x12)
         x1, x5, x9, x13 = _quarter(x1, x5, x9, x13)
@@ -81,9 +56,76 @@ def keystream(key: tl.tensor, counter: tl.tensor, n0: tl.tensor, n1: tl.tensor, 
         x1, x6, x11, x12 = _quarter(x1, x6, x11, x12)
         x2, x7, x8, x13 = _quarter(x2, x7, x8, x13)
         x3, x4, x9, x14 = _quarter(x3, x4, x9, x14)
-    first = x0 + s0, x1 + s1, x2 + s2, x3 + s3, x4 + s4, x5 + s5, x6 + s6, x7 + s7
-    last = x8 + s8, x9 + s9, x10 + s10, x11 + s11, x12 + counter, x13 + s13, x14 + s14, x15 + s15
-    return first + last
+    return (
+        x0,
+        x1,
+        x2,
+        x3,
+        x4,
+        x5,
+        x6,
+        x7,
+        x8,
+        x9,
+        x10,
+        x11,
+        x12,
+        x13,
+        x14,
+        x15,
+    )
+
+
+@triton.jit
+def keystream(
+    key: tl.tensor, counter: tl.tensor, n0: tl.tensor, n1: tl.tensor, n2: tl.tensor
+) -> tl.tensor:
+    """Returns the 16 words of blocks of ChaCha20.
+
+    Args:
+        key: place of 8 words of int32.
+        counter: (L,) uint32.
+        n0: first word of the nonce, as the others of int32.
+        n1: second one.
+        n2: third one.
+    """
+    start = (
+        counter * 0 + 0x61707865,
+        counter * 0 + 0x3320646E,
+        counter * 0 + 0x79622D32,
+        counter * 0 + 0x6B206574,
+        _word(key, 0, counter),
+        _word(key, 1, counter),
+        _word(key, 2, counter),
+        _word(key, 3, counter),
+        _word(key, 4, counter),
+        _word(key, 5, counter),
+        _word(key, 6, counter),
+        _word(key, 7, counter),
+        counter,
+        counter * 0 + n0,
+        counter * 0 + n1,
+        counter * 0 + n2,
+    )
+    mixed = _mixed(start)
+    return (
+        mixed[0] + start[0],
+        mixed[1] + start[1],
+        mixed[2] + start[2],
+        mixed[3] + start[3],
+        mixed[4] + start[4],
+        mixed[5] + start[5],
+        mixed[6] + start[6],
+        mixed[7] + start[7],
+        mixed[8] + start[8],
+        mixed[9] + start[9],
+        mixed[10] + start[10],
+        mixed[11] + start[11],
+        mixed[12] + start[12],
+        mixed[13] + start[13],
+        mixed[14] + start[14],
+        mixed[15] + start[15],
+    )
 
 
 @triton.jit
@@ -93,7 +135,7 @@ def _joined(low: tl.tensor, high: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _log(v: tl.tensor, rest: tl.tensor) -> tl.tensor:
-    """Returns log v, for v in (0, 1] and 1 - v, each rounded by itself: v = 2^e m, log m = 2 artanh((m - 1)/(m + 1))."""
+    """Returns log v of v in (0, 1] and of 1 - v, rounded by itself: v = 2^e m, log m = 2 artanh((m - 1)/(m + 1))."""
     bits = v.to(tl.int32, bitcast=True)
     e = (bits - 0x3F3504F3) >> 23
     m = (bits - (e << 23)).to(tl.float32, bitcast=True)
@@ -154,7 +196,9 @@ def _add(out: tl.tensor, place: tl.tensor, kept: tl.tensor, noise: tl.tensor) ->
 
 # one form only, which is the one that was tried: see `on_device.status`
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["out"])
-def add_gaussians(out: tl.tensor, n: tl.tensor, scale: tl.tensor, key: tl.tensor, LANES: tl.constexpr) -> None:
+def add_gaussians(
+    out: tl.tensor, n: tl.tensor, scale: tl.tensor, key: tl.tensor, LANES: tl.constexpr
+) -> None:
     """Adds scale times Gaussians to n <= 2^30 float32 numbers.
 
     Args:
@@ -175,7 +219,8 @@ def add_gaussians(out: tl.tensor, n: tl.tensor, scale: tl.tensor, key: tl.tensor
         radius = tl.sqrt_rn(square)
         edge = tl.minimum(v, rest) < 0x100000000000
         if tl.max(edge.to(tl.int32), 0) > 0:
-            # PRIVACY: 63 bits alone would end at 9.4 std, in steps (test_the_tail_of_the_kernel_is_reached_in_small_steps)
+            # PRIVACY: 63 bits alone would end at 9.4 std, in steps
+            # (test_the_tail_of_the_kernel_is_reached_in_small_steps)
             radius = tl.where(edge, _refined(key, counter, pair + 1, v), radius)
         radius = radius * scale
         cosine, sine = _turn(words[3 * pair + 2])

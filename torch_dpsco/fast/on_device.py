@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -45,7 +44,7 @@ _OFF = 2.0**-18  # how far from these a kernel may be
 class Keys(Protocol):
     """Where keys come from."""
 
-    def fill(self, memory: npt.NDArray[Any]) -> None:
+    def fill(self, memory: memoryview) -> None:
         """Writes fresh bytes into memory."""
 
 
@@ -102,7 +101,7 @@ def _tried(device: torch.device) -> float:
 def _fresh_key(device: torch.device, keys: Keys) -> Iterator[Tensor]:
     """Gives a key on a device, which is overwritten at the end, there and on the host, when what was begun is done."""
     host = torch.zeros(8, dtype=torch.int32, pin_memory=device.type == "cuda")
-    keys.fill(host.numpy())
+    keys.fill(host.numpy().data)
     key = host.to(device, non_blocking=True, copy=True)
     try:
         yield key
