@@ -45,10 +45,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from torch_dpsco.acts import act
 from torch_dpsco.compat import ConvNd
 from torch_dpsco.errors import SequenceError
 
 WIDEST = 2**26  # columns for which the errors of norms are proved
+DEVICES = ("cuda",)  # types of those that have kernels of their own, see `torch_dpsco.fast`
 # of _kernel.c
 _BATCH = 32
 _GROUP = 4
@@ -160,6 +162,13 @@ def suits(rows: Tensor, *, double: bool = False) -> bool:
         and (rows.stride(1) == 1 or rows.shape[1] == 1)
         and 0 < rows.shape[1] <= WIDEST
         and _found()[0] is not None
+    )
+
+
+def have_kernels(devices: set[torch.device]) -> bool:
+    """Returns whether rows are all on one device, which sums them by kernels of its own: `fast.rows_on_device`."""
+    return len(devices) == 1 and all(
+        device.type in DEVICES and act("rows.on_device")(device) for device in devices
     )
 
 

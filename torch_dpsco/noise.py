@@ -60,7 +60,6 @@ _LOW = math.log(_EDGE)
 _HIGH = -_EDGE
 _MORE = 192  # bits
 _SCALES = 2.0**-100, 2.0**100  # of a standard deviation that float32 holds with all its bits
-_DEVICES = ("cuda",)  # types of those that may draw float32 numbers themselves
 
 _Floats = npt.NDArray[np.float64]
 
@@ -104,7 +103,7 @@ def add_normal_(out: Tensor, std: float, source: Source) -> Tensor:
     flat = out.detach().contiguous().view(-1)  # a copy where they do not lie side by side
     stream = stream_of(source)
     # other streams are read on the host: the same bits are the same noise on every device
-    may_differ = type(stream) is Keystream and flat.device.type in _DEVICES
+    may_differ = type(stream) is Keystream and flat.device.type in native.DEVICES
     single = flat.dtype is torch.float32 and _SCALES[0] < std < _SCALES[1]
     if not (may_differ and single and act("noise.on_device")(flat, _raised(std), stream)):
         _add_from_host(flat, std, stream)

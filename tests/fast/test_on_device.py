@@ -22,7 +22,7 @@ from scipy import stats
 
 from tests.fast.keystream import ideal, keystream
 from tests.streams import Counted, seeded
-from torch_dpsco import acts, native, noise
+from torch_dpsco import acts, native
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.fast import on_device
 from torch_dpsco.noise import Keystream, add_normal_, normal_
@@ -109,7 +109,7 @@ def here(monkeypatch: pytest.MonkeyPatch, wide: None) -> list[int]:
         draw(out, scale, key)
 
     assert on_device.status(DEVICE) == "in use"  # tried once
-    monkeypatch.setattr(noise, "_DEVICES", (DEVICE.type,))
+    monkeypatch.setattr(native, "DEVICES", (DEVICE.type,))
     monkeypatch.setattr(on_device, "draw", noted)
     return sizes
 
@@ -398,7 +398,7 @@ def test_other_noise_comes_from_the_host(here, monkeypatch, other):
     if other == "generator":
         source = torch.Generator().manual_seed(1)
     if other == "device":
-        monkeypatch.setattr(noise, "_DEVICES", ())
+        monkeypatch.setattr(native, "DEVICES", ())
     std = {"tiny": 2.0**-101, "huge": 2.0**101}.get(other, 1.0)
     real = torch.float64 if other == "float64" else torch.float32
     out = torch.zeros(2, 50, dtype=real, device=DEVICE)
@@ -441,7 +441,7 @@ def test_a_kernel_of_other_numbers_is_not_used(monkeypatch, wrong):
         monkeypatch.setattr(on_device, "_tried", lambda device: math.nan)
         said = "its numbers are wrong"
     assert said in on_device.status(DEVICE)
-    monkeypatch.setattr(noise, "_DEVICES", (DEVICE.type,))
+    monkeypatch.setattr(native, "DEVICES", (DEVICE.type,))
     out = torch.zeros(20, 30, device=DEVICE).t()
     assert not on_device.add_normal_(out, 1.0, Keystream())
     add_normal_(out, 1.0, Keystream())
@@ -455,7 +455,7 @@ def test_a_release_of_a_large_sum_takes_its_noise_where_it_lies(here, monkeypatc
     rows = [torch.full((4, 33_000), 1e-3, device=DEVICE), torch.zeros(4, 5, device=DEVICE)]
     events = []
     for on in (True, False):
-        monkeypatch.setattr(noise, "_DEVICES", (DEVICE.type,) if on else ())
+        monkeypatch.setattr(native, "DEVICES", (DEVICE.type,) if on else ())
         oracle = Clipped(1.0, 2.0, 4)
         oracle.open([part[0] for part in rows])
         oracle.observe(GradBatch([DenseBlock(*rows)]))

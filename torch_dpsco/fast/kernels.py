@@ -228,3 +228,89 @@ def add_gaussians(
         _add(out, pair * blocks + i, (i < blocks) & (pair * blocks + i < n), cosine * radius)
         place = (pair + 5) * blocks + i
         _add(out, place, (i < blocks) & (place < n), sine * radius)
+
+
+@triton.jit(do_not_specialize=["width"])
+def squares(
+    rows: tl.tensor, step: tl.tensor, width: tl.tensor, found: tl.tensor, PIECE: tl.constexpr
+) -> None:
+    """Writes the sum of the squares of a row, a row a program: pieces in float32, and their sums in float64.
+
+    Args:
+        rows: place of float32 numbers.
+        step: from a row to the next.
+        width: numbers of a row.
+        found: place of float64 numbers.
+        PIECE: numbers of a piece, a power of 2.
+    """
+    row = tl.program_id(0)
+    start = rows + row.to(tl.int64) * step
+    total = tl.full((1,), 0.0, tl.float64)
+    for first in range(0, width, PIECE):
+        place = first + tl.arange(0, PIECE)
+        x = tl.load(start + place, mask=place < width, other=0.0)
+        total += tl.sum(x * x, 0).to(tl.float64)
+    tl.store(found + row + tl.arange(0, 1), total)
+
+
+@triton.jit(do_not_specialize=["n", "out", "width"])
+def outer_sums(
+    left: tl.tensor,
+    left_step: tl.tensor,
+    right: tl.tensor,
+    right_step: tl.tensor,
+    weights: tl.tensor,
+    n: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    matrix: tl.tensor,
+    vector: tl.tensor,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    HIGH: tl.constexpr,
+    BROAD: tl.constexpr,
+) -> None:
+    """Writes a part of sum_i w_i l_i r_i^T, (HIGH, BROAD) numbers, and that of sum_i w_i l_i.
+
+    The rows of a tile are added in float32, and tiles in float64. Rows of weight 0 are not read.
+
+    Args:
+        left: place of l, (n, out) float32.
+        left_step: from a row to the next.
+        right: place of r, (n, width) float32.
+        right_step: from a row to the next.
+        weights: place of w, (n,) float64.
+        n: number of rows.
+        out: numbers of l.
+        width: numbers of r.
+        matrix: place of (out, width) float32.
+        vector: place of (out,) float64.
+        TILE: rows of a tile.
+        ROWS: of a product, which has zeros in place of rows of the next tile.
+        HIGH: of l, in a program.
+        BROAD: of r, in a program.
+    """
+    high = tl.program_id(0) * HIGH + tl.arange(0, HIGH)
+    broad = tl.program_id(1) * BROAD + tl.arange(0, BROAD)
+    total = tl.zeros((HIGH, BROAD), tl.float64)
+    ends = tl.zeros((HIGH,), tl.float64)
+    for start in range(0, n, TILE):
+        part = tl.zeros((HIGH, BROAD), tl.float32)
+        for first in range(start, start + TILE, ROWS):
+            i = first + tl.arange(0, ROWS)
+            w = tl.load(weights + i, mask=(i < n) & (i < start + TILE), other=0.0)
+            # PRIVACY: 0 times what is not finite would be NaN (test_rows_of_weight_0_are_not_read)
+            used = (w != 0.0)[:, None]
+            place = i.to(tl.int64)[:, None]
+            b = tl.load(left + place * left_step + high, mask=used & (high < out), other=0.0)
+            x = tl.load(
+                right + place * right_step + broad, mask=used & (broad < width), other=0.0
+            )
+            scaled = w[:, None] * b.to(tl.float64)
+            ends += tl.sum(scaled, 0)
+            turned = tl.trans(scaled.to(tl.float32))
+            part = tl.dot(turned, x, part, input_precision="ieee")
+        total += part.to(tl.float64)
+    place = high.to(tl.int64)[:, None] * width + broad
+    tl.store(matrix + place, total.to(tl.float32), mask=(high < out)[:, None] & (broad < width))
+    tl.store(vector + high, ends, mask=(high < out) & (tl.program_id(1) == 0))

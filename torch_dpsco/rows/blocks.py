@@ -50,6 +50,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import native
+from torch_dpsco.acts import act
 from torch_dpsco.native import products_are_exact
 
 PIECE = 1024
@@ -87,6 +88,10 @@ def row_norms(rows: Tensor) -> Tensor:
     """
     if native.suits(rows):
         return native.norms(rows)
+    there = rows.device.type in native.DEVICES
+    found: Tensor | None = act("rows.norms")(rows) if there else None
+    if found is not None:
+        return found
     rows = rows.to(work_dtype(rows.dtype))
     width = rows.shape[1]
     if width == 1:  # exact, unless subnormal numbers are read as 0
@@ -139,7 +144,8 @@ class Summation:
         rows: largest logical batch for which float32 may be used.
         max_rows: largest logical batch for which the bound is proved at all.
         error: bound on |computed - exact| for the difference of two neighboring sums, in units of the clip.
-        in_c: whether tiles of outer products are those of C; what C cannot read is then summed in float64.
+        in_c: whether tiles of outer products are those of C, or of a kernel for the device, added in float64; what
+            neither can read is then summed in float64.
     """
 
     vector_tile: int
@@ -219,7 +225,7 @@ def plan_summation(
         dim: number of parameters.
         vectors: whether rows that are vectors may be summed in float32; in C they are summed in float64.
         matrices: whether there are rows that are outer products, or vectors of a table, which may.
-        in_c: whether outer products are summed in C.
+        in_c: whether outer products are summed in C, or by a kernel for the device.
     """
     rows = batch_size + 8 * math.isqrt(batch_size) + 16
     max_rows = 2 * batch_size + 65536
@@ -570,11 +576,10 @@ class FactoredBlock(Block):
         several = self.backprops.shape[1] > 1
         matrix32 = several and precision.matrix_tile and self.acts.dtype != torch.float64
         if matrix32 and precision.in_c:
-            if native.suits(self.acts) and native.suits(self.backprops):
-                weights = (weights * self.scale).double()
-                tile = precision.matrix_tile
-                matrix, vector = native.outer_sums(self.backprops, self.acts, weights, tile)
-                return [matrix] * self.weight + [vector] * self.bias
+            given = (weights * self.scale).double(), precision.matrix_tile
+            found = _tiles_in_float64(self.backprops, self.acts, *given)
+            if found is not None:
+                return [found[0]] * self.weight + [found[1]] * self.bias
             matrix32 = False
         dtype = torch.float32 if matrix32 else torch.float64
         scaled = self.backprops.to(dtype) * (weights * self.scale).to(dtype)[:, None]
@@ -618,6 +623,18 @@ class FactoredBlock(Block):
         if self.bias:
             out.append(backprops)
         return out
+
+
+def _tiles_in_float64(
+    backprops: Tensor, acts: Tensor, weights: Tensor, tile: int
+) -> tuple[Tensor, Tensor] | None:
+    """Returns `native.outer_sums`, in C or of a kernel for the device; None for rows that suit neither."""
+    given = backprops, acts, weights, tile
+    if native.suits(acts) and native.suits(backprops):
+        return native.outer_sums(*given)
+    there = acts.device.type in native.DEVICES
+    found: tuple[Tensor, Tensor] | None = act("rows.outer_sums")(*given) if there else None
+    return found
 
 
 def _column_sums(rows: Tensor, tile: int) -> Tensor:

@@ -417,13 +417,14 @@ class ClippedMean(MeanOracle):
         # PRIVACY: other processes may be without the accelerator, and err by more
         # (test_several_processes_declare_the_error_of_float32)
         in_c = native.is_available() and on_cpu and self._processes == 1
+        there = self._processes == 1 and native.have_kernels({device for _, _, device in form})
         matrices = any(len(shape) > 1 and shape[0] > 1 for shape in self._shapes)
         return plan_summation(
             self.batch_size,
             self._dim,
             vectors=not in_c,
             matrices=matrices or not in_c,
-            in_c=in_c,
+            in_c=in_c or there,
         )
 
     def _require_within_clip(self, form: list[Any]) -> None:
