@@ -19,6 +19,7 @@ import torch_dpsco as dp
 from tests.contract.registry import ROWS
 from tests.contract.runs import LOSS, STEPS, Run
 from tests.streams import Counted, Picked, seeded
+from torch_dpsco.errors import PrivacyError
 from torch_dpsco.fast import on_device
 from torch_dpsco.noise import Keystream, add_normal_, normal_
 from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch, row_norms
@@ -172,6 +173,14 @@ def test_noise_is_drawn_on_cuda_and_nothing_waits_for_it():
     assert stats.kstest(scaled, "norm").pvalue > 1e-6
     low, high = stats.chi2.ppf([5e-7, 1 - 5e-7], len(scaled))
     assert low < (scaled**2).sum() < high
+
+
+def test_noise_is_not_captured_in_a_graph():
+    out = torch.zeros(100, device="cuda")
+    add_normal_(out, 1.0, Keystream())
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(PrivacyError, match="must not be captured"), torch.cuda.graph(graph):
+        add_normal_(out, 1.0, Keystream())
 
 
 def test_exact_noise_is_released_on_cuda():

@@ -314,7 +314,7 @@ class Keystream(Stream):
     """Fresh bytes of the operating system's generator. No state: copies and forks draw bytes of their own.
 
     Args:
-        device: where the tensors that are filled belong; bits are drawn on the host.
+        device: where the tensors that are filled belong.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -394,7 +394,7 @@ def noise_generator(
     """Returns the stream of noise for tensors on a device.
 
     Args:
-        device: of the tensors; on every device the bits come from the host.
+        device: of the tensors.
         generator: a generator of the caller's; it makes runs repeatable and warns.
 
     Raises:

@@ -39,8 +39,8 @@ def _quarter(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tl.tenso
 
 
 @triton.jit
-def _word(key: tl.tensor, place: tl.constexpr, like: tl.tensor) -> tl.tensor:
-    return tl.load(key + place).to(tl.uint32, bitcast=True) + like * 0
+def _word(key: tl.tensor, place: tl.constexpr) -> tl.tensor:
+    return tl.load(key + place).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -89,23 +89,24 @@ def keystream(
         n1: second one.
         n2: third one.
     """
+    zero = counter ^ counter
     start = (
-        counter * 0 + 0x61707865,
-        counter * 0 + 0x3320646E,
-        counter * 0 + 0x79622D32,
-        counter * 0 + 0x6B206574,
-        _word(key, 0, counter),
-        _word(key, 1, counter),
-        _word(key, 2, counter),
-        _word(key, 3, counter),
-        _word(key, 4, counter),
-        _word(key, 5, counter),
-        _word(key, 6, counter),
-        _word(key, 7, counter),
+        zero + 0x61707865,
+        zero + 0x3320646E,
+        zero + 0x79622D32,
+        zero + 0x6B206574,
+        zero + _word(key, 0),
+        zero + _word(key, 1),
+        zero + _word(key, 2),
+        zero + _word(key, 3),
+        zero + _word(key, 4),
+        zero + _word(key, 5),
+        zero + _word(key, 6),
+        zero + _word(key, 7),
         counter,
-        counter * 0 + n0,
-        counter * 0 + n1,
-        counter * 0 + n2,
+        zero + n0,
+        zero + n1,
+        zero + n2,
     )
     mixed = _mixed(start)
     return (
@@ -141,9 +142,12 @@ def _log(v: tl.tensor, rest: tl.tensor) -> tl.tensor:
     m = (bits - (e << 23)).to(tl.float32, bitcast=True)
     s = tl.div_rn(tl.where(e == 0, -rest, m - 1.0), m + 1.0)
     z = s * s
-    series = ((z * (1.0 / 9.0) + 1.0 / 7.0) * z + 1.0 / 5.0) * z + 1.0 / 3.0
+    series = z * (1.0 / 9.0) + 1.0 / 7.0
+    series = series * z + 1.0 / 5.0
+    series = series * z + 1.0 / 3.0
     s = s + s
-    return e.to(tl.float32) * 0.6931471805599453 + (s + s * (z * series))
+    higher = s * (z * series)
+    return e.to(tl.float32) * 0.6931471805599453 + (s + higher)
 
 
 @triton.jit
@@ -153,15 +157,23 @@ def _turn(j: tl.tensor) -> tl.tensor:
     rest = (j - (quarter << 30)).to(tl.int32, bitcast=True)
     t = rest.to(tl.float32) * 1.4629180792671596e-09  # 2 pi / 2^32
     z = t * t
-    s = ((z * (1.0 / 362880.0) - 1.0 / 5040.0) * z + 1.0 / 120.0) * z - 1.0 / 6.0
+    s = z * (1.0 / 362880.0) - 1.0 / 5040.0
+    s = s * z + 1.0 / 120.0
+    s = s * z - 1.0 / 6.0
     s = t + t * (z * s)
-    c = ((z * (-1.0 / 3628800.0) + 1.0 / 40320.0) * z - 1.0 / 720.0) * z + 1.0 / 24.0
-    c = 1.0 + z * (c * z - 0.5)
+    c = z * (-1.0 / 3628800.0) + 1.0 / 40320.0
+    c = c * z - 1.0 / 720.0
+    c = c * z + 1.0 / 24.0
+    c = c * z - 0.5
+    c = 1.0 + z * c
     odd = (quarter & 1) != 0
     cosine = tl.where(odd, s, c)
     sine = tl.where(odd, c, s)
-    cosine = tl.where(((quarter + 1) & 2) != 0, -cosine, cosine)
-    return cosine, tl.where((quarter & 2) != 0, -sine, sine)
+    left = ((quarter + 1) & 2) != 0
+    below = (quarter & 2) != 0
+    cosine = tl.where(left, -cosine, cosine)
+    sine = tl.where(below, -sine, sine)
+    return cosine, sine
 
 
 @triton.jit
@@ -177,21 +189,26 @@ def _refined(key: tl.tensor, counter: tl.tensor, pair: tl.tensor, n: tl.tensor) 
     words = keystream(key, counter, pair, 0, 0)
     upper = n >= 0x8000000000000000
     k = tl.where(upper, 0 - n, n) >> 1
-    third = (_joined(words[4], words[5]).to(tl.float64) + 0.5) * 2.0**-255
-    second = _joined(words[2], words[3]).to(tl.float64) * 2.0**-191
-    first = _joined(words[0], words[1]).to(tl.float64) * 2.0**-127
-    d = third + second + first + k.to(tl.float64) * 2.0**-63  # from the edge
+    third = _joined(words[4], words[5])
+    second = _joined(words[2], words[3])
+    first = _joined(words[0], words[1])
+    d = (third.to(tl.float64) + 0.5) * 2.0**-255  # from the edge
+    d += second.to(tl.float64) * 2.0**-191
+    d += first.to(tl.float64) * 2.0**-127
+    d += k.to(tl.float64) * 2.0**-63
     bits = d.to(tl.int64, bitcast=True)
     e = (bits >> 52) - 1022
     m = (bits - (e << 52)).to(tl.float64, bitcast=True).to(tl.float32)
-    square = (_log(m, 1.0 - m) + e.to(tl.float32) * 0.6931471805599453) * -2.0
-    # -log(1 - d) = d + d^2/2, d being below 2^-20
-    return tl.where(upper, tl.sqrt(d * (d + 2.0)).to(tl.float32), tl.sqrt_rn(square))
+    logarithm = _log(m, 1.0 - m) + e.to(tl.float32) * 0.6931471805599453
+    lower = tl.sqrt_rn(logarithm * -2.0)
+    near = tl.sqrt(d * (d + 2.0))  # -log(1 - d) = d + d^2/2, d being below 2^-20
+    return tl.where(upper, near.to(tl.float32), lower)
 
 
 @triton.jit
 def _add(out: tl.tensor, place: tl.tensor, kept: tl.tensor, noise: tl.tensor) -> tl.tensor:
-    tl.store(out + place, tl.load(out + place, mask=kept) + noise, mask=kept)
+    total = tl.load(out + place, mask=kept)
+    tl.store(out + place, total + noise, mask=kept)
 
 
 # one form only, which is the one that was tried: see `on_device.status`
@@ -215,8 +232,9 @@ def add_gaussians(
     for pair in tl.static_range(5):
         v = _joined(words[3 * pair], words[3 * pair + 1]) | 1  # of 2^64, an odd number
         rest = 0 - v
-        square = _log(v.to(tl.float32) * 2.0**-64, rest.to(tl.float32) * 2.0**-64) * -2.0
-        radius = tl.sqrt_rn(square)
+        below = v.to(tl.float32) * 2.0**-64
+        above = rest.to(tl.float32) * 2.0**-64
+        radius = tl.sqrt_rn(_log(below, above) * -2.0)
         edge = tl.minimum(v, rest) < 0x100000000000
         if tl.max(edge.to(tl.int32), 0) > 0:
             # PRIVACY: 63 bits alone would end at 9.4 std, in steps
@@ -225,9 +243,11 @@ def add_gaussians(
         radius = radius * scale
         cosine, sine = _turn(words[3 * pair + 2])
         # PRIVACY: lanes past the last block would add to another's numbers (test_every_number_gets_its_noise_once)
-        _add(out, pair * blocks + i, (i < blocks) & (pair * blocks + i < n), cosine * radius)
-        place = (pair + 5) * blocks + i
-        _add(out, place, (i < blocks) & (place < n), sine * radius)
+        own = i < blocks
+        first = pair * blocks + i
+        second = first + 5 * blocks
+        _add(out, first, own & (first < n), cosine * radius)
+        _add(out, second, own & (second < n), sine * radius)
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -298,7 +318,8 @@ def outer_sums(
         part = tl.zeros((HIGH, BROAD), tl.float32)
         for first in range(start, start + TILE, ROWS):
             i = first + tl.arange(0, ROWS)
-            w = tl.load(weights + i, mask=(i < n) & (i < start + TILE), other=0.0)
+            inside = (i < n) & (i < start + TILE)
+            w = tl.load(weights + i, mask=inside, other=0.0)
             # PRIVACY: 0 times what is not finite would be NaN (test_rows_of_weight_0_are_not_read)
             used = (w != 0.0)[:, None]
             place = i.to(tl.int64)[:, None]
@@ -311,6 +332,8 @@ def outer_sums(
             turned = tl.trans(scaled.to(tl.float32))
             part = tl.dot(turned, x, part, input_precision="ieee")
         total += part.to(tl.float64)
+    inside = high < out
     place = high.to(tl.int64)[:, None] * width + broad
-    tl.store(matrix + place, total.to(tl.float32), mask=(high < out)[:, None] & (broad < width))
-    tl.store(vector + high, ends, mask=(high < out) & (tl.program_id(1) == 0))
+    kept = inside[:, None] & (broad < width)
+    tl.store(matrix + place, total.to(tl.float32), mask=kept)
+    tl.store(vector + high, ends, mask=inside & (tl.program_id(1) == 0))

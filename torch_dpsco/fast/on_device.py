@@ -59,7 +59,7 @@ def add_normal_(out: Tensor, scale: float, keys: Keys) -> bool:
     Raises:
         PrivacyError: a CUDA graph is being captured.
     """
-    if out.is_cuda and torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         # PRIVACY: a replay would draw the same noise again (test_noise_is_not_captured_in_a_graph)
         raise PrivacyError(
             "noise must not be captured in a CUDA graph, which would repeat it: capture forward and"
