@@ -59,6 +59,9 @@ _EDGE = 2.0**-20  # V is refined that close to 0 or 1
 _LOW = math.log(_EDGE)
 _HIGH = -_EDGE
 _MORE = 192  # bits
+_UP = (
+    1.0 + 2.0**-22
+)  # by which a standard deviation is none the smaller for being rounded to float32
 _SCALES = 2.0**-100, 2.0**100  # of a standard deviation that float32 holds with all its bits
 
 _Floats = npt.NDArray[np.float64]
@@ -105,7 +108,7 @@ def add_normal_(out: Tensor, std: float, source: Source) -> Tensor:
     # other streams are read on the host: the same bits are the same noise on every device
     may_differ = type(stream) is Keystream and flat.device.type in native.DEVICES
     single = flat.dtype is torch.float32 and _SCALES[0] < std < _SCALES[1]
-    if not (may_differ and single and act("noise.on_device")(flat, _raised(std), stream)):
+    if not (may_differ and single and act("noise.on_device")(flat, std * _UP, stream)):
         _add_from_host(flat, std, stream)
     if not out.is_contiguous():
         out.copy_(flat.view(out.shape))
@@ -122,12 +125,6 @@ def _add_from_host(flat: Tensor, std: float, stream: Stream) -> None:
         piece = piece.to(flat.device)
         part.add_(piece)
         piece.zero_()
-
-
-def _raised(std: float) -> float:
-    """Returns a standard deviation that is none the smaller for being rounded to float32."""
-    # PRIVACY: float32 would round it down (test_a_standard_deviation_is_never_rounded_down)
-    return std * (1.0 + 2.0**-22)
 
 
 def _require(out: Tensor, std: float) -> None:
@@ -194,7 +191,8 @@ def _write(part: Tensor, std: float, stream: Stream, mean: Tensor | None = None)
         part.copy_(wide)
         return
     size = 8 if part.dtype is torch.float64 else 4  # bytes of an angle
-    scale = std if size == 8 else _raised(std)
+    # PRIVACY: float32 would round a standard deviation down (test_a_standard_deviation_is_never_rounded_down)
+    scale = std if size == 8 else std * _UP
     count = (part.numel() + 1) // 2
     bits = stream.read(count * (8 + size))
     outside = native.gaussians(bits, part, scale, _LOW, _HIGH, mean)

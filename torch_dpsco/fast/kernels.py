@@ -78,7 +78,11 @@ def _mixed(words: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def keystream(
-    key: tl.tensor, counter: tl.tensor, n0: tl.tensor, n1: tl.tensor, n2: tl.tensor
+    key: tl.tensor,
+    counter: tl.tensor,
+    n0: tl.tensor,
+    n1: tl.tensor,
+    n2: tl.tensor,
 ) -> tl.tensor:
     """Returns the 16 words of blocks of ChaCha20.
 
@@ -252,7 +256,11 @@ def add_gaussians(
 
 @triton.jit(do_not_specialize=["width"])
 def squares(
-    rows: tl.tensor, step: tl.tensor, width: tl.tensor, found: tl.tensor, PIECE: tl.constexpr
+    rows: tl.tensor,
+    step: tl.tensor,
+    width: tl.tensor,
+    found: tl.tensor,
+    PIECE: tl.constexpr,
 ) -> None:
     """Writes the sum of the squares of a row, a row a program: pieces in float32, and their sums in float64.
 
