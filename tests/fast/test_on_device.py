@@ -24,7 +24,7 @@ from tests.fast.keystream import ideal, keystream
 from tests.streams import Counted, seeded
 from torch_dpsco import acts, native
 from torch_dpsco.errors import PrivacyError
-from torch_dpsco.fast import on_device
+from torch_dpsco.fast import on_device, rows_on_device
 from torch_dpsco.noise import Keystream, add_normal_, normal_
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.step.oracle import Clipped
@@ -452,6 +452,8 @@ def test_a_kernel_of_other_numbers_is_not_used(monkeypatch, wrong):
 def test_a_release_of_a_large_sum_takes_its_noise_where_it_lies(here, monkeypatch):
     """And its event, noise and answer are those of the host."""
     monkeypatch.setattr(native, "_found", lambda: (None, "off"))
+    monkeypatch.setattr(native, "have_kernels", lambda devices: False)
+    monkeypatch.setattr(rows_on_device, "usable", lambda device: False)
     rows = [torch.full((4, 33_000), 1e-3, device=DEVICE), torch.zeros(4, 5, device=DEVICE)]
     events = []
     for on in (True, False):
