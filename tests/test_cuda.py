@@ -224,3 +224,39 @@ def test_a_run_on_cuda_goes_on_from_its_checkpoint(tmp_path: Path):
     optimizer.accountant.close()
     again, _ = run()
     assert torch.equal(again.weight, model.weight)
+
+
+@pytest.mark.parametrize("name", ["linear", "mlp", "cnn"])
+def test_steps_on_cuda_wait_for_nothing(name):
+    model, shape = networks()[name]
+    model = dp.attach(model.cuda())
+    plan = dp.ClippedSGD.plan(
+        lr=0.1, clip=1.0, noise_multiplier=1.0, batch_size=64, n=400, adjacency="add_remove"
+    )
+    optimizer = dp.ClippedSGD(model.parameters(), plan)
+    inputs, labels = torch.randn(400, *shape), torch.randint(3, (400,))
+    data = TensorDataset(inputs.cuda(), nn.functional.one_hot(labels).float().cuda())
+    try:
+        for k, (x, y) in enumerate(optimizer.loader(data, steps=15)):
+            optimizer.zero_grad()
+            nn.BCEWithLogitsLoss()(model(x), y).backward()
+            optimizer.step()
+            if k == 4:
+                torch.cuda.set_sync_debug_mode("error")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("isolation", ["rounded", "slots", "none"])
+def test_batches_for_cuda_are_gathered_into_pinned_memory(isolation):
+    model = dp.attach(nn.Linear(6, 3).cuda(), loss_reduction="sum")
+    plan = dp.ClippedSGD.plan(
+        lr=0.1, clip=1.0, noise_multiplier=1.0, batch_size=64, n=400, adjacency="add_remove"
+    )
+    optimizer = dp.ClippedSGD(model.parameters(), plan)
+    data = TensorDataset(torch.randn(400, 6), torch.randint(3, (400,)))
+    for x, y in optimizer.loader(data, steps=3, isolation=isolation):
+        assert x.is_pinned()
+        assert y.is_pinned()
+        nn.CrossEntropyLoss(reduction="sum")(model(x.cuda()), y.cuda()).backward()
+        optimizer.step()

@@ -105,10 +105,14 @@ def add_normal_(out: Tensor, std: float, source: Source) -> Tensor:
         return out
     flat = out.detach().contiguous().view(-1)  # a copy where they do not lie side by side
     stream = stream_of(source)
-    # other streams are read on the host: the same bits are the same noise on every device
-    may_differ = type(stream) is Keystream and flat.device.type in native.DEVICES
-    single = flat.dtype is torch.float32 and _SCALES[0] < std < _SCALES[1]
-    if not (may_differ and single and act("noise.on_device")(flat, std * _UP, stream)):
+    there = (
+        type(stream)
+        is Keystream  # others are read on the host: the same bits are the same noise on every device
+        and flat.device.type in native.DEVICES
+        and flat.dtype is torch.float32
+        and _SCALES[0] < std < _SCALES[1]
+    )
+    if not (there and act("noise.on_device")(flat, std * _UP, stream)):
         _add_from_host(flat, std, stream)
     if not out.is_contiguous():
         out.copy_(flat.view(out.shape))

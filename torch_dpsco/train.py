@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 from tqdm.auto import tqdm
 
 import torch_dpsco
@@ -317,6 +317,9 @@ def _steps_on(
 ) -> Iterator[Callable[[], Any]]:
     """Yields the step that is due for each batch, after its forward and backward unless rows are compiled."""
     device = next(model.parameters()).device
+    at_once = loader.gathers and isinstance(loader.dataset, TensorDataset)
+    if at_once:
+        _require_all_counted(loss_fn, loader.dataset.tensors[1])
     for batch in loader:
         optimizer.zero_grad()
         users = None
@@ -328,11 +331,14 @@ def _steps_on(
         ):  # an empty draw is a step of noise only; no data at all
             yield partial(optimizer.step, users=users)
             continue
+        if not at_once and compiled is None:
+            _require_all_counted(
+                loss_fn, batch[1]
+            )  # where they are, before a device has to be waited for
         inputs, targets = to_device(batch, device)
         if compiled is not None:
             yield partial(compiled.step, optimizer, inputs, targets, users=users)
             continue
-        _require_all_counted(loss_fn, targets)
         loss_of(model, loss_fn, inputs, targets).backward()
         yield partial(optimizer.step, users=users)
 

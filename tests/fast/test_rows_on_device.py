@@ -102,9 +102,7 @@ def test_a_norm_has_the_same_bits_beside_any_other_rows(usable):
 
 
 def summed(left: Tensor, right: Tensor, weights: Tensor, tile: int) -> tuple[Tensor, Tensor]:
-    found = rows_on_device.outer_sums(left, right, weights, tile)
-    assert found is not None
-    return found
+    return rows_on_device.outer_sums(left, right, weights, tile)
 
 
 def check(left: Tensor, right: Tensor, weights: Tensor, tile: int) -> None:
@@ -187,9 +185,38 @@ def test_other_rows_are_left_to_torch(usable, kind):
     weights = torch.ones(3, dtype=torch.float64, device=DEVICE)
     assert not rows_on_device.suits(rows)
     assert rows_on_device.norms(rows) is None
-    assert rows_on_device.outer_sums(good, rows, weights, 4) is None
-    assert rows_on_device.outer_sums(rows, good, weights, 4) is None
+    planned = plan_summation(3, 100_000, in_c=True)
+    assert FactoredBlock(good, good).leaves_out(planned)
+    for left, right in (good, rows), (rows, good):
+        with pytest.raises(ValueError, match="rows and backprops must be float32"):
+            rows_on_device.outer_sums(left, right, weights, 4)
+        if rows.dim() == 2:
+            assert not FactoredBlock(left, right).leaves_out(planned)
     assert usable == []
+
+
+def test_rows_of_weight_0_are_copied_where_no_kernel_leaves_them_out(usable, monkeypatch):
+    masked: list[type] = []
+    known = FactoredBlock.masked
+
+    def noted(self: FactoredBlock, kept: Tensor) -> FactoredBlock:
+        masked.append(self.acts.dtype)
+        return known(self, kept)
+
+    monkeypatch.setattr(FactoredBlock, "masked", noted)
+    monkeypatch.setattr("torch_dpsco.rows.batch.is_queued", lambda tensor: True)
+    left, right = normal(20, 4), normal(20, 6)
+    left[3], right[7] = math.nan, math.inf
+    weights = torch.ones(20, dtype=torch.float64, device=DEVICE)
+    weights[[3, 7]] = 0.0
+    planned = plan_summation(20, 100_000, in_c=True)
+    sums = [
+        GradBatch([FactoredBlock(part, left)]).weighted_sum(weights, planned)
+        for part in (right, right.double())
+    ]
+    assert masked == [torch.float64]
+    for one, other in zip(*sums, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
 
 
 def test_kernels_are_tried_before_they_are_used():

@@ -49,7 +49,7 @@ from torch_dpsco.estimators.least_squares import (
     plan_preconditioned_gd,
 )
 from torch_dpsco.estimators.objective import plan_objective
-from torch_dpsco.estimators.output import plan_output
+from torch_dpsco.estimators.output import plan_output, with_named_reg
 from torch_dpsco.estimators.preparation import (
     Facts,
     Preparation,
@@ -115,7 +115,8 @@ class LinearModel(BaseEstimator):
         fit_intercept: whether a constant is appended to rows.
         intercept_scaling: the constant, > 0; a larger one is regularized less, and costs noise. None for 1, or 0.3
             where rows are measured, which then have norms of at most 1.
-        reg: in sum form, > 0; None for the mechanism's default.
+        reg: in sum form, > 0; None for the mechanism's default; "theory", with mechanism "output" and a radius, for
+            that of the paper.
         radius: > 0, norm that the answer is projected to; inf for none.
         mechanism: "auto" (chosen by public facts) or one of `MECHANISMS`.
         n_max: public cap on the number of records; None for 2 n.
@@ -149,7 +150,7 @@ class LinearModel(BaseEstimator):
     fit_intercept: bool = True
     intercept_scaling: float | None = None
     prepare: str | None = "auto"
-    reg: float | None = None
+    reg: float | str | None = None
     radius: float = math.inf
     mechanism: str = "auto"
     n_max: int | None = None
@@ -337,24 +338,33 @@ class LinearModel(BaseEstimator):
         if budget.delta > 0 and wanted and self.secure is None and not intervals:
             # units clip rows and targets
             facts = facts._replace(prepare=self._measurements(given, n, dim, budget, facts))
-        prepare = facts.prepare
-        rows = given if prepare is None or not prepare.rows else Preparation(1.0)
-        default = 1.0 if rows is given else _CONSTANT
-        constant = default if self.intercept_scaling is None else self.intercept_scaling
-        constant = check.positive(intercept_scaling=constant) if self.fit_intercept else 0.0
-        return LinearTask(
+        task = LinearTask(
             loss=self.make_loss(facts),
-            preparation=replace(rows, intercept=constant, whole=rows is not given),
-            prepare=prepare,
+            preparation=self._with_constant(given, facts.prepare),
+            prepare=facts.prepare,
             dim=dim,
             n=n,
             budget=budget,
-            reg=self.reg,
+            reg=None if isinstance(self.reg, str) else self.reg,
             radius=self.radius,
             n_max=0 if self.n_max is None else check.positive_count(n_max=self.n_max),
             curvature=intervals,
             **self.task_options(facts),
         )
+        if isinstance(self.reg, str):
+            return with_named_reg(task, self.reg, self.mechanism)
+        return task
+
+    def _with_constant(
+        self, given: Preparation, prepare: PrivatePreparation | None
+    ) -> Preparation:
+        """Returns rows, given or of norm 1 where they are measured, with the constant of an intercept."""
+        measured = prepare is not None and bool(prepare.rows)
+        rows = Preparation(1.0) if measured else given
+        default = _CONSTANT if measured else 1.0
+        constant = default if self.intercept_scaling is None else self.intercept_scaling
+        constant = check.positive(intercept_scaling=constant) if self.fit_intercept else 0.0
+        return replace(rows, intercept=constant, whole=measured)
 
     def _required(self) -> dict[str, str]:
         """Settings that must be given, and how to choose them."""

@@ -161,6 +161,59 @@ def _risk(task: LinearTask, plan: OutputPlan, bound: float) -> float:
     return moved + plan.reg / task.n / 2 * radius**2
 
 
+def theory_reg(task: LinearTask) -> float:
+    """Returns the paper's regularizer for Lipschitz losses on a ball, in sum form: n L / (R sqrt(1 + 1/q)).
+
+    The paper's ratio of noise to size is q = d / (epsilon n) for delta = 0, else sqrt(d) (c + sqrt(c^2 + epsilon)) /
+    (epsilon n) with c^2 = log(2 / (sqrt(16 delta + 1) - 1)).
+
+    Args:
+        task: its reg is not read; delta < 1/2.
+
+    Raises:
+        ValueError: no radius R, or a delta out of range.
+
+    Source: docs/proofs/output.md#published-schedules (Proposition 2.7 of the paper).
+
+    Example:
+        >>> import torch_dpsco as dp
+        >>> from torch_dpsco.estimators.preparation import Preparation
+        >>> task = LinearTask(loss=dp.losses.Logistic(), preparation=Preparation(1.0), dim=10, n=1000, radius=2.0,
+        ...                   budget=dp.Budget(1.0, 0.0))
+        >>> round(theory_reg(task), 3)
+        49.752
+    """
+    radius = task.radius
+    if math.isinf(radius):
+        raise ValueError(
+            "radius must be given for reg='theory', which is for models in a ball (got inf)"
+        )
+    epsilon = task.target.epsilon
+    delta = task.target.delta
+    ratio = task.parameters / epsilon
+    if delta > 0:
+        root = math.sqrt(16 * check.open_interval(0.0, 0.5, delta=delta) + 1)
+        square = math.log((root + 1) / (8 * delta))
+        ratio = (
+            math.sqrt(task.parameters)
+            * (math.sqrt(square) + math.sqrt(square + epsilon))
+            / epsilon
+        )
+    lipschitz = task.lipschitz or task.problem.grad_bound(radius)
+    return task.n * lipschitz / (radius * math.sqrt(1 + task.n / ratio))
+
+
+def with_named_reg(task: LinearTask, reg: str, mechanism: str) -> LinearTask:
+    """Returns a task with a regularizer that is named: "theory" for `theory_reg`, of output perturbation."""
+    check.choice(("theory",), reg=reg)
+    if mechanism != OutputPlan.mechanism:
+        raise ValueError(
+            f"reg='theory' is of output perturbation, not of {mechanism!r}: give a number, or take"
+            " OutputPerturbation or mechanism='output'"
+        )
+    return replace(task, reg=theory_reg(task))
+
+
 @dataclass(frozen=True, kw_only=True)
 class OutputPlan(LinearPlan):
     """Public numbers of one release.
@@ -223,9 +276,63 @@ class OutputPlan(LinearPlan):
         std = self.noise_scale * (math.sqrt(task.parameters + 1) if task.pure else 1.0)
         return std, min(task.radius, task.n * self.sensitivity), "the answer"
 
+    @property
+    def risk_bound(self) -> tuple[float, float] | None:
+        """(a, b): the expected mean loss is at most a + b |w|^2 above that of any w in the ball; None if not proved.
+
+        The loss is that of rows as they are clipped. Source: docs/proofs/output.md#risk-of-a-noisy-minimizer,
+        docs/proofs/output.md#default-regularizer.
+        """
+        task = self.task
+        changed = task.tilt or task.attack_radius or task.residual_clip or task.prepare
+        if changed or task.adjacency == ADD_REMOVE:
+            return None
+        left = self.distance
+        if math.isfinite(task.radius):
+            lipschitz = task.lipschitz or task.problem.grad_bound(task.radius)
+            return lipschitz * (self._noise_norms[0] + left), self.reg / task.n / 2
+        lipschitz = task.lipschitz_at_minimizers(self.reg)
+        bend = math.inf if task.smoothness is None else task.smoothness / 2
+        moved = bend * self._noise_norms[1]
+        missed = lipschitz * left
+        if task.lipschitz is None:
+            missed += bend * left**2
+        else:
+            moved = min(moved, lipschitz * self._noise_norms[0])
+        return moved + missed, self.reg / task.n / 2
+
+    @property
+    def _noise_norms(self) -> tuple[float, float]:
+        """E|z| and E|z|^2, at most; of <x, z> over |x|, where the answer has one score and is not projected."""
+        dim = self.task.parameters
+        scale = self.noise_scale
+        if self.task.num_scores == 1 and math.isinf(self.task.radius):
+            spread = self.noise_and_signal[0]
+            return spread, spread**2
+        if self.task.pure:
+            return dim * scale, dim * (dim + 1) * scale**2
+        return math.sqrt(dim) * scale, dim * scale**2
+
+    def _expected(self) -> str:
+        """Returns the bound on the risk in words, "" for none."""
+        bound = self.risk_bound
+        if bound is None:
+            return ""
+        fixed, squared = bound
+        radius = self.task.radius
+        if math.isinf(radius):
+            return (
+                f"mean loss of the answer at most {fixed:.3g} + {squared:.3g} |w|^2 above that of any"
+                " model w"
+            )
+        most = fixed + squared * radius**2
+        return f"excess risk of the answer at most {most:.3g} over models of norm up to {radius:.3g}"
+
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
         yield from super().lines()
+        if expected := self._expected():
+            yield "expected", expected
         if not self.task.pure:
             yield exact_cost(self.secure)
 

@@ -32,7 +32,7 @@ from torch_dpsco.accounting.events import Adjacency
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.estimators.gradient_descent import NoisyGDPlan, plan_noisy_gd
 from torch_dpsco.estimators.objective import ObjectivePlan, plan_objective
-from torch_dpsco.estimators.output import OutputPlan, plan_output
+from torch_dpsco.estimators.output import OutputPlan, plan_output, with_named_reg
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, make_records
@@ -117,7 +117,7 @@ class SolvedOptimizer(AnswerOptimizer):
         noise_multiplier: float | None = None,
         adjacency: Adjacency | None = None,
         bound_y: float | None = None,
-        reg: float | None = None,
+        reg: float | str | None = None,
         radius: float = math.inf,
         residual_clip: float | None = None,
         tilt: float = 0.0,
@@ -146,7 +146,8 @@ class SolvedOptimizer(AnswerOptimizer):
             adjacency: default the budget's, or "zero_out".
             bound_y: Y > 0, public, that real targets are clipped to.
             reg: in sum form, > 0; None for the smallest sensible one, at which a quarter of epsilon pays for it; of
-                `OutputPerturbation` for the least bound on the risk of a model of norm 5/B.
+                `OutputPerturbation` for the least bound on the risk of a model of norm 5/B, or "theory" for that of the
+                paper, which needs a radius.
             radius: of a ball that the answer is in; `OutputPerturbation` needs it for the squared loss under
                 add_remove, or n_max.
             residual_clip: kappa in (0, 1]: gradients are clipped at kappa times the bound of rows, which makes them
@@ -183,7 +184,7 @@ class SolvedOptimizer(AnswerOptimizer):
             noise_multiplier=noise_multiplier,
             adjacency=adjacency,
             bound_y=bound_y,
-            reg=reg,
+            reg=None if isinstance(reg, str) else reg,
             radius=radius,
             residual_clip=residual_clip,
             tilt=tilt,
@@ -192,6 +193,8 @@ class SolvedOptimizer(AnswerOptimizer):
             n_max=0 if n_max is None else check.positive_count(n_max=n_max),
             n_min=n_min,
         )
+        if isinstance(reg, str):
+            task = with_named_reg(task, reg, cls.plans.mechanism)
         if scores != task.num_scores:
             raise ValueError(
                 f"params must have {task.num_scores} scores, those of {task.loss} (got {scores})"

@@ -181,7 +181,12 @@ def _turn(j: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _refined(key: tl.tensor, counter: tl.tensor, pair: tl.tensor, n: tl.tensor) -> tl.tensor:
+def _refined(
+    key: tl.tensor,
+    counter: tl.tensor,
+    pair: tl.tensor,
+    n: tl.tensor,
+) -> tl.tensor:
     """Returns the radii of pairs near an edge: V = (2 K + 1)/2^256, or 1 - V, with 192 bits more.
 
     Args:

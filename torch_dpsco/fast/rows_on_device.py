@@ -85,10 +85,13 @@ def _norms(rows: Tensor) -> Tensor:
 
 def outer_sums(
     backprops: Tensor, rows: Tensor, weights: Tensor, tile: int
-) -> tuple[Tensor, Tensor] | None:
-    """Returns sums as `native.outer_sums`, of rows on a device; None where they do not suit."""
+) -> tuple[Tensor, Tensor]:
+    """Returns sums as `native.outer_sums`, of rows on a device that suit."""
     if not (suits(rows) and suits(backprops)):
-        return None
+        raise ValueError(
+            f"rows and backprops must be float32 on {native.DEVICES}, side by side (got {rows.dtype} on"
+            f" {rows.device}, {backprops.dtype} on {backprops.device})"
+        )
     return _summed(backprops, rows, weights.double().contiguous(), tile)
 
 

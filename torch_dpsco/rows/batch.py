@@ -24,6 +24,7 @@ from torch_dpsco.rows.blocks import (
     DenseBlock,
     FactoredBlock,
     Summation,
+    is_queued,
     joined,
     joint_norms,
 )
@@ -313,17 +314,26 @@ class GradBatch:
         Returns:
             float64 or float32 tensors of the parameters' shapes.
         """
-        blocks = self.blocks
+        blocks: Iterable[Block] = self.blocks
         index = self._index
         if self._scale != 1.0:
             weights = weights * self._scale
-        if weights.shape[0] and float(weights.min()) < _LEAST_NORMAL:
+        queued = is_queued(weights)
+        if not queued and weights.shape[0] and float(weights.min()) < _LEAST_NORMAL:
             # PRIVACY: dropped, not multiplied by 0 (test_non_finite_rows_contribute_nothing)
             kept = (weights >= _LEAST_NORMAL).nonzero().squeeze(1)
             weights = weights[kept]
             index = index[kept] if isinstance(index, Tensor) else kept
         if index is not None:
             blocks = [block.select(index) for block in blocks]
+        if queued:
+            counts = weights >= _LEAST_NORMAL
+            weights = weights.masked_fill(~counts, 0.0)
+            # PRIVACY: zeros, in place of what 0 times would be NaN (test_rows_that_do_not_count_are_zeros_on_a_device)
+            blocks = (  # one copy at a time
+                block if block.leaves_out(precision) else block.masked(counts)
+                for block in blocks
+            )
         sums = [total for block in blocks for total in block.weighted_sum(weights, precision)]
         return self._in_order(sums)
 

@@ -77,6 +77,11 @@ def work_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def is_queued(tensor: Tensor) -> bool:
+    """Returns whether work on a tensor is queued on a device, so that to read a number of it would wait."""
+    return not tensor.is_cpu
+
+
 def row_norms(rows: Tensor) -> Tensor:
     """Returns certified upper bounds of the L2 norms of rows.
 
@@ -354,6 +359,18 @@ class Block(ABC):
     def select(self, index: Tensor | slice) -> Block:
         """Returns the block of some rows."""
 
+    def leaves_out(self, precision: Summation) -> bool:
+        """Returns whether rows of weight 0 are not read in a sum of this precision, so that they may hold anything."""
+        return False
+
+    @abstractmethod
+    def masked(self, kept: Tensor) -> Block:
+        """Returns the block with zeros for the rows that are not kept, whatever they hold.
+
+        Args:
+            kept: (B,) bool.
+        """
+
     @abstractmethod
     def dense(self) -> list[Tensor]:
         """Returns the rows per parameter: (B, *shape)."""
@@ -415,9 +432,18 @@ class DenseBlock(Block):
         """Returns the block of some rows."""
         return DenseBlock(*(part[index] for part in self.rows))
 
+    def masked(self, kept: Tensor) -> DenseBlock:
+        """Returns the block with zeros for the rows that are not kept."""
+        return DenseBlock(*(_masked(part, kept) for part in self.rows))
+
     def dense(self) -> list[Tensor]:
         """Returns the rows per parameter."""
         return self.rows
+
+
+def _masked(rows: Tensor, kept: Tensor) -> Tensor:
+    """Returns rows (B, ...) with zeros for those that are not kept; NaN would stay in a product with 0."""
+    return rows.masked_fill(~kept.view(-1, *[1] * (rows.dim() - 1)), 0.0)
 
 
 def _order(rows: Tensor) -> list[int]:
@@ -569,23 +595,32 @@ class FactoredBlock(Block):
             self.factors = input_factors(self.acts, bias=self.bias)
         return norms.mul_(self.factors)
 
+    def leaves_out(self, precision: Summation) -> bool:
+        """Returns whether outer products are summed in C, or by a kernel, which do not read rows of weight 0."""
+        return (
+            precision.in_c
+            and precision.matrix_tile > 0
+            and self.backprops.shape[1] > 1
+            and _has_kernel(self.acts)
+            and _has_kernel(self.backprops)
+        )
+
     def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
         """Returns [(w b)^T a, (w b)^T 1] (the trained ones)."""
+        if self.leaves_out(precision):
+            outer = native.outer_sums if native.suits(self.acts) else act("rows.outer_sums")
+            given = (weights * self.scale).double(), precision.matrix_tile
+            matrix, vector = outer(self.backprops, self.acts, *given)
+            return [matrix] * self.weight + [vector] * self.bias
         # float32 has few digits for a factor below 2^-126, but then the other one is below 2^64 (or squares overflow,
         # and the row is dropped), or a single number per record, of which float32 never sums enough
         several = self.backprops.shape[1] > 1
-        matrix32 = several and precision.matrix_tile and self.acts.dtype != torch.float64
-        if matrix32 and precision.in_c:
-            given = (weights * self.scale).double(), precision.matrix_tile
-            found = _tiles_in_float64(self.backprops, self.acts, *given)
-            if found is not None:
-                return [found[0]] * self.weight + [found[1]] * self.bias
-            matrix32 = False
+        tile = 0 if precision.in_c else precision.matrix_tile
+        matrix32 = several and tile > 0 and self.acts.dtype != torch.float64
         dtype = torch.float32 if matrix32 else torch.float64
         scaled = self.backprops.to(dtype) * (weights * self.scale).to(dtype)[:, None]
         out = [self._weight_sum(scaled, precision)] if self.weight else []
         if self.bias:
-            tile = precision.matrix_tile
             out.append(_column_sums(scaled, tile) if matrix32 else scaled.sum(dim=0))
         return out
 
@@ -614,6 +649,14 @@ class FactoredBlock(Block):
         part.factors = None if self.factors is None else self.factors[index]
         return part
 
+    def masked(self, kept: Tensor) -> FactoredBlock:
+        """Returns the block with zeros for the rows that are not kept."""
+        part = copy.copy(self)
+        part.acts = _masked(self.acts, kept)
+        part.backprops = _masked(self.backprops, kept)
+        part.factors = None
+        return part
+
     def dense(self) -> list[Tensor]:
         """Returns the rows per trained parameter."""
         backprops = self.backprops if self.scale == 1 else self.backprops * self.scale
@@ -625,16 +668,10 @@ class FactoredBlock(Block):
         return out
 
 
-def _tiles_in_float64(
-    backprops: Tensor, acts: Tensor, weights: Tensor, tile: int
-) -> tuple[Tensor, Tensor] | None:
-    """Returns `native.outer_sums`, in C or of a kernel for the device; None for rows that suit neither."""
-    given = backprops, acts, weights, tile
-    if native.suits(acts) and native.suits(backprops):
-        return native.outer_sums(*given)
-    there = acts.device.type in native.DEVICES
-    found: tuple[Tensor, Tensor] | None = act("rows.outer_sums")(*given) if there else None
-    return found
+def _has_kernel(rows: Tensor) -> bool:
+    """Returns whether rows are read in C, or by a kernel for their device."""
+    there = rows.device.type in native.DEVICES
+    return native.suits(rows) or (there and bool(act("rows.suits")(rows)))
 
 
 def _column_sums(rows: Tensor, tile: int) -> Tensor:
@@ -728,6 +765,11 @@ class SequenceBlock(Block):
     def select(self, index: Tensor | slice) -> SequenceBlock:
         """Returns the block of some rows."""
         return SequenceBlock(self.acts[index], self.backprops[index], self.shapes[0])
+
+    def masked(self, kept: Tensor) -> SequenceBlock:
+        """Returns the block with zeros for the rows that are not kept."""
+        acts, backprops = (_masked(part, kept) for part in (self.acts, self.backprops))
+        return SequenceBlock(acts, backprops, self.shapes[0])
 
     def dense(self) -> list[Tensor]:
         """Returns [rows]."""

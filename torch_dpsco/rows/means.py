@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torch_dpsco.compat import backward_number, tree_leaves, tree_map, without_subclasses
 from torch_dpsco.errors import SequenceError
+from torch_dpsco.rows.blocks import is_queued
 
 _CRITERIA = {  # what they take, in order, with the defaults
     function: {name: p.default for name, p in inspect.signature(function).parameters.items()}
@@ -125,9 +126,22 @@ def _mean_of(func: Any, args: Any, kwargs: dict[str, Any], source: Source) -> Te
         # one of each record, or of each of its places; probabilities of classes have a row of them
         classes = options["input"].shape[1 if options["input"].dim() > 1 else 0]
         number //= classes
-        if not target.is_floating_point() and bool((target == options["ignore_index"]).any()):
+        if not target.is_floating_point() and _some_ignored(
+            target, options["ignore_index"], source
+        ):
             return None
     return _mean(total, number, source)
+
+
+def _some_ignored(target: Tensor, ignored: int, source: Source) -> bool:
+    """Returns whether targets are known to be ignored; they move no row of another record, but torch's mean is another.
+
+    A device is waited for in few passes alone: the first, second, fourth, and so on.
+    """
+    number = source.passes.number
+    if is_queued(target) and number & (number - 1):
+        return False
+    return bool((target == ignored).any())
 
 
 def _mean(total: Tensor, number: int, source: Source) -> Tensor | None:

@@ -286,7 +286,7 @@ class PrivateLoader:
             return map(self.dataset.gather, parts)
         if self.gathers:
             assert isinstance(self.dataset, TensorDataset)
-            return _gathered(self.dataset.tensors, parts, chunks)
+            return _gathered(self.dataset.tensors, parts, chunks, pinned=self.pin_memory)
         loader = DataLoader(
             self.dataset,
             batch_sampler=(part.tolist() for part in parts),
@@ -371,11 +371,12 @@ def filled(batch: Any, slots: Tensor | slice, size: int, value: float = 0) -> An
     def fill(leaf: Any) -> Tensor:
         if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) != rows:
             raise ValueError(f"{_NOT_ROWS} (got {type(leaf).__name__})")
-        block = leaf.new_full((size, *leaf.shape[1:]), value)
+        shape = size, *leaf.shape[1:]
+        block = leaf.new_full(shape, value, pin_memory=leaf.is_pinned())
         if isinstance(slots, slice):
             block[slots] = leaf
             return block
-        return block.index_copy_(0, slots.to(leaf.device), leaf)
+        return block.index_copy_(0, slots.to(leaf.device, non_blocking=True), leaf)
 
     return tree_map(fill, batch)
 
@@ -397,10 +398,12 @@ def _gathered(
     chunks: deque[Chunk],
     *,
     share: bool = False,
+    pinned: bool = False,
 ) -> Iterator[list[Tensor]]:
     """Yields the rows of tensors at some positions, which the newest of the chunks has.
 
     Batches of several sizes are filled up at once. `share`: as many positions as rows are all of them, in order.
+    `pinned`: in memory from which a device copies by itself.
     """
     size = tensors[0].shape[0]
     for part in parts:
@@ -409,14 +412,18 @@ def _gathered(
         if share and len(part) == size:
             yield list(tensors)
         elif isinstance(chunk.slots, slice):
-            blocks = _FilledUp(t.new_empty(chunk.size, *t.shape[1:]) for t in tensors)
+            blocks = _FilledUp(
+                t.new_empty(chunk.size, *t.shape[1:], pin_memory=pinned and t.is_cpu)
+                for t in tensors
+            )
             for t, block in zip(tensors, blocks, strict=True):
                 own = block[chunk.slots]
-                torch.index_select(t.detach(), 0, index.to(t.device), out=own)
+                torch.index_select(t.detach(), 0, index.to(t.device, non_blocking=True), out=own)
                 block[len(own) :].zero_()
             yield blocks
         else:
-            yield [t.index_select(0, index.to(t.device)) for t in tensors]
+            rows = [t.index_select(0, index.to(t.device, non_blocking=True)) for t in tensors]
+            yield [t.pin_memory() if pinned and t.is_cpu else t for t in rows]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

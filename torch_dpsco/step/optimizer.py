@@ -167,7 +167,7 @@ class RunOptimizer(CommonOptimizer):
         physical_batch_size: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
-        pin_memory: bool = False,
+        pin_memory: bool | None = None,
         isolation: str | None = None,
     ) -> PrivateLoader:
         """Returns a loader that draws batches of `dataset` by this optimizer's design.
@@ -193,7 +193,7 @@ class RunOptimizer(CommonOptimizer):
                 adds them up. In slots a few rows cost least, see docs/performance.md.
             collate_fn: as in DataLoader.
             num_workers: as in DataLoader.
-            pin_memory: as in DataLoader.
+            pin_memory: as in DataLoader; None for parameters on CUDA.
             isolation: how a record's row is kept from depending on other records in its last bits, where the number of
                 rows drawn is private, as it always is for users, or tells who was drawn, as it does of Poisson batches
                 and passes of random allocation: batches are filled up with zeros that no step counts (see
@@ -223,13 +223,14 @@ class RunOptimizer(CommonOptimizer):
             self, drawn.held if own else drawn.size, steps, partition, drawn.named, shard=own
         )
         check.choice((None, *LEVELS), isolation=isolation)
+        params = self._trained()
         slots = make_slots(
             run,
             sampler,
             isolation=isolation,
             most=physical_batch_size,
             records=drawn.shard,
-            dim=sum(p.numel() for p in self._trained()),
+            dim=sum(p.numel() for p in params),
         )
         owners: Any = drawn.owners
         kind = PrivateLoader if owners is None else partial(UserLoader, users=owners)
@@ -239,7 +240,7 @@ class RunOptimizer(CommonOptimizer):
             physical_batch_size=physical_batch_size,
             collate_fn=collate_fn,
             num_workers=num_workers,
-            pin_memory=pin_memory,
+            pin_memory=any(p.is_cuda for p in params) if pin_memory is None else pin_memory,
             slots=slots,
             rounded=slots is not None and isolation != "slots",
         )

@@ -79,6 +79,7 @@ from torch_dpsco.errors import (
 from torch_dpsco.noise import SecretState, Source, add_normal_, normal_
 from torch_dpsco.problem import Problem, shared_bound
 from torch_dpsco.rows import FLOAT64, GradBatch, Summation, plan_summation, row_norm
+from torch_dpsco.rows.blocks import is_queued
 from torch_dpsco.step.exact_noise import release_on_grid
 
 
@@ -417,14 +418,13 @@ class ClippedMean(MeanOracle):
         # PRIVACY: other processes may be without the accelerator, and err by more
         # (test_several_processes_declare_the_error_of_float32)
         in_c = native.is_available() and on_cpu and self._processes == 1
-        there = self._processes == 1 and native.have_kernels({device for _, _, device in form})
         matrices = any(len(shape) > 1 and shape[0] > 1 for shape in self._shapes)
         return plan_summation(
             self.batch_size,
             self._dim,
             vectors=not in_c,
             matrices=matrices or not in_c,
-            in_c=in_c or there,
+            in_c=in_c or (self._processes == 1 and native.have_kernels({d for _, _, d in form})),
         )
 
     def _require_within_clip(self, form: list[Any]) -> None:
@@ -520,7 +520,7 @@ class ClippedMean(MeanOracle):
         if not plan.uses_float32 or not norms.shape[0] or not _LEAST_CLIP < clip < _MOST_CLIP:
             return FLOAT64
         mean = 1.0  # tiles that are large already need no reading of norms
-        if plan.has_small_tiles:
+        if plan.has_small_tiles and not is_queued(norms):
             # the root of the mean square is no less than the mean; some room for its rounding
             n = norms.shape[0]
             mean = math.sqrt(float(torch.dot(norms, norms)) / n) * (1.0 + n * 2.0**-23) / clip

@@ -259,7 +259,9 @@ class PrivateOptimizer(RunOptimizer):
         kept, users = batch.admit(rows, users, partial=partial)
         if rows is not None and kept is not None:
             # PRIVACY: the filling is no record (test_rows_of_the_filling_contribute_exactly_nothing)
-            rows = rows.among(kept if isinstance(kept, slice) else kept.to(device))
+            rows = rows.among(
+                kept if isinstance(kept, slice) else kept.to(device, non_blocking=True)
+            )
         elif (
             rows is not None
             and rows.averaged
@@ -272,7 +274,9 @@ class PrivateOptimizer(RunOptimizer):
             run.oracle.open(params, self._progress.steps)
             batch.opened = True
         if rows is not None and len(rows):
-            run.oracle.observe(rows, None if users is None else users.to(device))
+            run.oracle.observe(
+                rows, None if users is None else users.to(device, non_blocking=True)
+            )
         if scale != self._grad_scale:
             if scale is not None and self._grad_scale is not None:
                 tell_of_scale(self, self._grad_scale, scale)

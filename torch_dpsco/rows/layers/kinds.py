@@ -42,7 +42,14 @@ from torch import Tensor, nn
 from torch_dpsco._validate import typed
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.native import slack
-from torch_dpsco.rows.blocks import NORM_ERROR, Block, Summation, row_norms, work_dtype
+from torch_dpsco.rows.blocks import (
+    NORM_ERROR,
+    Block,
+    Summation,
+    is_queued,
+    row_norms,
+    work_dtype,
+)
 from torch_dpsco.rows.layers.recorded import (
     RECORDED,
     Factors,
@@ -183,7 +190,7 @@ class ItemBlock(Block):
     """Rows of one weight (V, D), by record and item.
 
     Args:
-        records: (U,) int64 in [0, n_records).
+        records: (U,) int64 in [0, n_records]; what is of n_records is of no record.
         items: (U,) int64 in [0, n_items), no pair (record, item) twice.
         vectors: (U, D) floating, the part of the record's row that belongs to the item.
         n_records: B.
@@ -206,7 +213,10 @@ class ItemBlock(Block):
     def norms(self) -> Tensor:
         """Returns certified upper bounds of the rows' norms: (B,) float64."""
         norms = row_norms(self.vectors)
-        squares = norms.new_zeros(self.n_records).index_add_(0, self.records, norms.square_())
+        squares = norms.new_zeros(self.n_records + 1).index_add_(
+            0, self.records, norms.square_()
+        )
+        squares = squares[: self.n_records]
         # PRIVACY: at most V squares of certified norms, each addition rounded; what underflows is less than the number
         # added (test_norms_of_items_are_never_below_the_exact_norm, test_many_small_items_beside_a_large_one_count)
         error = NORM_ERROR[torch.float64] + self.n_items * 2.0**-53
@@ -214,7 +224,8 @@ class ItemBlock(Block):
 
     def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
         """Returns [sum_i weights[i] * row_i]: added in float64, and kept in float32 where the precision allows it."""
-        items, place = torch.unique(self.items, return_inverse=True)
+        items, place = _distinct(self.items, self.n_items)
+        weights = F.pad(weights, [0, 1])  # of no record
         width = self.vectors.shape[1]
         sums = self.vectors.new_zeros(len(items), width, dtype=torch.float64)
         step = max(1, _TILE_ELEMENTS // max(width, 1))
@@ -224,26 +235,41 @@ class ItemBlock(Block):
             sums.index_add_(0, place[part], scaled)
         small = bool(precision.matrix_tile) and self.vectors.dtype != torch.float64
         total = sums.new_zeros(
-            self.n_items, width, dtype=torch.float32 if small else torch.float64
+            self.n_items + 1, width, dtype=torch.float32 if small else torch.float64
         )
         total[items] = sums.to(total.dtype)  # one rounding of a float32 sum, which has more
-        return [total]
+        return [total[: self.n_items]]
 
     def select(self, index: Tensor | slice) -> ItemBlock:
         """Returns the block of some rows, each once."""
         if isinstance(index, slice):
             index = torch.arange(self.n_records, device=self.records.device)[index]
-        places = self.records.new_full((self.n_records,), -1)
+        places = self.records.new_full((self.n_records + 1,), len(index))
         places[index] = torch.arange(len(index), device=index.device)
-        records = places[self.records]
-        kept = (records >= 0).nonzero().squeeze(1)
-        vectors = self.vectors[kept]
-        return ItemBlock(records[kept], self.items[kept], vectors, len(index), self.n_items)
+        return _of_records(
+            places[self.records], self.items, self.vectors, len(index), self.n_items
+        )
+
+    def masked(self, kept: Tensor) -> ItemBlock:
+        """Returns the block with zeros for the rows that are not kept, and for what is of no record."""
+        left = ~F.pad(kept, [0, 1])[self.records]
+        vectors = self.vectors.masked_fill(left[:, None], 0.0)
+        return ItemBlock(self.records, self.items, vectors, self.n_records, self.n_items)
 
     def dense(self) -> list[Tensor]:
         """Returns [rows]: (B, V, D)."""
-        rows = self.vectors.new_zeros(self.n_records, *self.shapes[0])
-        return [rows.index_put_((self.records, self.items), self.vectors)]
+        rows = self.vectors.new_zeros(self.n_records + 1, *self.shapes[0])
+        return [rows.index_put_((self.records, self.items), self.vectors)[: self.n_records]]
+
+
+def _of_records(
+    records: Tensor, items: Tensor, vectors: Tensor, n_records: int, n_items: int
+) -> ItemBlock:
+    """Returns the block without what is of no record, unless to know how much that is would wait for a device."""
+    if not is_queued(records):
+        kept = (records < n_records).nonzero().squeeze(1)
+        records, items, vectors = records[kept], items[kept], vectors[kept]
+    return ItemBlock(records, items, vectors, n_records, n_items)
 
 
 def coalesced(
@@ -258,11 +284,26 @@ def coalesced(
         n_records: B.
         n_items: V.
     """
-    keys, place = torch.unique(records * n_items + items, return_inverse=True)
+    keys, place = _distinct(records * n_items + items, n_records * n_items)
     uses = uses.to(work_dtype(uses.dtype))
     # PRIVACY: each sum is of one record, so that NaN stays in its row (test_a_record_that_is_not_finite_moves_no_other)
     vectors = uses.new_zeros(len(keys), uses.shape[1]).index_add_(0, place, uses)
     return ItemBlock(keys // n_items, keys % n_items, vectors, n_records, n_items)
+
+
+def _distinct(keys: Tensor, none: int) -> tuple[Tensor, Tensor]:
+    """Returns the distinct keys, and the place of each key among them.
+
+    Where a device is not waited for there are as many places as keys, of which those left over are of the key `none`.
+    """
+    if not is_queued(keys) or not len(keys):
+        distinct, place = torch.unique(keys, return_inverse=True)
+        return distinct, place
+    ordered, order = keys.sort()
+    new = F.pad(ordered[1:] != ordered[:-1], [1, 0])
+    ranks = new.long().cumsum(0)
+    distinct = torch.full_like(keys, none).scatter_(0, ranks, ordered)
+    return distinct, torch.empty_like(ranks).scatter_(0, order, ranks)
 
 
 class Items(Kept):
@@ -280,8 +321,12 @@ class Items(Kept):
         blocks = [part._rows for part in parts]
         n_items = blocks[0].n_items
         starts = list(accumulate((0 if same else len(block) for block in blocks), initial=0))
+        last = len(blocks[0]) if same else starts[-1]
         records = torch.cat(
-            [b.records + start for b, start in zip(blocks, starts, strict=False)]
+            [
+                (b.records + start).masked_fill(b.records == len(b), last)
+                for b, start in zip(blocks, starts, strict=False)
+            ]
         )
         items = torch.cat([block.items for block in blocks])
         vectors = torch.cat([block.vectors for block in blocks])
@@ -316,10 +361,9 @@ class EmbeddingKind(Kind):
             use.x[:1].numel()
         )
         if use.layer.padding_idx is not None:
-            kept = (items != use.layer.padding_idx).nonzero().squeeze(1)
-            records = records[kept]
-            items = items[kept]
-            uses = uses[kept]
+            records = records.masked_fill(items == use.layer.padding_idx, n_records)
+            found = _of_records(records, items, uses, n_records, n_items)
+            records, items, uses = found.records, found.items, found.vectors
         rows = coalesced(records, items, uses, n_records, n_items)
         if use.scale != 1:
             rows.vectors.mul_(use.scale)
