@@ -112,7 +112,7 @@ def add_normal_(out: Tensor, std: float, source: Source) -> Tensor:
         and flat.dtype is torch.float32
         and _SCALES[0] < std < _SCALES[1]
     )
-    if not (there and act("noise.on_device")(flat, std * _UP, stream)):
+    if not (there and act("noise.on_device")(flat, std, stream)):
         _add_from_host(flat, std, stream)
     if not out.is_contiguous():
         out.copy_(flat.view(out.shape))
@@ -196,7 +196,7 @@ def _write(part: Tensor, std: float, stream: Stream, mean: Tensor | None = None)
         return
     size = 8 if part.dtype is torch.float64 else 4  # bytes of an angle
     # PRIVACY: float32 would round a standard deviation down (test_a_standard_deviation_is_never_rounded_down)
-    scale = std if size == 8 else std * _UP
+    scale = std if size == 8 else std * (1.0 + 2.0**-22)
     count = (part.numel() + 1) // 2
     bits = stream.read(count * (8 + size))
     outside = native.gaussians(bits, part, scale, _LOW, _HIGH, mean)

@@ -339,6 +339,17 @@ def test_keys_are_overwritten(monkeypatch, fails):
     assert not source.memory[0].any()
 
 
+def test_a_standard_deviation_is_not_rounded_down_on_its_way_to_the_kernel(monkeypatch):
+    scales: list[float] = []
+    assert on_device.status(DEVICE) == "in use"
+    monkeypatch.setattr(on_device, "draw", lambda out, scale, key: scales.append(scale))
+    stds = [1.0, 0.1, 1.0 + 2.0**-26, 3e-29, 1 / 3, 2.0**99]
+    for std in stds:
+        on_device.add_normal_(torch.zeros(1, device=DEVICE), std, Given(bytes(32)))
+    for std, scale in zip(stds, scales, strict=True):
+        assert std <= float(np.float32(scale)) <= std * (1.0 + 2.0**-21)
+
+
 def test_each_piece_of_a_large_tensor_has_its_own_key(monkeypatch):
     class Fresh(Given):
         def fill(self, memory: memoryview) -> None:
@@ -412,9 +423,9 @@ def test_memory_that_is_given_back_holds_no_noise(here, monkeypatch):
     held: list[torch.Tensor] = []
     known = acts.act("noise.on_device")
 
-    def noted(flat: torch.Tensor, scale: float, keys: Any) -> bool:
+    def noted(flat: torch.Tensor, std: float, keys: Any) -> bool:
         held.append(flat)
-        return bool(known(flat, scale, keys))
+        return bool(known(flat, std, keys))
 
     monkeypatch.setitem(acts._KNOWN, "noise.on_device", noted)
     out = torch.empty(30, 20, device=DEVICE).t()

@@ -246,8 +246,7 @@ def add_gaussians(
         radius = tl.sqrt_rn(_log(below, above) * -2.0)
         edge = tl.minimum(v, rest) < 0x100000000000
         if tl.max(edge.to(tl.int32), 0) > 0:
-            # PRIVACY: 63 bits alone would end at 9.4 std, in steps
-            # (test_the_tail_of_the_kernel_is_reached_in_small_steps)
+            # PRIVACY: 63 bits alone would end at 9.4 std, in steps (test_what_is_drawn_beyond_64_bits_counts)
             radius = tl.where(edge, _refined(key, counter, pair + 1, v), radius)
         radius = radius * scale
         cosine, sine = _turn(words[3 * pair + 2])

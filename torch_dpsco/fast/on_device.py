@@ -48,12 +48,12 @@ class Keys(Protocol):
         """Writes fresh bytes into memory."""
 
 
-def add_normal_(out: Tensor, scale: float, keys: Keys) -> bool:
-    """Adds independent numbers N(0, scale^2) where the device of a tensor can draw them; returns whether it has.
+def add_normal_(out: Tensor, std: float, keys: Keys) -> bool:
+    """Adds independent numbers N(0, std^2) where the device of a tensor can draw them; returns whether it has.
 
     Args:
         out: float32, side by side.
-        scale: in (2^-100, 2^101), as float32 holds it.
+        std: in (2^-100, 2^100); rounded up to float32.
         keys: where its key comes from.
 
     Raises:
@@ -67,6 +67,8 @@ def add_normal_(out: Tensor, scale: float, keys: Keys) -> bool:
         )
     if status(out.device) != IN_USE:
         return False
+    # PRIVACY: float32 would round it down (test_a_standard_deviation_is_not_rounded_down_on_its_way_to_the_kernel)
+    scale = std * (1.0 + 2.0**-22)
     for part in out.split(_MOST):
         with _fresh_key(part.device, keys) as key:
             draw(part, scale, key)
