@@ -105,7 +105,7 @@ def noise_row(device: torch.device, size: int) -> list[str]:
         "host": lambda: add_normal_(out, 1.0, host),
     }
     if on_device.status(device) == on_device.IN_USE:
-        draws["kernel"] = lambda: on_device.add_normal_(out, 1.0, Keystream())
+        draws["kernel"] = lambda: on_device.add_normal_([out], 1.0, Keystream())
     clock = Clock(device.type)
     slots = {name: in_process(draw, clock) for name, draw in draws.items()}
     found = figures(interleaved(slots, 3), "torch")

@@ -39,6 +39,7 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Sequence
 from copy import deepcopy
 from hashlib import shake_256
 from typing import Any, NoReturn
@@ -100,24 +101,38 @@ def normal_(out: Tensor, std: float, source: Source, mean: Tensor | None = None)
 
 def add_normal_(out: Tensor, std: float, source: Source) -> Tensor:
     """Adds independent numbers N(0, std^2) to a tensor, piece by piece, and returns it; arguments as in `normal_`."""
-    _require(out, std)
-    if not std:
-        return out
-    flat = out.detach().contiguous().view(-1)  # a copy where they do not lie side by side
-    stream = stream_of(source)
-    there = (
-        type(stream)
-        is Keystream  # others are read on the host: the same bits are the same noise on every device
-        and flat.device.type in native.DEVICES
-        and flat.dtype is torch.float32
-        and _SCALES[0] < std < _SCALES[1]
-    )
-    if not (there and act("noise.on_device")(flat, std, stream)):
-        _add_from_host(flat, std, stream)
-    if not out.is_contiguous():
-        out.copy_(flat.view(out.shape))
-        flat.zero_()  # memory that is given back holds no noise
+    add_normals_([out], std, source)
     return out
+
+
+def add_normals_(outs: Sequence[Tensor], std: float, source: Source) -> None:
+    """Adds noise to each of some tensors, as `add_normal_`; a device draws for all of them by one key."""
+    for out in outs:
+        _require(out, std)
+    if not std:
+        return
+    stream = stream_of(source)
+    flat = [out.detach().contiguous().view(-1) for out in outs]  # copies, if not side by side
+    if not _drawn_there(flat, std, stream):
+        for part in flat:
+            _add_from_host(part, std, stream)
+    for out, part in zip(outs, flat, strict=True):
+        if not out.is_contiguous():
+            out.copy_(part.view(out.shape))
+            part.zero_()  # memory that is given back holds no noise
+
+
+def _drawn_there(parts: Sequence[Tensor], std: float, stream: Stream) -> bool:
+    """Returns whether noise was added by the device where all of the tensors are, in float32."""
+    return (
+        type(stream)
+        is Keystream  # others are the same bits, and the same noise, on every device
+        and len({part.device for part in parts}) == 1
+        and parts[0].device.type in native.DEVICES
+        and all(part.dtype is torch.float32 for part in parts)
+        and _SCALES[0] < std < _SCALES[1]
+        and bool(act("noise.on_device")(parts, std, stream))
+    )
 
 
 def _add_from_host(flat: Tensor, std: float, stream: Stream) -> None:

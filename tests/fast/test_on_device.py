@@ -70,18 +70,18 @@ class Given:
         self.memory[-1][:] = np.frombuffer(self.key, np.int32)
 
 
-def further(key: bytes, counter: Any, pair: int) -> list[int]:
-    return keystream(key, counter, (pair, 0, 0))[:, 0].tolist()
+def further(key: bytes, counter: Any, label: int, pair: int) -> list[int]:
+    return keystream(key, counter, (pair, label, 0))[:, 0].tolist()
 
 
-def expected(key: bytes, size: int) -> tuple[np.ndarray, np.ndarray]:
+def expected(key: bytes, size: int, label: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Returns the numbers of a key and their radii, by arithmetic of 400 bits."""
     blocks = -(-size // 10)
     counters = np.arange(blocks, dtype=np.uint32)
-    drawn = keystream(key, counters)
+    drawn = keystream(key, counters, (0, label, 0))
     values, radii = np.empty((10, blocks)), np.empty((10, blocks))
     for i in range(blocks):
-        more = partial(further, key, counters[i : i + 1])
+        more = partial(further, key, counters[i : i + 1], label)
         values[:, i], radii[:, i] = ideal(drawn[:, i].tolist(), more)
     return values.ravel()[:size], radii.ravel()[:size]
 
@@ -104,9 +104,9 @@ def here(monkeypatch: pytest.MonkeyPatch, wide: None) -> list[int]:
     sizes: list[int] = []
     draw = on_device.draw
 
-    def noted(out: torch.Tensor, scale: float, key: torch.Tensor) -> None:
+    def noted(out: torch.Tensor, scale: float, key: torch.Tensor, label: int = 0) -> None:
         sizes.append(out.numel())
-        draw(out, scale, key)
+        draw(out, scale, key, label)
 
     assert on_device.status(DEVICE) == "in use"  # tried once
     monkeypatch.setattr(native, "DEVICES", (DEVICE.type,))
@@ -236,7 +236,7 @@ def test_what_is_drawn_beyond_64_bits_counts(monkeypatch, zeros, v):
 
 @interpreted
 def test_a_kernel_without_further_bits_is_caught(monkeypatch):
-    def dull(key: Any, counter: Any, pair: Any, n: Any) -> Any:
+    def dull(key: Any, counter: Any, pair: Any, label: Any, n: Any) -> Any:
         return tl.sqrt_rn(
             kernels._log(n.to(tl.float32) * 2.0**-64, 1.0 - n.to(tl.float32) * 2.0**-64) * -2.0
         )
@@ -296,8 +296,12 @@ def test_no_two_blocks_have_one_counter_and_one_nonce(monkeypatch):
         return [counter * 0] * 16
 
     monkeypatch.setattr(kernels, "keystream", noted)
-    drawn(bytes(32), 321)  # of 33 blocks, three programs
-    assert len(seen) == len(set(seen)) == 3 * 16 * 6
+    parts = [
+        torch.zeros(n, device=DEVICE) for n in (321, 7)
+    ]  # of 33 blocks, three programs; of one
+    monkeypatch.setattr(on_device, "status", lambda device: on_device.IN_USE)
+    on_device.add_normal_(parts, 1.0, Keystream())
+    assert len(seen) == len(set(seen)) == 4 * 16 * 6
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------
@@ -318,7 +322,7 @@ def test_keys_are_overwritten(monkeypatch, fails):
     """On the device and on the host, even where the kernel ends with an error."""
     source, keys = Given(bytes(range(1, 33))), []
 
-    def noted(out: torch.Tensor, scale: float, key: torch.Tensor) -> None:
+    def noted(out: torch.Tensor, scale: float, key: torch.Tensor, label: int) -> None:
         assert key.cpu().numpy().tobytes() == source.key
         keys.append(key)
         if fails:
@@ -329,9 +333,9 @@ def test_keys_are_overwritten(monkeypatch, fails):
     out = torch.zeros(7, device=DEVICE)
     if fails:
         with pytest.raises(RuntimeError, match="the device is gone"):
-            on_device.add_normal_(out, 1.0, source)
+            on_device.add_normal_([out], 1.0, source)
     else:
-        assert on_device.add_normal_(out, 1.0, source)
+        assert on_device.add_normal_([out], 1.0, source)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     assert len(keys) == len(source.memory) == 1
@@ -342,31 +346,35 @@ def test_keys_are_overwritten(monkeypatch, fails):
 def test_a_standard_deviation_is_not_rounded_down_on_its_way_to_the_kernel(monkeypatch):
     scales: list[float] = []
     assert on_device.status(DEVICE) == "in use"
-    monkeypatch.setattr(on_device, "draw", lambda out, scale, key: scales.append(scale))
+    monkeypatch.setattr(on_device, "draw", lambda out, scale, *_: scales.append(scale))
     stds = [1.0, 0.1, 1.0 + 2.0**-26, 3e-29, 1 / 3, 2.0**99]
     for std in stds:
-        on_device.add_normal_(torch.zeros(1, device=DEVICE), std, Given(bytes(32)))
+        on_device.add_normal_([torch.zeros(1, device=DEVICE)], std, Given(bytes(32)))
     for std, scale in zip(stds, scales, strict=True):
         assert std <= float(np.float32(scale)) <= std * (1.0 + 2.0**-21)
 
 
-def test_each_piece_of_a_large_tensor_has_its_own_key(monkeypatch):
-    class Fresh(Given):
-        def fill(self, memory: memoryview) -> None:
-            self.key = os.urandom(32)
-            super().fill(memory)
-
-    seen: list[tuple[bytes, int]] = []
+def test_each_tensor_of_a_key_and_each_piece_has_its_own_nonce(monkeypatch):
+    source, seen = Given(os.urandom(32)), []
     assert on_device.status(DEVICE) == "in use"
     monkeypatch.setattr(on_device, "_MOST", 5)
     monkeypatch.setattr(
-        on_device,
-        "draw",
-        lambda out, scale, key: seen.append((key.cpu().numpy().tobytes(), len(out))),
+        on_device, "draw", lambda out, scale, key, label: seen.append((len(out), label))
     )
-    on_device.add_normal_(torch.zeros(12, device=DEVICE), 1.0, Fresh(b""))
-    assert [size for _, size in seen] == [5, 5, 2]
-    assert len({key for key, _ in seen}) == 3
+    on_device.add_normal_([torch.zeros(n, device=DEVICE) for n in (12, 5, 3)], 1.0, source)
+    assert seen == [(5, 0), (5, 1), (2, 2), (5, 3), (3, 4)]
+    assert len(source.memory) == 1
+
+
+def test_labels_change_the_noise_of_a_key():
+    key, numbers = os.urandom(32), []
+    for label in (0, 7):
+        out = torch.zeros(100, device=DEVICE)
+        on_device.draw(out, 1.0, ints(key), label)
+        numbers.append(out.cpu().double().numpy())
+    values, radii = expected(key, 100, 7)
+    assert (np.abs(numbers[1] - values) <= 2.0**-20 * radii).all()
+    assert abs(stats.pearsonr(*numbers).statistic) < 0.55  # false-alarm rate below 1e-8
 
 
 @pytest.mark.real_entropy
@@ -423,9 +431,9 @@ def test_memory_that_is_given_back_holds_no_noise(here, monkeypatch):
     held: list[torch.Tensor] = []
     known = acts.act("noise.on_device")
 
-    def noted(flat: torch.Tensor, std: float, keys: Any) -> bool:
-        held.append(flat)
-        return bool(known(flat, std, keys))
+    def noted(parts: list[torch.Tensor], std: float, keys: Any) -> bool:
+        held.extend(parts)
+        return bool(known(parts, std, keys))
 
     monkeypatch.setitem(acts._KNOWN, "noise.on_device", noted)
     out = torch.empty(30, 20, device=DEVICE).t()
@@ -454,7 +462,7 @@ def test_a_kernel_of_other_numbers_is_not_used(monkeypatch, wrong):
     assert said in on_device.status(DEVICE)
     monkeypatch.setattr(native, "DEVICES", (DEVICE.type,))
     out = torch.zeros(20, 30, device=DEVICE).t()
-    assert not on_device.add_normal_(out, 1.0, Keystream())
+    assert not on_device.add_normal_([out], 1.0, Keystream())
     add_normal_(out, 1.0, Keystream())
     assert len(out.flatten().unique()) > 590
     on_device.status.cache_clear()
@@ -465,7 +473,16 @@ def test_a_release_of_a_large_sum_takes_its_noise_where_it_lies(here, monkeypatc
     monkeypatch.setattr(native, "_found", lambda: (None, "off"))
     monkeypatch.setattr(native, "have_kernels", lambda devices: False)
     monkeypatch.setattr(rows_on_device, "usable", lambda device: False)
-    rows = [torch.full((4, 33_000), 1e-3, device=DEVICE), torch.zeros(4, 5, device=DEVICE)]
+    keys: list[Any] = []
+    fill = Keystream.fill
+    monkeypatch.setattr(
+        Keystream, "fill", lambda s, memory: (keys.append(memory), fill(s, memory))
+    )
+    rows = [
+        torch.full((4, 33_000), 1e-3, device=DEVICE),
+        torch.zeros(4, 5, device=DEVICE),
+        torch.zeros(4, 32_769, device=DEVICE),
+    ]
     events = []
     for on in (True, False):
         monkeypatch.setattr(native, "DEVICES", (DEVICE.type,) if on else ())
@@ -476,7 +493,8 @@ def test_a_release_of_a_large_sum_takes_its_noise_where_it_lies(here, monkeypatc
         mean = oracle.release(Keystream()).mean[0].cpu().double().numpy()
         assert stats.kstest((mean - 1e-3) / oracle.noise_std, "norm").pvalue > FALSE_ALARM
     assert events[0] == events[1]
-    assert 33_000 in here
+    assert here[-2:] == [33_000, 32_769]
+    assert len(keys) == len(here) - 1  # one for both
 
 
 def test_noise_is_not_captured_in_a_graph(here, monkeypatch):
@@ -496,7 +514,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from torch_dpsco.fast.kernels import add_gaussians
-types = {"out": "*fp32", "n": "i32", "scale": "fp32", "key": "*i32", "LANES": "constexpr"}
+types = {"out": "*fp32", "n": "i32", "scale": "fp32", "key": "*i32", "label": "i32", "LANES": "constexpr"}
 source = ASTSource(add_gaussians, signature=types, constexprs={"LANES": 128})
 print(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
 """

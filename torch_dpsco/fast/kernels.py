@@ -6,7 +6,7 @@ kernels run on the CPU, slowly: so they are tested without a device.
 * `keystream`: the block function of RFC 8439. A block is named by its counter and its nonce; its words are used once.
 * `add_gaussians`: Box and Muller as in `noise`, in float32, by the formulas of `_kernel.c`. Block i of B = ceil(n/10)
   makes ten numbers: those at i, B + i, .., 9 B + i, five cosines before five sines. A pair takes 64 bits for the radius
-  and 32 for the angle; one within 2^-20 of an edge takes 192 bits more, of the block whose nonce is the pair's.
+  and 32 for the angle; one within 2^-20 of an edge takes 192 bits more, of the block whose nonce has the pair's number.
 
 Arithmetic is that of IEEE 754, rounded to nearest: sums and products, which may be fused, quotients and roots. Nothing
 rests on the device's own logarithm, sine and cosine.
@@ -26,7 +26,12 @@ def _turned(x: tl.tensor, bits: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _quarter(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tl.tensor:
+def _quarter(
+    a: tl.tensor,
+    b: tl.tensor,
+    c: tl.tensor,
+    d: tl.tensor,
+) -> tl.tensor:
     a = a + b
     d = _turned(d ^ a, 16)
     c = c + d
@@ -185,6 +190,7 @@ def _refined(
     key: tl.tensor,
     counter: tl.tensor,
     pair: tl.tensor,
+    label: tl.tensor,
     n: tl.tensor,
 ) -> tl.tensor:
     """Returns the radii of pairs near an edge: V = (2 K + 1)/2^256, or 1 - V, with 192 bits more.
@@ -193,9 +199,10 @@ def _refined(
         key: place of the key.
         counter: (L,) uint32.
         pair: its number in the block, >= 1.
+        label: of the tensor.
         n: (L,) uint64, odd: 64 bits of V.
     """
-    words = keystream(key, counter, pair, 0, 0)
+    words = keystream(key, counter, pair, label, 0)
     upper = n >= 0x8000000000000000
     k = tl.where(upper, 0 - n, n) >> 1
     third = _joined(words[4], words[5])
@@ -215,15 +222,20 @@ def _refined(
 
 
 @triton.jit
-def _add(out: tl.tensor, place: tl.tensor, kept: tl.tensor, noise: tl.tensor) -> tl.tensor:
+def _add(out: tl.tensor, place: tl.tensor, kept: tl.tensor, noise: tl.tensor) -> None:
     total = tl.load(out + place, mask=kept)
     tl.store(out + place, total + noise, mask=kept)
 
 
 # one form only, which is the one that was tried: see `on_device.status`
-@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["out"])
+@triton.jit(do_not_specialize=["n", "label"], do_not_specialize_on_alignment=["out"])
 def add_gaussians(
-    out: tl.tensor, n: tl.tensor, scale: tl.tensor, key: tl.tensor, LANES: tl.constexpr
+    out: tl.tensor,
+    n: tl.tensor,
+    scale: tl.tensor,
+    key: tl.tensor,
+    label: tl.tensor,
+    LANES: tl.constexpr,
 ) -> None:
     """Adds scale times Gaussians to n <= 2^30 float32 numbers.
 
@@ -232,12 +244,13 @@ def add_gaussians(
         n: how many.
         scale: standard deviation, float32.
         key: place of 8 words of int32.
+        label: int32, another one for each tensor of a key.
         LANES: blocks of a program, a power of 2; ceil(n/10) of them in all.
     """
     blocks = (n + 9) // 10
     i = tl.program_id(0) * LANES + tl.arange(0, LANES)
     counter = i.to(tl.uint32)
-    words = keystream(key, counter, 0, 0, 0)
+    words = keystream(key, counter, 0, label, 0)
     for pair in tl.static_range(5):
         v = _joined(words[3 * pair], words[3 * pair + 1]) | 1  # of 2^64, an odd number
         rest = 0 - v
@@ -247,7 +260,7 @@ def add_gaussians(
         edge = tl.minimum(v, rest) < 0x100000000000
         if tl.max(edge.to(tl.int32), 0) > 0:
             # PRIVACY: 63 bits alone would end at 9.4 std, in steps (test_what_is_drawn_beyond_64_bits_counts)
-            radius = tl.where(edge, _refined(key, counter, pair + 1, v), radius)
+            radius = tl.where(edge, _refined(key, counter, pair + 1, label, v), radius)
         radius = radius * scale
         cosine, sine = _turn(words[3 * pair + 2])
         # PRIVACY: lanes past the last block would add to another's numbers (test_every_number_gets_its_noise_once)

@@ -9,7 +9,7 @@ The law, and its distance from the Gaussian, are those of the host: docs/proofs/
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Protocol
@@ -23,7 +23,7 @@ from torch_dpsco.trial import Refused, attempt
 
 LANES = 128  # blocks of the keystream in a program
 NUMBERS = 10  # of a block
-_MOST = 2**30  # numbers of a key
+_MOST = 2**30  # numbers of a label
 # the first word of a key, of which the third pair of the first block is at an edge, and the numbers of that block
 _KNOWN = 621285
 _ANSWERS = (
@@ -48,11 +48,11 @@ class Keys(Protocol):
         """Writes fresh bytes into memory."""
 
 
-def add_normal_(out: Tensor, std: float, keys: Keys) -> bool:
-    """Adds independent numbers N(0, std^2) where the device of a tensor can draw them; returns whether it has.
+def add_normal_(outs: Sequence[Tensor], std: float, keys: Keys) -> bool:
+    """Adds independent numbers N(0, std^2) where the device of tensors can draw them; returns whether it has.
 
     Args:
-        out: float32, side by side.
+        outs: at least one, on one device; float32, side by side.
         std: in (2^-100, 2^100); rounded up to float32.
         keys: where its key comes from.
 
@@ -65,13 +65,14 @@ def add_normal_(out: Tensor, std: float, keys: Keys) -> bool:
             "noise must not be captured in a CUDA graph, which would repeat it: capture forward and"
             " backward only, and call step() outside"
         )
-    if status(out.device) != IN_USE:
+    device = outs[0].device
+    if status(device) != IN_USE:
         return False
     # PRIVACY: float32 would round it down (test_a_standard_deviation_is_not_rounded_down_on_its_way_to_the_kernel)
     scale = std * (1.0 + 2.0**-22)
-    for part in out.split(_MOST):
-        with _fresh_key(part.device, keys) as key:
-            draw(part, scale, key)
+    with _fresh_key(device, keys) as key:
+        for label, part in enumerate(part for out in outs for part in out.split(_MOST)):
+            draw(part, scale, key, label)
     return True
 
 
@@ -113,12 +114,12 @@ def _fresh_key(device: torch.device, keys: Keys) -> Iterator[Tensor]:
         host.copy_(key, non_blocking=True)
 
 
-def draw(out: Tensor, scale: float, key: Tensor) -> None:
-    """Adds the numbers of a key to at most 2^30 numbers; see `kernels.add_gaussians`."""
+def draw(out: Tensor, scale: float, key: Tensor, label: int = 0) -> None:
+    """Adds the numbers of a key and a label to at most 2^30 numbers; see `kernels.add_gaussians`."""
     from torch_dpsco.fast.kernels import add_gaussians
 
     size = out.numel()
     with torch.cuda.device_of(out):
         if size:
             programs = -(-size // (NUMBERS * LANES))
-            add_gaussians[(programs,)](out, size, scale, key, LANES)
+            add_gaussians[(programs,)](out, size, scale, key, label, LANES)
