@@ -38,7 +38,7 @@ from torch.utils.data import TensorDataset
 from variants import Setting
 
 from torch_dpsco import native
-from torch_dpsco.fast import on_device
+from torch_dpsco.fast import on_device, rows_on_device
 from torch_dpsco.noise import Keystream, Repeatable, add_normal_
 
 T = TypeVar("T")
@@ -252,8 +252,9 @@ def memory_table(chosen: Sequence[Case], limit: Time) -> str:
 def facts(device: torch.device) -> str:
     """Returns what a reader must know of the machine."""
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU, interpreted kernels"
+    sums = "in use" if rows_on_device.usable(device) else "not used"
     return (
-        f"{name}; torch {torch.__version__}; noise on the device: {on_device.status(device)};"
+        f"{name}; torch {torch.__version__}; noise on the device: {on_device.status(device)}; norms and sums: {sums};"
         f" accelerator of the CPU {native.status()}"
     )
 

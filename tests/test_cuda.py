@@ -20,7 +20,7 @@ from tests.contract.registry import ROWS
 from tests.contract.runs import LOSS, STEPS, Run
 from tests.streams import Counted, Picked, seeded
 from torch_dpsco.errors import PrivacyError
-from torch_dpsco.fast import on_device
+from torch_dpsco.fast import on_device, rows_on_device
 from torch_dpsco.noise import Keystream, add_normal_, normal_
 from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch, row_norms
 from torch_dpsco.step.oracle import Clipped
@@ -159,9 +159,15 @@ def test_noise_on_cuda_is_that_of_the_same_bits(real):
     torch.testing.assert_close(moved.double() - mean, there.double(), rtol=0.0, atol=1e-2)
 
 
+def test_kernels_are_found_right_on_cuda():
+    """Else noise comes from the host, and sums from torch, without a word."""
+    device = torch.device("cuda", 0)
+    assert on_device.status(device) == "in use"
+    assert rows_on_device.usable(device)
+
+
 def test_noise_is_drawn_on_cuda_and_nothing_waits_for_it():
     """False-alarm rate 2e-6."""
-    assert on_device.status(torch.device("cuda", 0)) == "in use"
     out = torch.zeros(2**20 + 3, device="cuda")
     add_normal_(out, 2.0, Keystream())  # compiles
     torch.cuda.set_sync_debug_mode("error")

@@ -29,7 +29,7 @@ from torch_dpsco.noise import Keystream, add_normal_, normal_
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.step.oracle import Clipped
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", "3.8", "kernels were tried with triton 3.8")
 tl = pytest.importorskip("triton.language")
 kernels = pytest.importorskip("torch_dpsco.fast.kernels")
 
