@@ -89,6 +89,12 @@ def test_rows_without_a_finite_norm_have_none_and_move_no_other(usable, value):
     assert bool((bounds[[0, 2]] < 6.33).all())
 
 
+def test_rows_too_long_for_one_program_are_left_to_torch(usable, monkeypatch):
+    monkeypatch.setattr(rows_on_device, "_WIDEST", 100)
+    assert rows_on_device.norms(normal(3, 100)) is not None
+    assert rows_on_device.norms(normal(3, 101)) is None
+
+
 def test_a_norm_has_the_same_bits_beside_any_other_rows(usable):
     rows = normal(9, 1500)
     whole = row_norms(rows)
@@ -121,6 +127,15 @@ def check(left: Tensor, right: Tensor, weights: Tensor, tile: int) -> None:
 def test_sums_of_the_kernel_err_by_at_most_their_chain(usable, n, out, width, tile):
     weights = torch.linspace(0.1, 1.0, n, dtype=torch.float64, device=DEVICE)
     check(normal(n, out), normal(n, width), weights, tile)
+
+
+@pytest.mark.parametrize(("n", "programs"), [(63, 8), (64, 8), (65, 8), (200, 1), (200, 3)])
+def test_rows_that_are_divided_among_programs_are_all_counted_once(
+    usable, monkeypatch, n, programs
+):
+    monkeypatch.setattr(rows_on_device, "_PROGRAMS", programs)
+    weights = torch.linspace(0.1, 1.0, n, dtype=torch.float64, device=DEVICE)
+    check(normal(n, 3), normal(n, 5), weights, 16)
 
 
 @pytest.mark.parametrize("tile", [8, 16])
@@ -311,7 +326,7 @@ from triton.compiler import ASTSource
 from torch_dpsco.fast.kernels import outer_sums, squares
 sizes = {"TILE": 64, "ROWS": 16, "HIGH": 32, "BROAD": 64}
 types = {"left": "*fp32", "left_step": "i32", "right": "*fp32", "right_step": "i32", "weights": "*fp64"}
-types |= {"n": "i32", "out": "i32", "width": "i32", "matrix": "*fp32", "vector": "*fp64"}
+types |= {"n": "i32", "out": "i32", "width": "i32", "share": "i32", "matrix": "*fp32", "vector": "*fp64"}
 more = {"rows": "*fp32", "step": "i32", "width": "i32", "found": "*fp64", "PIECE": "constexpr"}
 for kernel, signature, constants in (
     (outer_sums, types | dict.fromkeys(sizes, "constexpr"), sizes),

@@ -298,7 +298,7 @@ def squares(
     tl.store(found + row + tl.arange(0, 1), total)
 
 
-@triton.jit(do_not_specialize=["n", "out", "width"])
+@triton.jit(do_not_specialize=["n", "out", "width", "share"])
 def outer_sums(
     left: tl.tensor,
     left_step: tl.tensor,
@@ -308,6 +308,7 @@ def outer_sums(
     n: tl.tensor,
     out: tl.tensor,
     width: tl.tensor,
+    share: tl.tensor,
     matrix: tl.tensor,
     vector: tl.tensor,
     TILE: tl.constexpr,
@@ -315,7 +316,7 @@ def outer_sums(
     HIGH: tl.constexpr,
     BROAD: tl.constexpr,
 ) -> None:
-    """Writes a part of sum_i w_i l_i r_i^T, (HIGH, BROAD) numbers, and that of sum_i w_i l_i.
+    """Writes (HIGH, BROAD) numbers of the sum of w_i l_i r_i^T over some of the rows, and those of w_i l_i.
 
     The rows of a tile are added in float32, and tiles in float64. Rows of weight 0 are not read.
 
@@ -328,8 +329,9 @@ def outer_sums(
         n: number of rows.
         out: numbers of l.
         width: numbers of r.
-        matrix: place of (out, width) float32.
-        vector: place of (out,) float64.
+        share: rows of a program, whole tiles.
+        matrix: place of (parts, out, width) float32 or float64.
+        vector: place of (parts, out) float64.
         TILE: rows of a tile.
         ROWS: of a product, which has zeros in place of rows of the next tile.
         HIGH: of l, in a program.
@@ -339,26 +341,29 @@ def outer_sums(
     broad = tl.program_id(1) * BROAD + tl.arange(0, BROAD)
     total = tl.zeros((HIGH, BROAD), tl.float64)
     ends = tl.zeros((HIGH,), tl.float64)
-    for start in range(0, n, TILE):
+    which = tl.program_id(2)
+    last = tl.minimum(n, (which + 1) * share)
+    for start in range(which * share, last, TILE):
         part = tl.zeros((HIGH, BROAD), tl.float32)
         for first in range(start, start + TILE, ROWS):
             i = first + tl.arange(0, ROWS)
-            inside = (i < n) & (i < start + TILE)
+            inside = (i < last) & (i < start + TILE)
             w = tl.load(weights + i, mask=inside, other=0.0)
             # PRIVACY: 0 times what is not finite would be NaN (test_rows_of_weight_0_are_not_read)
             used = (w != 0.0)[:, None]
             place = i.to(tl.int64)[:, None]
-            b = tl.load(left + place * left_step + high, mask=used & (high < out), other=0.0)
-            x = tl.load(
-                right + place * right_step + broad, mask=used & (broad < width), other=0.0
-            )
+            own = used & (high < out)
+            b = tl.load(left + place * left_step + high, mask=own, other=0.0)
+            own = used & (broad < width)
+            x = tl.load(right + place * right_step + broad, mask=own, other=0.0)
             scaled = w[:, None] * b.to(tl.float64)
             ends += tl.sum(scaled, 0)
             turned = tl.trans(scaled.to(tl.float32))
             part = tl.dot(turned, x, part, input_precision="ieee")
         total += part.to(tl.float64)
     inside = high < out
-    place = high.to(tl.int64)[:, None] * width + broad
+    row = which * out + high
+    place = row.to(tl.int64)[:, None] * width + broad
     kept = inside[:, None] & (broad < width)
-    tl.store(matrix + place, total.to(tl.float32), mask=kept)
-    tl.store(vector + high, ends, mask=inside & (tl.program_id(1) == 0))
+    tl.store(matrix + place, total, mask=kept)
+    tl.store(vector + row, ends, mask=inside & (tl.program_id(1) == 0))

@@ -21,6 +21,9 @@ from torch_dpsco.trial import attempt
 _ROWS = 16  # of a product, the least that Triton takes
 _HIGH = 32
 _BROAD = 64
+_PROGRAMS = 256  # rows are divided among programs up to that many
+_LEAST = 64  # rows of one
+_WIDEST = 2**14  # numbers of a row, which one program reads
 
 
 def suits(rows: Tensor) -> bool:
@@ -63,7 +66,7 @@ def _tried(device: torch.device) -> bool:
 
 def norms(rows: Tensor) -> Tensor | None:
     """Returns upper bounds of norms as `rows.blocks.row_norms`, (B,) float64; None for rows that do not suit."""
-    return _norms(rows) if suits(rows) else None
+    return _norms(rows) if suits(rows) and rows.shape[1] <= _WIDEST else None
 
 
 def _norms(rows: Tensor) -> Tensor:
@@ -84,7 +87,10 @@ def _norms(rows: Tensor) -> Tensor:
 
 
 def outer_sums(
-    backprops: Tensor, rows: Tensor, weights: Tensor, tile: int
+    backprops: Tensor,
+    rows: Tensor,
+    weights: Tensor,
+    tile: int,
 ) -> tuple[Tensor, Tensor]:
     """Returns sums as `native.outer_sums`, of rows on a device that suit."""
     if not (suits(rows) and suits(backprops)):
@@ -96,7 +102,10 @@ def outer_sums(
 
 
 def _summed(
-    backprops: Tensor, rows: Tensor, weights: Tensor, tile: int
+    backprops: Tensor,
+    rows: Tensor,
+    weights: Tensor,
+    tile: int,
 ) -> tuple[Tensor, Tensor]:
     from torch_dpsco.fast.kernels import outer_sums as kernel
 
@@ -108,11 +117,16 @@ def _summed(
             f"rows and weights must be as many as backprops, and tile >= 1 (got {len(rows)},"
             f" {tuple(weights.shape)}, {n}, {tile})"
         )
-    matrix = rows.new_empty(out, width)
-    vector = weights.new_empty(out)
     grid = -(-out // _HIGH), -(-width // _BROAD)
+    most = max(1, _PROGRAMS // (grid[0] * grid[1]))
+    share = tile * -(-max(_LEAST, -(-n // most)) // tile)
+    parts = max(1, -(-n // share))
+    # sums of tiles are rounded once, after all of them are added
+    real = torch.float32 if parts == 1 else torch.float64
+    matrix = rows.new_empty(parts, out, width, dtype=real)
+    vector = weights.new_empty(parts, out)
     with torch.cuda.device_of(rows):
-        kernel[grid](
+        kernel[*grid, parts](
             backprops,
             backprops.stride(0),
             rows,
@@ -121,6 +135,7 @@ def _summed(
             n,
             out,
             width,
+            share,
             matrix,
             vector,
             tile,
@@ -128,4 +143,6 @@ def _summed(
             _HIGH,
             _BROAD,
         )
-    return matrix, vector
+    if parts == 1:
+        return matrix[0], vector[0]
+    return matrix.sum(0).float(), vector.sum(0)
