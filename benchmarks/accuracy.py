@@ -1,9 +1,10 @@
-"""Our defaults, untuned, beside DP-GD and DP-SGD tuned on the test set, on 47 real tables; add_remove, delta = 1e-6.
+"""Our defaults, untuned, beside DP-GD and DP-SGD tuned on the test set, on 57 real tables; add_remove, delta = 1e-6.
 
     python benchmarks/accuracy.py                            # all tables, 3 epsilons, 5 seeds: hours on one core
     python benchmarks/accuracy.py --split score --methods DP-GD estimators            # the estimators alone: minutes
+    python benchmarks/accuracy.py --split score --methods DP-GD fit --block loops     # loops, prepared and not: an hour
     python benchmarks/accuracy.py --tables adult wages --epsilons 1 --seeds 3 --methods LogisticRegression
-    python benchmarks/accuracy.py --json out.json --anchors anchors.json --update docs/choosing.md
+    python benchmarks/accuracy.py --json out.json --anchors anchors.json --update docs/choosing.md --block accuracy
     python benchmarks/accuracy.py --smoke                    # few rows, settings and steps: shows that it runs
 
 Ours get what is public, the bounds and units of tables.py, and nothing else: no setting is chosen by a look at a table.
@@ -33,8 +34,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from anchors import LARGER, grid_size, methods, tuned
+from blocks import replaced
 from ours import METHODS, Method, methods_of
-from performance import replaced
 from table_parts import Table
 from tables import TABLES, not_private, scores, trivial, with_bias
 
@@ -42,7 +43,9 @@ from torch_dpsco import errors
 
 EPSILONS, SEEDS, SMOKE_ROWS = (0.3, 1.0, 3.0), 5, 1_500
 EQUAL_LOSS, EQUAL_AUC, LOST = 1e-3, 1e-3, 1e-2
-ANCHORS, FAMILY = ("DP-GD", "DP-SGD"), "estimators"  # words of --methods beside names of ours
+ANCHORS = ("DP-GD", "DP-SGD")
+FAMILIES = {"estimators": ("estimator", "user estimator"), "fit": ("fit",)}  # words of --methods
+PREPARED = ", prepared"  # ends the name of a method that measures rows; without it, that of the same that does not
 REFUSED = (
     TypeError,
     ValueError,
@@ -141,6 +144,11 @@ def verdicts(
                         )
 
 
+def median_of(runs: object, score: str) -> float | None:
+    """Returns the median of what is known of a method, if it is available."""
+    return statistics.median(runs[score]) if isinstance(runs, dict) else None
+
+
 # -- what is shown ----------------------------------------------------------------------------------------------------
 
 
@@ -174,6 +182,45 @@ def counts_table(
     return "\n".join(lines)
 
 
+def rows_table(
+    ours: Results, anchors: Results, names: Sequence[str], epsilons: Sequence[str]
+) -> str:
+    """Returns a table in Markdown of medians: table, method and score by epsilon, beside what is not private."""
+    lines = ["| median (without preparation) / best anchor | constant | not private | "]
+    lines[0] += " | ".join(epsilons) + " |"
+    lines.append("|---" * (len(epsilons) + 3) + "|")
+    for name in names:
+        for method in METHODS:
+            for score in method.aims if method.family else ():
+                cells = [
+                    pair(ours, anchors, name, epsilon, method, score) for epsilon in epsilons
+                ]
+                if any(cells):
+                    known = ours.found[name][""]
+                    public = [
+                        f"{known[what][score]:.4f}" for what in ("constant", "not private")
+                    ]
+                    shown = " | ".join([*public, *cells])
+                    lines.append(
+                        f"| {name}, {method.name}: {score.replace('_', '-')} | {shown} |"
+                    )
+    return "\n".join(lines)
+
+
+def pair(
+    ours: Results, anchors: Results, name: str, epsilon: str, method: Method, score: str
+) -> str:
+    """Returns our median, that of the same method without preparation, and the best anchor's; "" if not available."""
+    mine = median_of(ours.get(name, epsilon, method.name), score)
+    if mine is None:
+        return ""
+    bare = method.name.removesuffix(PREPARED)
+    without = None if bare == method.name else median_of(ours.get(name, epsilon, bare), score)
+    anchor = best_anchor(anchors, name, epsilon, score)
+    beside = "" if without is None else f" ({without:.4f})"
+    return f"{mine:.4f}{beside}" + ("" if anchor is None else f" / {anchor:.4f}")
+
+
 def goals(ours: Results, anchors: Results, names: Sequence[str]) -> Iterator[str]:
     """Yields a line for each goal: the share of cells that are at least equal, and of MAE ahead."""
     judged = list(verdicts(ours, anchors, names))
@@ -195,13 +242,14 @@ def goals(ours: Results, anchors: Results, names: Sequence[str]) -> Iterator[str
 
 def lost(ours: Results, names: Sequence[str]) -> dict[str, list[str]]:
     """Returns the cells of each family whose loss is more than 1 % above that of a constant."""
-    found: dict[str, list[str]] = {method.family: [] for method in METHODS if method.family}
+    found: dict[str, list[str]] = {}
     for name in names:
         constant = ours.found.get(name, {}).get("", {}).get("constant", {})
         for epsilon, cell in ours.found.get(name, {}).items():
             for method in METHODS:
                 runs = cell.get(method.name)
                 for score in method.aims if isinstance(runs, dict) and method.family else ():
+                    found.setdefault(method.family, [])
                     none = constant.get(score)
                     worse = none and statistics.median(runs[score]) > (1 + LOST) * none
                     if worse and score not in LARGER:
@@ -260,6 +308,7 @@ def compare(table: Table, args: argparse.Namespace, ours: Results, anchors: Resu
     epsilons = [f"{epsilon:g}" for epsilon in args.epsilons]
     public, constant = not_private(table), trivial(table)
     ours.add(table.name, "", "constant", constant)
+    ours.add(table.name, "", "not private", public)
     for name in methods(table):
         missing = [e for e in args.epsilons if anchors.get(table.name, f"{e:g}", name) is None]
         if missing and name in args.methods:
@@ -319,7 +368,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--epsilons", nargs="+", type=float, default=EPSILONS)
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    known = [*ANCHORS, FAMILY, *(method.name for method in METHODS)]
+    known = [*ANCHORS, *FAMILIES, *(method.name for method in METHODS)]
     parser.add_argument("--methods", nargs="+", choices=known, default=known, metavar="NAME")
     parser.add_argument(
         "--json", type=Path, help="file of raw results of ours: what is in it is not run again"
@@ -331,14 +380,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="folder of an environment with diffprivlib; default: without",
     )
     parser.add_argument(
-        "--update", type=Path, help="document whose table is to be exchanged for this one"
+        "--update", type=Path, help="document whose tables are to be exchanged for these"
+    )
+    parser.add_argument(
+        "--block",
+        default="accuracy",
+        help="name of the counts there; NAME_rows is that of medians",
     )
     parser.add_argument(
         "--smoke", action="store_true", help="few rows and settings, one seed, epsilon = 1"
     )
     args = parser.parse_args(argv)
-    if FAMILY in args.methods:
-        args.methods += [method.name for method in METHODS if "estimator" in method.family]
+    for word, families in FAMILIES.items():
+        if word in args.methods:
+            mine = [method.name for method in METHODS if method.family in families]
+            args.methods += [*mine, *(name.removesuffix(PREPARED) for name in mine)]
     if args.smoke:
         args.tables, args.epsilons, args.seeds = (
             ["adult", "flights_delay", "aircraft"],
@@ -365,17 +421,23 @@ def report(args: argparse.Namespace) -> None:
         except FileNotFoundError as error:
             print(f"{name} is left out: {error}")
             continue
-        if args.split in (None, table.split):
+        asked = any(method.name in args.methods for method in methods_of(table))
+        if asked and args.split in (None, table.split):
             compare(few(table) if args.smoke else table, args, ours, anchors)
             searched.append(grid_size(table))
             names += [name] if args.smoke or table.split == (args.split or "score") else []
-    counts = counts_table(ours, anchors, names, [f"{epsilon:g}" for epsilon in args.epsilons])
+    epsilons = [f"{epsilon:g}" for epsilon in args.epsilons]
+    counts = counts_table(ours, anchors, names, epsilons)
+    medians = rows_table(ours, anchors, names, epsilons)
     cost = f"{min(searched, default=0)} to {max(searched, default=0)} runs to tune the anchors of a cell"
-    print(f"\ncounted: {', '.join(names)}; {cost}\n\n{counts}\n")
+    print(f"\ncounted: {', '.join(names)}; {cost}\n\n{counts}\n\n{medians}\n")
     print("\n".join(goals(ours, anchors, names)))
     if args.update is not None:
         text = args.update.read_text(encoding="utf-8")
-        args.update.write_text(replaced(text, "accuracy", counts), encoding="utf-8")
+        text = replaced(text, args.block, counts)
+        if f"<!-- table: {args.block}_rows -->" in text:
+            text = replaced(text, f"{args.block}_rows", medians)
+        args.update.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ def clipped(
 
 
 def user_clipped(**numbers: object) -> Build:
-    """UserClippedSGD, which knows that users of these tables have tens of rows, or with the numbers of its page."""
+    """UserClippedSGD, which knows the number of users, and what is given."""
 
     def build(
         table: Table, loss: dp.losses.Loss, model: nn.Linear, budget: dp.Budget
@@ -160,12 +160,11 @@ def user_clipped(**numbers: object) -> Build:
     return build
 
 
-def user_prepared(
+def user_bounded(
     table: Table, loss: dp.losses.Loss, model: nn.Linear, budget: dp.Budget
 ) -> dp.PrivateOptimizer:
-    """UserClippedSGD, which measures where rows lie and knows nothing else."""
-    numbers = {"prepare": "auto", "bound_x": table.bound_x, "dim": model}
-    return user_clipped(**numbers)(table, loss, model, budget)
+    """UserClippedSGD, which knows the bound on rows too, and so measures where they lie."""
+    return user_clipped(bound_x=table.bound_x, dim=model)(table, loss, model, budget)
 
 
 SNIPPET = {"clip": 0.2, "lr": 1.0, "steps": 30}  # of docs/user_level.md
@@ -230,31 +229,31 @@ METHODS = (
         by_fit(clipped, "huber", "replace_one"),
     ),
     Method(
-        "UserClippedSGD, logistic, prepared",
+        "UserClippedSGD, logistic",
         "user",
         CHANCES,
-        by_fit(user_prepared, "logistic"),
+        by_fit(user_bounded, "logistic"),
         users=True,
     ),
     Method(
-        "UserClippedSGD, logistic",
+        "UserClippedSGD, logistic, raw rows",
         "",
         CHANCES,
-        by_fit(user_clipped(rows_per_user=10), "logistic"),
+        by_fit(user_clipped(), "logistic"),
         users=True,
     ),
     Method(
         "UserClippedSGD, pinball",
         "user",
         ("mae",),
-        by_fit(user_clipped(rows_per_user=10), "pinball"),
+        by_fit(user_clipped(), "pinball"),
         users=True,
     ),
     Method(
         "UserClippedSGD, Huber",
         "user",
         ("huber",),
-        by_fit(user_clipped(rows_per_user=10), "huber"),
+        by_fit(user_clipped(), "huber"),
         users=True,
     ),
     Method(

@@ -11,7 +11,6 @@ Peers in environments of their own: see peers.py. Suites that need the process t
 from __future__ import annotations
 
 import argparse
-import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ import noise
 import step_time
 import torch
 import user_level
+from blocks import BLOCK, replaced
 from peers import Peer, add_options, started
 from timing import machine
 
@@ -46,18 +46,6 @@ SUITES: dict[str, Suite] = {
     "accountant": lambda args, peers: accountant.tables(smoke=args.smoke),
     "noise": lambda args, peers: noise.tables(smoke=args.smoke, rounds=args.rounds),
 }
-BLOCK = "<!-- table: {} -->\n{}\n<!-- end -->"
-
-
-def replaced(text: str, name: str, table: str) -> str:
-    """Returns a document with one table exchanged; raises ValueError if it has no place for it."""
-    pattern = re.escape(BLOCK).replace(re.escape("{}"), "{}").format(re.escape(name), ".*?")
-    found, count = re.subn(pattern, lambda _: BLOCK.format(name, table), text, flags=re.DOTALL)
-    if count != 1:
-        raise ValueError(
-            f"the document must have one block {BLOCK.format(name, '')!r} (got {count})"
-        )
-    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:

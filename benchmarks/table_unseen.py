@@ -226,3 +226,63 @@ def lectures() -> Table:
     blocks = [one_hot(found["dept"], tuple(np.arange(1, 16))), flag(found["service"] == 1)]
     blocks += [one_hot(found["studage"], (2, 4, 6, 8)), unit(found["lectage"], 1, 6)]
     return made("lectures", "score", blocks, found["y"], bound_y=5.0, users=found["s"])
+
+
+def doctors() -> Table:
+    """A visit to a doctor in three months; users are people, with 1 to 5 years (German Socio-Economic Panel)."""
+    found = records("COUNT", "rwm5yr")
+    blocks = [
+        unit(found["age"], 25, 65),
+        unit(found["hhninc"], 0, 20),
+        unit(found["educ"], 7, 18),
+    ]
+    blocks += [one_hot(found["edlevel"], (1, 2, 3, 4)), unit(found["year"], 1984, 1988)]
+    flags = ("outwork", "female", "married", "kids", "self")
+    blocks += [flag(found[name] == 1) for name in flags]
+    return made("doctors", "score", blocks, found["docvis"] > 0, users=found["id"])
+
+
+def tuna() -> Table:
+    """A can of tuna is of the leading brand, by five prices in dollars; users are households with their purchases."""
+    found = records("Ecdat", "Tuna")
+    prices = ("skw", "cosw", "sko", "coso", "pw")
+    blocks = [unit(found[f"price.{brand}"], 0, 1) for brand in prices]
+    chosen = flag(found["Tuna.choice"] == "skw")
+    return made("tuna", "score", blocks, chosen, users=found["Tuna.hid"])
+
+
+def obesity() -> Table:
+    """A child is obese: one in five; users are children, seen up to three times in four years (Muscatine, Iowa)."""
+    found = records("geepack", "muscatine", "obese")
+    blocks = [one_hot(found["occasion"], (1, 2, 3)), flag(found["gender"] == "F")]
+    blocks += [one_hot(found["base_age"], (6, 8, 10, 12, 14)), unit(found["age"], 5, 18)]
+    obese = flag(found["obese"] == "yes")
+    return made("obesity", "score", blocks, obese, users=found["id"])
+
+
+def fights() -> Table:
+    """A pupil had a fight at school: one in eight; users are schools (Education Longitudinal Study, 2002)."""
+    found = records("mediation", "student")
+    blocks = [unit(found["score"], 0, 100), one_hot(found["late"], (1, 2, 3, 4, 5))]
+    blocks += [unit(found["smorale"], 1, 5), unit(found["income"], 1, 16)]
+    blocks += [unit(found["free"], 1, 7)]
+    flags = ("attachment", "work", "coed", "gender", "pared", "catholic")
+    blocks += [flag(found[name] == 1) for name in flags]
+    return made("fights", "score", blocks, found["fight"], users=found["SCH_ID"])
+
+
+def voters() -> Table:
+    """A young adult is registered to vote; users are high schools (High School and Beyond, in Dee 2004)."""
+    found = records("stevedata", "Dee04")
+    blocks = [unit(found["distance"], 0, 35)]
+    flags = ("hispanic", "college", "black", "otherrace", "female")
+    blocks += [flag(found[name] == 1) for name in flags]
+    return made("voters", "score", blocks, found["register"], users=found["schoolid"])
+
+
+def passes() -> Table:
+    """60 % of a fourth grade pass in mathematics; users are schools of Michigan, with 1 to 6 years (1993 to 1998)."""
+    found = records("wooldridge", "school93_98", "math4")
+    blocks = [one_hot(found["year"], tuple(range(1993, 1999))), unit(found["lunch"], 0, 100)]
+    blocks += [log_unit(found["enrol"], 2_000), unit(found["exppp"], 0, 15_000)]
+    return made("passes", "score", blocks, found["math4"] >= 60, users=found["schid"])

@@ -236,3 +236,49 @@ def restaurants() -> Table:
         threshold=5.0,
         users=found["business_name"],
     )
+
+
+# -- people, and others, with a few rows each -------------------------------------------------------------------------
+
+
+def patents() -> Table:
+    """A firm of the United States gets a patent in a year; users are firms, with 1 to 9 years (1991 to 1999)."""
+    found = records("sandwich", "InstInnovation")
+    blocks = [unit(found["year"], 1991, 1999), flag(found["sp500"] == "yes")]
+    blocks += [log_unit(found[name], 2e5) for name in ("sales", "capital", "randd")]
+    blocks += [log_unit(found["employment"], 1_000), unit(found["tobinq"], 0, 20)]
+    blocks += [unit(found["institutions"], 0, 100), unit(found["competition"], 0, 1)]
+    return made("patents", "develop", blocks, found["patents"] > 0, users=found["company"])
+
+
+def colleges() -> Table:
+    """The median earnings of those who left a college are 33,000 dollars; users are colleges (2007 to 2016)."""
+    found = records("causaldata", "scorecard", "earnings_med")
+    blocks = [unit(found["year"], 2007, 2016), log_unit(found["count_working"], 1e5)]
+    blocks += [one_hot(found["pred_degree_awarded_ipeds"], (1, 2, 3))]
+    blocks += [log_unit(found["count_not_working"], 1e5)]
+    rich = found["earnings_med"] >= 33_000
+    return made("colleges", "develop", blocks, rich, users=found["unitid"])
+
+
+def pupils() -> Table:
+    """A score in mathematics is above 0, that of the third grade; users are children, with 1 to 6 years."""
+    found = records("mlmRev", "egsingle")
+    blocks = [unit(found["year"], -2.5, 2.5), flag(found["female"] == "Female")]
+    blocks += [
+        flag(found[name].astype(str) == "1") for name in ("retained", "black", "hispanic")
+    ]
+    blocks += [unit(found["size"], 0, 2_000), unit(found["lowinc"], 0, 100)]
+    blocks += [unit(found["mobility"], 0, 100)]
+    return made("pupils", "develop", blocks, found["math"] > 0, users=found["childid"])
+
+
+def tests() -> Table:
+    """A test for COVID-19 is positive: about one in eighteen; users are patients, most of them with one test."""
+    found = records("medicaldata", "covid_testing")
+    groups = ("patient", "client", "misc adult", "other adult", "unidentified")
+    blocks = [one_hot(found["demo_group"], groups), unit(found["pan_day"], 0, 120)]
+    blocks += [unit(found["age"], 0, 100), flag(found["gender"] == "female")]
+    blocks += [flag(found["drive_thru_ind"] == 1), flag(found["orderset"] == 1)]
+    positive = flag(found["result"] == "positive")
+    return made("tests", "develop", blocks, positive, users=found["subject_id"])

@@ -44,6 +44,7 @@ _ROWS = (
 _USERS = (
     *("aircraft", "batters", "ratings", "chemistry", "storms", "murders"),
     *("counties", "teachers", "districts", "restaurants"),
+    *("patents", "colleges", "pupils", "tests"),
 )
 _UNSEEN = (
     *(
@@ -58,7 +59,7 @@ _UNSEEN = (
         "digits",
     ),
     *("interest", "vietnam", "drinks", "pay", "deliveries", "popularity", "injuries"),
-    *("unions", "lectures"),
+    *("unions", "lectures", "doctors", "tuna", "obesity", "fights", "voters", "passes"),
 )
 TABLES: dict[str, Callable[[], Table]] = {
     **{name: getattr(table_rows, name) for name in _ROWS},

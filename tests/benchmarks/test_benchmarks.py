@@ -24,6 +24,7 @@ SCRIPTS = {path.stem for path in FOLDER.glob("*.py")}
 ACCURACY = {
     "views",
     "breakdown",
+    "causes",
     "accuracy",
     "correlated",
     "estimators",
@@ -36,13 +37,16 @@ ACCURACY = {
     "ledger_file",
     "mapped_sgd",
     "nets",
+    "papers",
     "public_data",
     "steps",
     "user_level_risk",
 }
-# tests/examples/test_output_examples.py, tests/benchmarks/test_tables.py, and tests/integrations run all of them
-ELSEWHERE = {"linear_models", "tables", "out_of_core_sgd", "out_of_core_fit"}
+# tests/examples/test_output_examples.py, tests/benchmarks/test_tables.py, tests/integrations, tests/docs/test_papers.py
+# run all of them
+ELSEWHERE = {"linear_models", "tables", "out_of_core_sgd", "out_of_core_fit", "paper_items"}
 PARTS = {
+    "blocks",
     "cases",
     "defaults",
     "timing",
@@ -50,6 +54,11 @@ PARTS = {
     "peers",
     "anchors",
     "ours",
+    "paper_drawing",
+    "paper_heavy",
+    "paper_hoelder",
+    "paper_output",
+    "paper_users",
     "table_parts",
     "table_rows",
     "table_unseen",

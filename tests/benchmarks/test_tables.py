@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib
 import math
 import sys
 from collections.abc import Iterator
@@ -18,6 +20,8 @@ from hypothesis import strategies as st
 
 import torch_dpsco as dp
 from torch_dpsco.accounting.calibrate import design_epsilon
+from torch_dpsco.estimators import HuberRegressor, LogisticRegression
+from torch_dpsco.estimators.preparation import Preparation, Units
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
@@ -143,6 +147,49 @@ def test_the_list_says_rows_bounds_and_what_is_not_private(
     saved = np.load(tmp_path / "adult.npz")
     assert saved["X"].shape == (48_842, 65)
     assert str(saved["kind"]), str(saved["split"]) == ("binary", "develop")
+
+
+# -- what is shown, and what is switched off -------------------------------------------------------------------------
+
+
+def test_medians_stand_beside_the_constant_what_is_not_private_and_the_anchor(
+    accuracy: ModuleType,
+) -> None:
+    ours, anchors = accuracy.Results(None), accuracy.Results(None)
+    for name, value in (("constant", 0.5), ("not private", 0.9)):
+        ours.add("toy", "", name, {"auc": value, "log_loss": value})
+    prepared, bare = "HolderSGD, logistic, prepared", "HolderSGD, logistic"
+    ours.add("toy", "1", prepared, {"auc": [0.7, 0.9, 0.8], "log_loss": [0.4]})
+    ours.add("toy", "1", bare, {"auc": [0.6], "log_loss": [0.5]})
+    ours.add("toy", "3", prepared, "not available: ValueError")
+    anchors.add("toy", "1", "DP-GD", {"auc": {"runs": [0.75]}})
+    lines = accuracy.rows_table(ours, anchors, ["toy"], ["1", "3"]).splitlines()
+    assert lines[2:] == [
+        f"| toy, {prepared}: auc | 0.5000 | 0.9000 | 0.8000 (0.6000) / 0.7500 |  |",
+        f"| toy, {prepared}: log-loss | 0.5000 | 0.9000 | 0.4000 (0.5000) |  |",
+    ]
+
+
+def test_each_rule_of_causes_changes_a_plan_and_is_back_afterwards(accuracy: ModuleType) -> None:
+    causes = importlib.import_module("causes")
+    labels = {"classes": (0, 1), "epsilon": 0.3, "n": 4_000, "bound_x": 2.0}
+    numbers = {"bound_y": 3.0, "epsilon": 0.3, "n": 4_000, "bound_x": 2.0}
+
+    def seen() -> tuple[object, ...]:
+        model = LogisticRegression(**labels)
+        plan = model.plan(30)
+        robust = HuberRegressor(**numbers, threshold=1.0).plan(30).task
+        model.plan_, model.units_ = (
+            dataclasses.replace(plan, last_std=None),
+            Units(Preparation(1.0)),
+        )
+        return plan, robust.prepare.widest, robust.bound_y, robust.prepare.most, model._link
+
+    before = seen()
+    for rule in causes.OFF:
+        with causes.without([rule]):
+            assert seen() != before
+        assert seen() == before
 
 
 # -- anchors ----------------------------------------------------------------------------------------------------------

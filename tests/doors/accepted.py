@@ -122,10 +122,6 @@ FINE = {
     "dp.UserClippedSGD.plan[noise].dim": "none Model",
     "dp.UserClippedSGD.plan[searched].dim": "none Model",
     "dp.UserClippedSGD.plan[prepared].dim": "Model",
-    **{  # an average
-        f"dp.UserClippedSGD.plan[{variant}].rows_per_user": "part"
-        for variant in ("searched", "prepared")
-    },
     "dp.NetSGD.plan.dim": "Model",
     "dp.NetSGD.plan[noise].dim": "none Model",
     # as torch's: a scheduler's warm-up begins at 0, which make_private takes over, and groups of parameters bring

@@ -200,7 +200,6 @@ simple(
     n=24,
     budget=lambda: user_budget(),
     dim=DIM,
-    prepare="auto",
     bound_x=2.0,
 )
 simple(

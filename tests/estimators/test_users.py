@@ -30,7 +30,7 @@ from torch_dpsco.estimators import (
 from torch_dpsco.estimators import gradient_descent as users
 from torch_dpsco.estimators.base import plan_linear
 from torch_dpsco.estimators.fits import fit_linear
-from torch_dpsco.estimators.gradient_descent import UserGDPlan, plan_users, users_of
+from torch_dpsco.estimators.gradient_descent import UserGDPlan, _pairs, plan_users, users_of
 from torch_dpsco.estimators.objectives import LinearObjective
 from torch_dpsco.estimators.preparation import Preparation
 from torch_dpsco.estimators.task import LinearTask, make_records
@@ -76,8 +76,17 @@ def last_total(
     if given.adjacency != "add_remove":
         given = dataclasses.replace(given, n=count, n_max=count)
     records = make_records(given, features, labels, shares, users=codes)
-    pairs = plan._pairs(w, records)[2]
-    return plan._sum(pairs, codes, v, math.sqrt(2))
+    pairs = _pairs(*direction(plan, w), records)
+    return plan._sum(
+        LinearObjective(dp.losses.Logistic(), pairs, reg=0.0), codes, v, math.sqrt(2)
+    )
+
+
+def direction(plan: UserGDPlan, w: Tensor) -> tuple[Tensor, float]:
+    """What makes scores over their clip of rows, and the constant of a row."""
+    constant = plan.task.preparation.intercept
+    slopes = torch.cat([w[:-1], torch.zeros(1).double()]) if constant else w
+    return slopes / (0.25 * plan.task.preparation.bound_x * float(slopes.norm())), constant
 
 
 def total(plan: UserGDPlan, features: Tensor, labels: Tensor, ids: Tensor, w: Tensor) -> Tensor:
@@ -329,10 +338,7 @@ def test_rounding_is_in_the_sensitivity_of_the_sums_for_scale_and_intercept() ->
     w, v = torch.tensor([300.0, -500.0, 3.0]).double(), torch.tensor([700.0, -300.0]).double()
     computed = last_total(plan, features, labels, ids, w, v)
     prepared = torch.stack([given.preparation(row[None])[0] for row in features])
-    slopes, unit, _ = plan._pairs(
-        w, make_records(given, features, labels, users=users_of(ids)[0])
-    )
-    scores = [math.fsum((row * slopes).tolist()) / unit for row in prepared]
+    scores = [math.fsum((row * direction(plan, w)[0]).tolist()) for row in prepared]
     pairs = [(min(max(score, -1.0), 1.0), 1.0) for score in scores]
     margins = [
         y * (v[0].item() * p[0] + v[1].item())

@@ -54,7 +54,7 @@ from torch_dpsco.step.chooser import (
 from torch_dpsco.step.oracle import NOISES, HolderClipped
 from torch_dpsco.step.plan import Ranges, StepPlan, expected, noise_on_mean
 
-_NEAR = 1.25  # guess of the distance in private units, of losses of labels
+_NEAR = 1.25  # guess of the distance in private units, of losses of labels, for each score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,8 +221,8 @@ class HolderSGD(PreparedOptimizer):
             clip: share in (0, 1] of the promised bound at which rows are clipped; default 1, and down to 1/2 where the
                 rule sees much noise and the loss has one score. Privacy does not depend on it: noise is in proportion.
             prepare: "auto" measures privately, within the budget and where that pays by public numbers, where rows lie,
-                and counts on rows in these units (`dp.standardize`, which `dp.fit` calls by itself): for losses of one
-                score, a model with a bias, and features that are not centered. Then bounds of the problem are those of
+                and counts on rows in these units (`dp.standardize`, which `dp.fit` calls by itself): for losses of the
+                table, a model with a bias, and features that are not centered. Then bounds of the problem are those of
                 raw rows, and `distance` counts in the units. None measures nothing.
             secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
 
@@ -312,24 +312,23 @@ class _Task(Task):
     def _prepared(self, secure: str | None) -> HolderPlan:
         """Returns the plan of steps in private units, with what measuring them leaves of the budget."""
         table = self.problem.exact_grad_bound
-        if (
-            not (isinstance(table, TableGradBound) and self.problem.is_glm)
-            or self.problem.radius < math.inf
-        ):
+        if not isinstance(table, TableGradBound) or self.problem.radius < math.inf:
             raise ConditionError(
-                "problem must be of a loss of dp.losses with one score, without a radius, which"
-                f" would be one in raw units, beside prepare='auto' (got {self.problem})"
+                "problem must be of a loss of dp.losses, without a radius, which would be one in raw"
+                f" units, beside prepare='auto' (got {self.problem})"
             )
+        scores = table.loss.num_scores
         real = table.loss.target_kind == "real"
         bound = table.bound_x
-        prepare = measurements(self.budget, self, bound_x=bound, dim=self.dim, real=real)
+        dim = self.dim and self.dim // scores
+        prepare = measurements(self.budget, self, bound_x=bound, dim=dim, real=real)
         inner = replace(self, prepare=None, budget=rest(self.budget, prepare))
         if prepare:
             problem = table.loss.problem(
                 bound_x=HolderPlan.length, bound_y=table.bound_y, intercept=True
             )
-            near = None if real else _NEAR
-            inner = replace(inner, problem=problem, distance=self.distance or near)
+            near = self.distance or (None if real else _NEAR * math.sqrt(scores))
+            inner = replace(inner, problem=problem, distance=near)
         return with_measurements(inner.plan(secure), self.budget, prepare)
 
     def _promises(self) -> tuple[float, Scale | None]:

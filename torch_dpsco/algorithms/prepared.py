@@ -108,7 +108,7 @@ def measurements(
         budget: of the run.
         given: n, the public number of records or users, and what else is given of the run.
         bound_x: bound on the norm of raw rows.
-        dim: of a model with one score, its bias included.
+        dim: of the parameters of one score, its bias included.
         real: whether targets are numbers, to which rows that are cut do not belong.
     """
     if budget is None or given.noise_multiplier is not None or bound_x is None or dim is None:
@@ -207,7 +207,7 @@ def require_undone(layer: nn.Module) -> nn.Linear:
     if not isinstance(layer, nn.Linear) or layer._parameters["bias"] is None:
         raise ConditionError(
             "model must be an nn.Linear with a bias, out of which units can be taken (got"
-            f" {type(layer).__name__}); for another one leave prepare= out of the plan"
+            f" {type(layer).__name__}); for another one plan with prepare=None"
         )
     return layer
 

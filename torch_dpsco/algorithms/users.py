@@ -81,9 +81,10 @@ from torch_dpsco.step.plan import PlannedOptimizer, StepPlan, expected, noise_on
 _FULL_STEPS = 30
 _EPOCHS = 10
 _START = 0.03  # of a search: first clip
-_NEARER = 3.0  # distance in private units
-_SAFE_QUANTILE = 0.9  # that the clip follows, of the lengths of users' gradients
-_QUANTILES = {8: 0.1, 3: 0.5}  # where users have at least so many rows
+_LONGER = 10.0  # the same times so much for rows in private units,
+_CLEAR = 0.95  # where this quantile can be told
+_NEARER = 3.0  # distance in these units
+_QUANTILES = (0.9, 0.98)  # that the clip may follow, of the lengths of users' gradients
 _VOTES = 0.02  # and share of the squared budget
 
 
@@ -163,8 +164,8 @@ class UserClippedPlan(PreparedPlan, UserPlan):
                 "clip",
                 (
                     f"found in the run, for {_VOTES:.0%} of its squared budget: from {self.clip:g}"
-                    f" on it follows the {self.quantile:g} quantile of the lengths of users' mean"
-                    " gradients (by rows_per_user)"
+                    f" on it follows the {self.quantile:.3g} quantile of the lengths of users' mean"
+                    " gradients"
                 ),
             )
         yield "assumed", self.assumed
@@ -222,12 +223,11 @@ class UserClippedSGD(PreparedOptimizer):
         epochs: float | None = None,
         sampling: str | Design | None = None,
         min_items: int = 1,
-        rows_per_user: float | None = None,
         average: str | None = None,
         adjacency: Adjacency | None = None,
         dim: Any = None,
         distance: float | None = None,
-        prepare: str | None = None,
+        prepare: str | None = "auto",
         bound_x: float | None = None,
         secure: str | None = None,
     ) -> UserClippedPlan:
@@ -254,18 +254,16 @@ class UserClippedSGD(PreparedOptimizer):
                 users: "full"), "shuffled", "allocated" (each user once per pass, secretly: `Assigned`, at the price of
                 Poisson), "assigned" (one such pass) or "full"; or a design of users.
             min_items: rows that a user must have, public; others contribute 0.
-            rows_per_user: rows that most users have, by public knowledge, where no clip is given: from 8 on there is
-                less noise, since the clip may be short; default unknown, which is as safe as 1.
             average: "last", "uniform" or "weighted"; default "last", or "weighted" where the rule chooses lr.
             adjacency: default the budget's, or "zero_out".
             dim: number of parameters, or the model: the step rule takes 64 without it. A warning tells where noise
                 buries the signal.
             distance: guess of how far the parameters have to go, for the step rule; default 6.
             prepare: "auto" measures privately, within the budget and where that pays by public numbers, where rows of
-                users lie, and counts on rows in these units (`dp.standardize`, which `dp.fit` calls by itself): for a
-                linear model with a bias, and features that are not centered. None measures nothing.
-            bound_x: public bound on the norm of raw rows, without the 1 of a bias, to which longer ones are clipped:
-                needed by prepare="auto".
+                users lie, if bound_x is given, and counts on rows in these units (`dp.standardize`, which `dp.fit`
+                calls by itself): for a linear model with a bias. None measures nothing.
+            bound_x: public bound on the norm of raw rows, without the 1 of a bias, to which longer ones are clipped
+                where they are measured.
             secure: "exact" for noise in integers on a public grid, see docs/performance.md for its cost.
 
         Raises:
@@ -285,11 +283,7 @@ class UserClippedSGD(PreparedOptimizer):
         )
         units = 1.0 if clip is None else check.positive(clip=clip)
         scale = UserScale(units, distance, dimension(dim))
-        measured: PrivatePreparation | None = None
-        if check.choice(("auto", None), prepare=prepare):
-            measured = measurements(budget, given, bound_x=bound_x, dim=scale.dim)
-        elif bound_x is not None:
-            raise ValueError(f"bound_x must be left out without prepare='auto' (got {bound_x})")
+        measured = _measured(prepare, bound_x, scale.dim, budget, given)
         if measured:
             scale = replace(scale, distance=distance or _NEARER)
         left = rest(budget, measured)
@@ -298,6 +292,7 @@ class UserClippedSGD(PreparedOptimizer):
         pace = choose_pace(scale, draws, noise) if lr is None else Pace(lr)
         target = budget if noise_multiplier is None else None
         warn_if_buried(target, draws, noise, n, scale.dim)
+        quantile = _quantile(noise, draws) if clip is None else None
         made = UserClippedPlan(
             budget=budget,
             adjacency=adjacency,
@@ -307,9 +302,9 @@ class UserClippedSGD(PreparedOptimizer):
             momentum=pace.momentum,
             average=average or ("weighted" if lr is None else "last"),
             secure=secure,
-            clip=_START if clip is None else units,
+            clip=units if quantile is None else _start(quantile, measured),
             noise_multiplier=noise,
-            quantile=_quantile(rows_per_user, clip),
+            quantile=quantile,
             min_items=check.positive_count(min_items=min_items),
         )
         return with_measurements(made, budget, measured)
@@ -331,20 +326,42 @@ def _is_by_rule(clip: float | None, lr: float | None, noise_multiplier: float | 
     return None in (clip, lr)
 
 
-def _quantile(rows_per_user: float | None, clip: float | None) -> float | None:
-    """Returns the quantile of users' lengths that the clip follows; None for a public clip.
-
-    With a row or two gradients of the more frequent class are shorter, and a clip below them has its users outvote the
-    others without end (docs/proofs/steps.md#users).
-    """
-    if clip is not None and rows_per_user is not None:
+def _measured(
+    prepare: str | None,
+    bound_x: float | None,
+    dim: int | None,
+    budget: Budget | None,
+    given: Given,
+) -> PrivatePreparation | None:
+    """Returns what is measured of rows with a bound, where that pays; raises ValueError if nothing is to be."""
+    asked = check.choice(("auto", None), prepare=prepare)
+    if bound_x is None:
+        return None
+    if asked is None:
         raise ValueError(
-            f"rows_per_user must be left out beside clip, which it is to find (got {rows_per_user})"
+            f"bound_x must be left out beside prepare=None, which measures nothing (got {bound_x})"
         )
-    if rows_per_user is None:
-        return None if clip is not None else _SAFE_QUANTILE
-    rows = check.positive(rows_per_user=rows_per_user)
-    return next((q for least, q in _QUANTILES.items() if rows >= least), _SAFE_QUANTILE)
+    return measurements(budget, given, bound_x=bound_x, dim=dim)
+
+
+def _quantile(noise: float, draws: Draws) -> float:
+    """Returns the quantile of lengths that the clip follows: within twice the noise on the mean of all votes of 1.
+
+    Users of a rare class have longer gradients than all others, who outvote them without end where the clip is below
+    (docs/proofs/steps.md#users).
+    """
+    assert draws.steps is not None  # under a rule there is a last step
+    std = noise / math.sqrt(_VOTES * draws.steps) / draws.design.batch_size
+    least, most = _QUANTILES
+    return min(max(least, 1.0 - 2.0 * std), most)
+
+
+def _start(quantile: float, measured: PrivatePreparation | None) -> float:
+    """Returns the first clip of a search: in private units a longer one, as far as votes tell a high quantile."""
+    if not measured:
+        return _START
+    least, _ = _QUANTILES
+    return _START * math.pow(_LONGER, min(1.0, (quantile - least) / (_CLEAR - least)))
 
 
 def _design(scale: UserScale | None, budget: Budget | None, given: Given) -> Draws:

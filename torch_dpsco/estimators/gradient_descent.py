@@ -18,11 +18,13 @@ Noisy gradient descent on users: the mean gradient of a user's rows is clipped, 
 All T noisy sums are released, as in `gradient_descent`, with users in place of records; the answer is the average of
 the later half. A user's rows have the weight 1 / their number, so that what is measured before counts users as well.
 
-Clipped users have votes of equal length: the intercept goes to the median user, and scores grow too large. So the
-logistic loss gets more such steps on rows of two numbers, the score of that answer and the constant, whose clip is the
-bound on their gradients: scale and intercept are those of the mean loss of users.
+Clipped users have votes of equal length: the intercept goes to the median user, and scores grow too large; those of
+records grow by noise. So the logistic loss gets more such steps on rows of two numbers, the score of that answer and
+the constant, whose clip is the bound on their gradients: scale and intercept are those of the mean loss.
 
-Differs from the paper in: it is not there. Source: docs/proofs/user_level.md#linear-models
+Differs from the paper in: it is not there.
+
+Source: docs/proofs/user_level.md#linear-models, docs/proofs/output.md#scale-and-intercept
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from functools import partial
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,7 +50,7 @@ from torch_dpsco.accounting.analysis.rounding import (
 )
 from torch_dpsco.accounting.events import GDP, REPLACE_ONE
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators.objectives import LinearObjective
+from torch_dpsco.estimators.objectives import LinearObjective, loss_sums
 from torch_dpsco.estimators.preparation import signal_to_noise
 from torch_dpsco.estimators.records import Records, gradient_rounding, project
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, build_objective, weight_guess
@@ -62,6 +65,17 @@ _MOST_STEPS, _STEPS = (
 _FAINT_LABELS, _FAINT_TARGETS = 60.0, 30.0  # n mu / sqrt(d), below which steps go less far
 _OF_TARGETS = 2.0  # times the guess of the weights, where targets are real
 _FAR = 1000.0  # times 1 / bound on rows: iterates are kept in that ball where there is no regularizer
+_LAST_STEPS, _LAST_CLIP, _LAST_FAR = (
+    32,
+    math.sqrt(2),
+    1000.0,
+)  # for scale and intercept: their number (4 is the root of half of it), bound on gradients, radius
+_LEAST_SCALE = 0.1  # 0 would lose the order of scores
+_MOST_LAST, _ENOUGH, _FEW = (
+    0.1,
+    300.0,
+    150.0,
+)  # share of mu^2 for them, of records; n mu of them that is enough, and n mu below which they are not worth it
 _ROOM = 40.0  # times the norm of every minimizer: iterates are kept in that ball, for which rounding is bounded
 
 
@@ -148,8 +162,144 @@ def descend(
     return answer / last
 
 
+_Last = tuple[float, float, float, float]
+
+
 @dataclass(frozen=True, kw_only=True)
-class NoisyGDPlan(DescentPlan):
+class ScaledPlan(DescentPlan):
+    """Steps after which scores of the logistic loss may get a private scale and intercept, by more noisy sums.
+
+    Args:
+        last_std: of the noise on these sums; None for no such sums.
+    """
+
+    last_std: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.last_std is not None:
+            check.positive(last_std=self.last_std)
+            if not self.task.loss.log_odds:
+                raise ConditionError(
+                    f"last_std must be None for other losses than Logistic (got {self.task.loss!r})"
+                )
+
+    @property
+    @abstractmethod
+    def _last(self) -> _Last:
+        """Clip of scores over their bound; way of scale and intercept together; scale to start at; largest scale."""
+
+    def _event_of(self, level: float) -> GDP:
+        """Returns what steps of this level cost together with these sums."""
+        if self.last_std is not None:
+            # PRIVACY: these sums are released too (test_the_sums_for_scale_and_intercept_are_charged)
+            level = safe(math.hypot(level, self._last_level(self.last_std)))
+        return GDP(level, (self.task.adjacency,))
+
+    def _last_level(self, std: float) -> float:
+        return self._level(_LAST_STEPS, _LAST_CLIP, self._last_rounding, std)
+
+    def _level(self, steps: int, clip: float, rounding: float, std: float) -> float:
+        sides = 2.0 if self.task.adjacency == REPLACE_ONE else 1.0
+        # PRIVACY: each sum is rounded, in both data sets (test_rounding_is_in_the_sensitivity_of_a_sum_over_users);
+        # margin of both (docs/proofs/rounding.md#weighted-means-of-users)
+        return noisy_gd_mu(steps, 1.0, sides * clip + 2 * rounding, std)
+
+    @property
+    def _last_rounding(self) -> float:
+        """As `_rounding`, of the sums for scale and intercept."""
+        most = self.task.most_records
+        slope = 1.0
+        bend = 0.25
+        score = gamma(self.task.width + 16) / self._last[0]  # of a score, over its clip
+        # PRIVACY: products that make a score may be rounded differently beside other rows
+        # (test_rounding_is_in_the_sensitivity_of_the_sums_for_scale_and_intercept)
+        mean = (slope + _LAST_CLIP * bend * _LAST_FAR) * score + _LAST_CLIP * gamma(MOST_ROWS)
+        mean += gradient_rounding(
+            1,
+            2,
+            lipschitz=_LAST_CLIP,
+            smoothness=2 * bend,
+            reg=0.0,
+            norm=_LAST_FAR,
+            score_offset=1.0,
+        )
+        return most * (mean + _LAST_CLIP * gamma(most + 18))
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yields what is to be said beside the promise."""
+        yield from super().lines()
+        if self.last_std is not None:
+            std = f"noise of std {self.last_std:.4g} on the sum"
+            yield "scale", f"and intercept: {_LAST_STEPS} more, {std}"
+
+    def _scaled(
+        self,
+        w: Tensor,
+        shift: float,
+        total: Callable[[Tensor, float, Tensor], Tensor],
+        generator: Source,
+    ) -> Tensor:
+        """Returns the private answer with a private scale and intercept, if there are sums for them.
+
+        Args:
+            w: of the steps.
+            shift: the intercept to start at.
+            total: sum of gradients, by what makes scores over their clip of rows, the constant, and the point of scale
+                and intercept: NOT private.
+            generator: of the noise.
+        """
+        if self.last_std is None:
+            return w
+        constant = self.task.preparation.intercept
+        slopes = w.clone()
+        if constant:
+            slopes[-1] = 0.0
+        wide, way, start, most = self._last
+        unit = max(wide * self.task.preparation.bound_x * float(slopes.norm()), 1e-100)
+        pace = smooth_pace(4 * way / self.last_std, _LAST_STEPS, self.task.n / 2)
+        scale, shift = descend(
+            partial(total, slopes / unit, constant),
+            w.new_tensor([start * unit, shift]),
+            self.last_std,
+            generator,
+            steps=_LAST_STEPS,
+            lr=pace.lr,
+            radius=_LAST_FAR,
+            momentum=pace.momentum,
+        ).tolist()
+        answer = slopes * min(max(scale / unit, _LEAST_SCALE), most)
+        if constant:
+            answer[-1] = shift / constant
+        return project(answer, far_radius(self.task))
+
+
+_Plan = TypeVar("_Plan", bound=ScaledPlan)
+
+
+def _pairs(direction: Tensor, constant: float, records: Records) -> Records:
+    """Returns records of score and constant, both in [-1, 1]: NOT private."""
+
+    def made() -> Records:
+        rows = records.zeros(records.count, 2)
+        for part, block in records.blocks():
+            rows[part, 0] = (block @ direction).clamp(-1.0, 1.0)
+            if constant:
+                rows[part, 1] = block[:, -1] / constant
+        return Records(rows, records.targets, records.weights)
+
+    return records.once(("pairs", direction), made)
+
+
+def _pair_sums(
+    direction: Tensor, constant: float, point: Tensor, part: Records
+) -> tuple[Tensor]:
+    """Returns the sum of the gradients of records in memory, in scale and intercept: NOT private."""
+    return (loss_sums(Logistic(), point, _pairs(direction, constant, part))[1],)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisyGDPlan(ScaledPlan):
     """Public numbers of one run.
 
     Args:
@@ -166,6 +316,11 @@ class NoisyGDPlan(DescentPlan):
             check.positive(reg=self.task.reg)
         else:
             check.below_one(momentum=self.momentum)
+
+    @property
+    def _last(self) -> _Last:
+        # noise makes scores too large, by far where one class is rare: from less than half of it
+        return min(1.0, 2 / math.sqrt(self.task.dim)), 1.0, 0.4, 8.0
 
     @property
     def lr(self) -> float:
@@ -203,7 +358,7 @@ class NoisyGDPlan(DescentPlan):
         )
         if self.momentum is not None:
             # PRIVACY: every sum is released (test_all_steps_of_a_run_with_momentum_are_charged)
-            return GDP(noisy_gd_mu(self.steps, 1.0, moved, self.noise_std), (task.adjacency,))
+            return self._event_of(noisy_gd_mu(self.steps, 1.0, moved, self.noise_std))
         beta = self._smoothness
         # margin: of the quotient, the same at both ends of [reg, beta] (docs/proofs/rounding.md#model-of-arithmetic)
         contraction = min(1.0, up((beta - self.reg) / (beta + self.reg), 1e-15))
@@ -211,9 +366,7 @@ class NoisyGDPlan(DescentPlan):
         # (docs/proofs/rounding.md#gradients-and-gaps-of-objectives)
         moved += 2 * 8 * DOUBLE * radius / self.lr
         # PRIVACY: of the noise and steps of the release (test_an_edited_plan_is_refused_or_charges_what_it_draws)
-        return GDP(
-            noisy_gd_mu(self.steps, contraction, moved, self.noise_std), (task.adjacency,)
-        )
+        return self._event_of(noisy_gd_mu(self.steps, contraction, moved, self.noise_std))
 
     @property
     def largest(self) -> float:
@@ -235,7 +388,7 @@ class NoisyGDPlan(DescentPlan):
         """Makes the steps from 0: returns the private answer; see `LinearPlan`."""
         solved.keep()
         objective = build_objective(self.task, self.reg, solved)
-        return descend(
+        answer = descend(
             objective.gradient,
             solved.zeros(self.task.parameters),
             self.noise_std,
@@ -245,6 +398,11 @@ class NoisyGDPlan(DescentPlan):
             radius=self.radius,
             momentum=self.momentum or 0.0,
             averaged=1 if self.momentum is None else None,
+        )
+        # of clipped gradients, which lead further from 0 than log odds are
+        shift = 0.8 * float(answer[-1]) * self.task.preparation.intercept
+        return self._scaled(
+            answer, shift, lambda *at: solved.sum(partial(_pair_sums, *at))[0], generator
         )
 
 
@@ -298,12 +456,34 @@ def plan_noisy_gd(
     return _with_noise(replace(draft, steps=converged if steps is None else steps))
 
 
-def _with_noise(draft: NoisyGDPlan) -> NoisyGDPlan:
-    """Returns the plan with the noise that is given, or uses the level of its task up."""
+def _with_noise(draft: NoisyGDPlan, share: float = 0.0) -> NoisyGDPlan:
+    """Returns the plan with the noise that is given, or uses the level of its task up; see `_spending`."""
     task = draft.task
     if task.noise_multiplier is not None:
         return replace(draft, noise_std=task.noise_multiplier * draft.largest)
-    return replace(draft, noise_std=safe(draft.own_event().mu / task.level))
+    return _spending(draft, draft.own_event().mu, share)
+
+
+def _spending(draft: _Plan, once: float, share: float) -> _Plan:
+    """Returns the plan of the whole level of its task.
+
+    Args:
+        draft: its other numbers.
+        once: what it costs with noise of std 1.
+        share: of the squared level, for scale and intercept.
+    """
+    level = draft.task.level * (1 - 1e-12 * (share > 0))  # room for roundings
+    std = safe(once / (level * math.sqrt(1 - share)))
+    last = draft._last_level(1.0) / (level * math.sqrt(share)) if share else None
+    return replace(draft, noise_std=std, last_std=last)
+
+
+def _last_share(task: LinearTask) -> float:
+    """Returns the share of the squared level for scale and intercept, by public numbers; 0 for none."""
+    if not (task.prepare and task.prepare.rows and task.loss.log_odds) or task.noise_multiplier:
+        return 0.0
+    signal = task.n * task.level
+    return min(_MOST_LAST, (_ENOUGH / signal) ** 2) if signal >= _FEW else 0.0
 
 
 def _all_sums(task: LinearTask, steps: int | None) -> NoisyGDPlan:
@@ -311,15 +491,17 @@ def _all_sums(task: LinearTask, steps: int | None) -> NoisyGDPlan:
     lipschitz, smoothness = smooth_constants(task)
     draft = NoisyGDPlan(task=task, steps=1, noise_std=1.0, momentum=0.0)
     curvature = task.n * smoothness + draft.reg
+    share = _last_share(task)
     if task.noise_multiplier is None:
-        once = draft.own_event().mu / task.level  # noise of one sum at the cost of all T of them
+        # noise of one sum at the cost of all T of them
+        once = draft.own_event().mu / (task.level * math.sqrt(1 - share))
     else:
         steps = _STEPS if steps is None else steps
         once = task.noise_multiplier * lipschitz / math.sqrt(steps)
     horizon = _way(task) / (once * math.sqrt(task.parameters))
     steps = steps_to(horizon, curvature) if steps is None else steps
     momentum = smooth_pace(horizon, steps, curvature).momentum
-    return _with_noise(replace(draft, steps=steps, momentum=momentum))
+    return _with_noise(replace(draft, steps=steps, momentum=momentum), share)
 
 
 def smooth_constants(task: LinearTask) -> tuple[float, float]:
@@ -343,30 +525,19 @@ _QUIET = 1e-3  # noise on the mean of all steps, of that bound, up to which a la
 _SAFE = (
     0.1  # guess of |w| over bound_y / bound on rows, at most, for each unit of signal over noise
 )
-_LAST_STEPS, _LAST_SHARE, _LAST_CLIP = (
-    32,
-    0.2,
-    math.sqrt(2),
-)  # for scale and intercept: share of mu^2, gradients' bound
-_WIDE, _WAY, _LAST_FAR = (
-    0.25,
-    2.0,
-    1000.0,
-)  # clip of scores over their bound; way of scale and intercept, and its bound
-_LEAST_SCALE = 0.1  # 0 would lose the order of scores
+_LAST_SHARE = 0.2  # of mu^2, for scale and intercept
 _LAST_SIGNAL = (
     15.0  # n mu / sqrt(2) of these sums, below which noise does more harm than they mend
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class UserGDPlan(DescentPlan):
+class UserGDPlan(ScaledPlan):
     """Public numbers of one run on users, whose number is the task's n; sums are over users.
 
     Args:
         momentum: m in [0, 1).
         clip: C > 0.
-        last_std: of the noise on the sums for scale and intercept, of the logistic loss; None for no such sums.
     """
 
     unit: ClassVar[str] = "user"
@@ -374,18 +545,15 @@ class UserGDPlan(DescentPlan):
 
     momentum: float
     clip: float
-    last_std: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check.positive(clip=self.clip)
         check.below_one(momentum=self.momentum)
-        if self.last_std is not None:
-            check.positive(last_std=self.last_std)
-            if not self.task.loss.log_odds:
-                raise ConditionError(
-                    f"last_std must be None for other losses than Logistic (got {self.task.loss!r})"
-                )
+
+    @property
+    def _last(self) -> _Last:
+        return 0.25, 2.0, 1.0, 1.0
 
     @property
     def largest(self) -> float:
@@ -401,19 +569,7 @@ class UserGDPlan(DescentPlan):
         """Returns what all noisy sums cost."""
         # PRIVACY: of the noise and steps of the release (test_an_edited_plan_is_refused_or_charges_what_it_draws)
         level = self._level(self.steps, self.clip, self._rounding, self.noise_std)
-        if self.last_std is not None:
-            # PRIVACY: these sums are released too (test_the_sums_for_scale_and_intercept_are_charged)
-            level = safe(math.hypot(level, self._last_level(self.last_std)))
-        return GDP(level, (self.task.adjacency,))
-
-    def _last_level(self, std: float) -> float:
-        return self._level(_LAST_STEPS, _LAST_CLIP, self._last_rounding, std)
-
-    def _level(self, steps: int, clip: float, rounding: float, std: float) -> float:
-        sides = 2.0 if self.task.adjacency == REPLACE_ONE else 1.0
-        # PRIVACY: each sum is rounded, in both data sets (test_rounding_is_in_the_sensitivity_of_a_sum_over_users);
-        # margin of both (docs/proofs/rounding.md#weighted-means-of-users)
-        return noisy_gd_mu(steps, 1.0, sides * clip + 2 * rounding, std)
+        return self._event_of(level)
 
     @property
     def _rounding(self) -> float:
@@ -424,27 +580,6 @@ class UserGDPlan(DescentPlan):
         mean = task.gradient_rounding(0.0, far_radius(task), lipschitz, dim=task.width, most=1)
         mean += lipschitz * gamma(MOST_ROWS)
         return most * (mean + self.clip * gamma(most + task.width + 16))
-
-    @property
-    def _last_rounding(self) -> float:
-        """As `_rounding`, of the sums for scale and intercept."""
-        most = self.task.most_records
-        slope = 1.0
-        bend = 0.25
-        score = gamma(self.task.width + 16) / _WIDE  # of a score, over its clip
-        # PRIVACY: products that make a score may be rounded differently beside other rows
-        # (test_rounding_is_in_the_sensitivity_of_the_sums_for_scale_and_intercept)
-        mean = (slope + _LAST_CLIP * bend * _LAST_FAR) * score + _LAST_CLIP * gamma(MOST_ROWS)
-        mean += gradient_rounding(
-            1,
-            2,
-            lipschitz=_LAST_CLIP,
-            smoothness=2 * bend,
-            reg=0.0,
-            norm=_LAST_FAR,
-            score_offset=1.0,
-        )
-        return most * (mean + _LAST_CLIP * gamma(most + 18))
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
@@ -457,14 +592,6 @@ class UserGDPlan(DescentPlan):
                 f" momentum {self.momentum:.3g}"
             ),
         )
-        if self.last_std is not None:
-            yield (
-                "",
-                (
-                    f"{_LAST_STEPS} more for scale and intercept, noise of std {self.last_std:.4g}"
-                    " on the sum"
-                ),
-            )
 
     def draw(self, solved: tuple[Records, Tensor], generator: Source) -> Tensor:
         """Makes the steps from 0: returns the private average; see `LinearPlan`.
@@ -487,48 +614,14 @@ class UserGDPlan(DescentPlan):
             momentum=self.momentum,
             direction=lambda noisy, w: noisy + self.reg * w,
         )
-        if self.last_std is None:
-            return w
-        return self._scaled(w, self.last_std, records, users, generator)
 
-    def _scaled(
-        self, w: Tensor, std: float, records: Records, users: Tensor, generator: Source
-    ) -> Tensor:
-        """Returns the private answer with a private scale, in [0.1, 1], and a private intercept."""
-        slopes, unit, objective = self._pairs(w, records)
-        pace = smooth_pace(_WAY / std * math.sqrt(_LAST_STEPS / 2), _LAST_STEPS, self.task.n / 2)
-        scale, shift = descend(
-            lambda v: self._sum(objective, users, v, _LAST_CLIP),
-            w.new_tensor([unit, 0.0]),
-            std,
-            generator,
-            steps=_LAST_STEPS,
-            lr=pace.lr,
-            radius=_LAST_FAR,
-            momentum=pace.momentum,
-        ).tolist()
-        answer = slopes * float(min(max(scale / unit, _LEAST_SCALE), 1.0))
-        if self.task.preparation.intercept:
-            answer[-1] = shift / self.task.preparation.intercept
-        return project(answer, far_radius(self.task))
+        def total(direction: Tensor, constant: float, point: Tensor) -> Tensor:
+            pairs = _pairs(direction, constant, records)
+            return self._sum(
+                LinearObjective(Logistic(), pairs, reg=0.0), users, point, _LAST_CLIP
+            )
 
-    def _pairs(self, w: Tensor, records: Records) -> tuple[Tensor, float, LinearObjective]:
-        """Returns the answer without its intercept, the scores at which rows are clipped, and the loss on such rows.
-
-        They are score and constant, both in [-1, 1]: NOT private.
-        """
-        constant = self.task.preparation.intercept
-        slopes = w.clone()
-        if constant:
-            slopes[-1] = 0.0
-        unit = max(_WIDE * self.task.preparation.bound_x * float(slopes.norm()), 1e-100)
-        rows = records.zeros(records.count, 2)
-        for part, block in records.blocks():
-            rows[part, 0] = (block @ (slopes / unit)).clamp(-1.0, 1.0)
-            if constant:
-                rows[part, 1] = block[:, -1] / constant
-        pairs = Records(rows, records.targets, records.weights)
-        return slopes, unit, LinearObjective(Logistic(), pairs, reg=0.0)
+        return self._scaled(w, 0.0, total, generator)
 
     def _sum(self, objective: LinearObjective, users: Tensor, w: Tensor, clip: float) -> Tensor:
         """Returns the sum over users of their clipped means: NOT private."""
@@ -564,7 +657,6 @@ def plan_users(
     lipschitz, _ = smooth_constants(task)
     draft = UserGDPlan(task=task, steps=steps, noise_std=1.0, momentum=0.0, clip=lipschitz)
     signal = signal_to_noise(task.level, task.n, task.parameters)
-    level = task.level
     guess = way_guess(task)
     if task.bound_y is not None:
         guess = min(guess, _SAFE * signal * task.bound_y / task.preparation.bound)
@@ -578,15 +670,9 @@ def plan_users(
         clip = lipschitz * min(max(_FRICTION * reach / (steepest * lipschitz), least), most)
     friction = min(max(steepest * clip / reach, _LEAST_FRICTION), 1.0)
     draft = replace(draft, clip=clip, momentum=1.0 - friction)
-    last = None
-    if (
-        task.loss.log_odds
-        and signal_to_noise(math.sqrt(_LAST_SHARE) * level, task.n, 2) >= _LAST_SIGNAL
-    ):
-        level *= 1 - 1e-12  # room for roundings
-        last = draft._last_level(1.0) / (math.sqrt(_LAST_SHARE) * level)
-        level *= math.sqrt(1 - _LAST_SHARE)
-    return replace(draft, noise_std=safe(draft.own_event().mu / level), last_std=last)
+    few = signal_to_noise(math.sqrt(_LAST_SHARE) * task.level, task.n, 2) < _LAST_SIGNAL
+    share = 0.0 if few or not task.loss.log_odds else _LAST_SHARE
+    return _spending(draft, draft.own_event().mu, share)
 
 
 def users_of(groups: Tensor) -> tuple[Tensor, Tensor]:

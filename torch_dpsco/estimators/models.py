@@ -150,7 +150,7 @@ class LogisticRegression(BinaryClassifier):
 
     The gradient of a record is clipped at `residual_clip` of its largest possible norm, which for a linear model is the
     gradient of another convex loss, and the noise shrinks by as much. Its scores lie further from 0 than log-odds do;
-    `decision_function` and `predict_proba` undo that.
+    `decision_function` and `predict_proba` undo that, or a private scale and intercept do (docs/estimators.md).
 
     Args:
         epsilon, delta, adjacency, n, bound_x, prepare, feature_center, feature_scale, fit_intercept,
@@ -207,7 +207,9 @@ class LogisticRegression(BinaryClassifier):
     @property
     def _link(self) -> Link | None:
         clipped = self.plan_.task.clipped
-        return None if clipped is None else Link(clipped.clip, self.units_.rows)
+        if clipped is None or getattr(self.plan_, "last_std", None):
+            return None  # a scale of its own mends what clipping does
+        return Link(clipped.clip, self.units_.rows)
 
     def predict_proba(self, X: Any) -> FloatArray:
         """Returns probabilities (n, 2) of public rows, whose log-odds are those of `decision_function`."""

@@ -21,8 +21,13 @@ import triton.language as tl
 
 
 @triton.jit
-def _turned(x: tl.tensor, bits: tl.constexpr) -> tl.tensor:
-    return (x << bits) | (x >> (32 - bits))
+def _turned(
+    x: tl.tensor,
+    bits: tl.constexpr,
+) -> tl.tensor:
+    high = x << bits
+    low = x >> (32 - bits)
+    return high | low
 
 
 @triton.jit
@@ -44,7 +49,10 @@ def _quarter(
 
 
 @triton.jit
-def _word(key: tl.tensor, place: tl.constexpr) -> tl.tensor:
+def _word(
+    key: tl.tensor,
+    place: tl.constexpr,
+) -> tl.tensor:
     return tl.load(key + place).to(tl.uint32, bitcast=True)
 
 
@@ -139,12 +147,19 @@ def keystream(
 
 
 @triton.jit
-def _joined(low: tl.tensor, high: tl.tensor) -> tl.tensor:
-    return low.to(tl.uint64) | (high.to(tl.uint64) << 32)
+def _joined(
+    low: tl.tensor,
+    high: tl.tensor,
+) -> tl.tensor:
+    upper = high.to(tl.uint64) << 32
+    return low.to(tl.uint64) | upper
 
 
 @triton.jit
-def _log(v: tl.tensor, rest: tl.tensor) -> tl.tensor:
+def _log(
+    v: tl.tensor,
+    rest: tl.tensor,
+) -> tl.tensor:
     """Returns log v of v in (0, 1] and of 1 - v, rounded by itself: v = 2^e m, log m = 2 artanh((m - 1)/(m + 1))."""
     bits = v.to(tl.int32, bitcast=True)
     e = (bits - 0x3F3504F3) >> 23
@@ -252,15 +267,18 @@ def add_gaussians(
     counter = i.to(tl.uint32)
     words = keystream(key, counter, 0, label, 0)
     for pair in tl.static_range(5):
-        v = _joined(words[3 * pair], words[3 * pair + 1]) | 1  # of 2^64, an odd number
+        v = _joined(words[3 * pair], words[3 * pair + 1])
+        v = v | 1  # of 2^64, an odd number
         rest = 0 - v
         below = v.to(tl.float32) * 2.0**-64
         above = rest.to(tl.float32) * 2.0**-64
         radius = tl.sqrt_rn(_log(below, above) * -2.0)
-        edge = tl.minimum(v, rest) < 0x100000000000
+        nearest = tl.minimum(v, rest)
+        edge = nearest < 0x100000000000
         if tl.max(edge.to(tl.int32), 0) > 0:
             # PRIVACY: 63 bits alone would end at 9.4 std, in steps (test_what_is_drawn_beyond_64_bits_counts)
-            radius = tl.where(edge, _refined(key, counter, pair + 1, label, v), radius)
+            refined = _refined(key, counter, pair + 1, label, v)
+            radius = tl.where(edge, refined, radius)
         radius = radius * scale
         cosine, sine = _turn(words[3 * pair + 2])
         # PRIVACY: lanes past the last block would add to another's numbers (test_every_number_gets_its_noise_once)
