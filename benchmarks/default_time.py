@@ -66,7 +66,7 @@ def goal(goals: Mapping[str, float], case: Case) -> str:
 
 def step_slot(case: Case, data: TensorDataset, name: str, way: Way) -> Slot:
     """Returns turns of the steps of a way, which has made its first one."""
-    setting, clock = Setting(), Clock()
+    setting, clock = Setting(), Clock(case.device)
     if name == "fit":
 
         def run(repeats: int) -> float:

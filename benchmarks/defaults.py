@@ -97,7 +97,7 @@ def looped(
 
 def _gathered(data: TensorDataset, size: int, steps: int) -> Iterator[tuple[Tensor, ...]]:
     for _ in range(steps):
-        index = torch.randint(len(data), (size,))
+        index = torch.randint(len(data), (size,), device=data.tensors[0].device)
         yield tuple(part.index_select(0, index) for part in data.tensors)
 
 
@@ -162,8 +162,13 @@ def make_private(
     return looped(made[0], made[1], case.loss, _repeated(made[2], steps))
 
 
-def opacus(mode: str) -> Way:
-    """Returns a loop with what Opacus' engine makes, of its loader too."""
+def opacus(mode: str, batches: Callable[[TensorDataset, int, int], Any] | None = None) -> Way:
+    """Returns a loop with what Opacus' engine makes, of its loader too.
+
+    Args:
+        mode: of its rows.
+        batches: a function of data set, size and steps, in place of its loader, for timings of the step alone.
+    """
 
     def start(
         case: Case, model: nn.Module, data: TensorDataset, setting: Setting, steps: int
@@ -180,7 +185,8 @@ def opacus(mode: str) -> Way:
         wrapped, optimizer, *loss, loader = PrivacyEngine().make_private(
             module=model, optimizer=sgd, data_loader=usual, **numbers, **given
         )
-        return looped(wrapped, optimizer, *(loss or [case.loss]), _repeated(loader, steps))
+        taken = batches(data, case.size, steps) if batches else _repeated(loader, steps)
+        return looped(wrapped, optimizer, *(loss or [case.loss]), taken)
 
     return Way(start)
 

@@ -11,6 +11,11 @@ from collections.abc import Callable
 import hypothesis
 import numpy as np
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # kernels for CUDA run on the CPU then; triton reads it when it is imported, which torch.compile may do
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Whole and first: pytest's importlib mode would otherwise load the module it collects doctests from a second time when
 # the package's own file imports it, and a class would no longer be the class.

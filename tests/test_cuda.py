@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -18,7 +19,9 @@ import torch_dpsco as dp
 from tests.contract.registry import ROWS
 from tests.contract.runs import LOSS, STEPS, Run
 from tests.streams import Counted, Picked, seeded
-from torch_dpsco.noise import normal_
+from torch_dpsco.errors import PrivacyError
+from torch_dpsco.fast import on_device, rows_on_device
+from torch_dpsco.noise import Keystream, add_normal_, normal_
 from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch, row_norms
 from torch_dpsco.step.oracle import Clipped
 
@@ -154,6 +157,36 @@ def test_noise_on_cuda_is_that_of_the_same_bits(real):
     mean = torch.arange(70_001, dtype=torch.float64, device="cuda")
     moved = normal_(torch.empty_like(there), 1.5, Picked(np.random.default_rng(3)), mean)
     torch.testing.assert_close(moved.double() - mean, there.double(), rtol=0.0, atol=1e-2)
+
+
+def test_kernels_are_found_right_on_cuda():
+    """Else noise comes from the host, and sums from torch, without a word."""
+    device = torch.device("cuda", 0)
+    assert on_device.status(device) == "in use"
+    assert rows_on_device.usable(device)
+
+
+def test_noise_is_drawn_on_cuda_and_nothing_waits_for_it():
+    """False-alarm rate 2e-6."""
+    out = torch.zeros(2**20 + 3, device="cuda")
+    add_normal_(out, 2.0, Keystream())  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        add_normal_(out.zero_(), 2.0, Keystream())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    scaled = out.cpu().double().numpy() / 2.0
+    assert stats.kstest(scaled, "norm").pvalue > 1e-6
+    low, high = stats.chi2.ppf([5e-7, 1 - 5e-7], len(scaled))
+    assert low < (scaled**2).sum() < high
+
+
+def test_noise_is_not_captured_in_a_graph():
+    out = torch.zeros(100, device="cuda")
+    add_normal_(out, 1.0, Keystream())
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(PrivacyError, match="must not be captured"), torch.cuda.graph(graph):
+        add_normal_(out, 1.0, Keystream())
 
 
 def test_exact_noise_is_released_on_cuda():

@@ -45,10 +45,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from torch_dpsco.acts import act
 from torch_dpsco.compat import ConvNd
 from torch_dpsco.errors import SequenceError
 
 WIDEST = 2**26  # columns for which the errors of norms are proved
+DEVICES = ("cuda",)  # types of those that have kernels of their own, see `torch_dpsco.fast`
 # of _kernel.c
 _BATCH = 32
 _GROUP = 4
@@ -88,11 +90,17 @@ _Byte = ctypes.c_char * 1
 _COUNTS = ("linear", "gaps", "logs", "gaussians", "outer_space")  # what returns a number
 
 
+def switched_off() -> str:
+    """Returns by what kernels of the library, in C and on devices, are switched off; nothing where they are not."""
+    value = os.environ.get(_SWITCH, "on")
+    return f"off ({_SWITCH}={value})" if value.lower() in ("off", "0", "false", "no") else ""
+
+
 @lru_cache(maxsize=1)
 def _found() -> tuple[Any, str]:
     """Returns the library, or None, and what is to be said about it."""
-    if os.environ.get(_SWITCH, "on").lower() in ("off", "0", "false", "no"):
-        return None, f"off ({_SWITCH}={os.environ[_SWITCH]})"
+    if off := switched_off():
+        return None, off
     path = _HERE / _NAME
     if not path.exists():
         return None, "not built: install torch_dpsco again where there is a C compiler"
@@ -154,6 +162,13 @@ def suits(rows: Tensor, *, double: bool = False) -> bool:
         and (rows.stride(1) == 1 or rows.shape[1] == 1)
         and 0 < rows.shape[1] <= WIDEST
         and _found()[0] is not None
+    )
+
+
+def have_kernels(devices: set[torch.device]) -> bool:
+    """Returns whether rows are all on one device, which sums them by kernels of its own: `fast.rows_on_device`."""
+    return len(devices) == 1 and all(
+        device.type in DEVICES and act("rows.on_device")(device) for device in devices
     )
 
 

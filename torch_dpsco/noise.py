@@ -39,6 +39,7 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Sequence
 from copy import deepcopy
 from hashlib import shake_256
 from typing import Any, NoReturn
@@ -50,6 +51,7 @@ from torch import Tensor
 
 from torch_dpsco import _validate as check
 from torch_dpsco import native
+from torch_dpsco.acts import act
 from torch_dpsco.errors import PrivacyError, UtilityWarning
 
 _PAIRS = 2**15  # of numbers at a time, that stay in cache
@@ -58,6 +60,9 @@ _EDGE = 2.0**-20  # V is refined that close to 0 or 1
 _LOW = math.log(_EDGE)
 _HIGH = -_EDGE
 _MORE = 192  # bits
+_UP = (
+    1.0 + 2.0**-22
+)  # by which a standard deviation is none the smaller for being rounded to float32
 _SCALES = 2.0**-100, 2.0**100  # of a standard deviation that float32 holds with all its bits
 
 _Floats = npt.NDArray[np.float64]
@@ -79,7 +84,7 @@ def normal_(out: Tensor, std: float, source: Source, mean: Tensor | None = None)
     if not std:
         return out.zero_() if mean is None else out.copy_(mean.view(out.shape))
     if not (out.is_cpu and out.is_contiguous()):
-        out.copy_(add_normal_(torch.zeros_like(out), std, source))
+        add_normal_(out.zero_(), std, source)
         return out if mean is None else out.add_(mean.view(out.shape))
     # an abstract class is slow to ask
     stream = source if type(source) is Keystream else stream_of(source)
@@ -96,16 +101,49 @@ def normal_(out: Tensor, std: float, source: Source, mean: Tensor | None = None)
 
 def add_normal_(out: Tensor, std: float, source: Source) -> Tensor:
     """Adds independent numbers N(0, std^2) to a tensor, piece by piece, and returns it; arguments as in `normal_`."""
-    _require(out, std)
+    add_normals_([out], std, source)
+    return out
+
+
+def add_normals_(outs: Sequence[Tensor], std: float, source: Source) -> None:
+    """Adds noise to each of some tensors, as `add_normal_`; a device draws for all of them by one key."""
+    for out in outs:
+        _require(out, std)
     if not std:
-        return out
-    flat = out.detach().reshape(-1)  # a copy where the numbers do not lie side by side
-    noise = torch.empty(min(len(flat), 2 * _PAIRS), dtype=out.dtype)
+        return
     stream = stream_of(source)
+    flat = [out.detach().contiguous().view(-1) for out in outs]  # copies, if not side by side
+    if not _drawn_there(flat, std, stream):
+        for part in flat:
+            _add_from_host(part, std, stream)
+    for out, part in zip(outs, flat, strict=True):
+        if not out.is_contiguous():
+            out.copy_(part.view(out.shape))
+            part.zero_()  # memory that is given back holds no noise
+
+
+def _drawn_there(parts: Sequence[Tensor], std: float, stream: Stream) -> bool:
+    """Returns whether noise was added by the device where all of the tensors are, in float32."""
+    return (
+        type(stream)
+        is Keystream  # others are the same bits, and the same noise, on every device
+        and len({part.device for part in parts}) == 1
+        and parts[0].device.type in native.DEVICES
+        and all(part.dtype is torch.float32 for part in parts)
+        and _SCALES[0] < std < _SCALES[1]
+        and bool(act("noise.on_device")(parts, std, stream))
+    )
+
+
+def _add_from_host(flat: Tensor, std: float, stream: Stream) -> None:
+    """Adds noise of the host, piece by piece; pieces are overwritten where they were added."""
+    noise = torch.empty(min(len(flat), 2 * _PAIRS), dtype=flat.dtype)
     for part in flat.split(2 * _PAIRS):
-        _write(noise[: len(part)], std, stream)
-        part.add_(noise[: len(part)].to(out.device))
-    return out if out.is_contiguous() else out.copy_(flat.view(out.shape))
+        piece = noise[: len(part)]
+        _write(piece, std, stream)
+        piece = piece.to(flat.device)
+        part.add_(piece)
+        piece.zero_()
 
 
 def _require(out: Tensor, std: float) -> None:
@@ -294,7 +332,7 @@ class Keystream(Stream):
     """Fresh bytes of the operating system's generator. No state: copies and forks draw bytes of their own.
 
     Args:
-        device: where the tensors that are filled belong; bits are drawn on the host.
+        device: where the tensors that are filled belong.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -303,6 +341,13 @@ class Keystream(Stream):
     def read(self, size: int) -> bytes:
         """Returns fresh bytes."""
         return _random_bytes(size)
+
+    def fill(self, memory: memoryview) -> None:
+        """Writes fresh bytes of the operating system into memory; no copy of them is left anywhere else."""
+        with open("/dev/urandom", "rb", buffering=0) as source:
+            # PRIVACY: a key that is short has zeros (test_a_key_that_is_not_whole_is_refused)
+            if source.readinto(memory) != memory.nbytes:
+                raise OSError("/dev/urandom gave too few bytes: no noise was drawn")
 
 
 class KeyedStream(Stream):
@@ -367,7 +412,7 @@ def noise_generator(
     """Returns the stream of noise for tensors on a device.
 
     Args:
-        device: of the tensors; on every device the bits come from the host.
+        device: of the tensors.
         generator: a generator of the caller's; it makes runs repeatable and warns.
 
     Raises:

@@ -155,10 +155,36 @@ def test_every_benchmark_is_run_by_a_test() -> None:
         "loaders",
         "accountant",
         "noise",
+        "gpu",
     }
     assert suites | ACCURACY | ELSEWHERE | PARTS | FOREIGN == SCRIPTS
     for script in suites | ACCURACY:
         assert "--smoke" in (FOLDER / f"{script}.py").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_script_for_a_gpu_prints_its_tables_and_names_what_fails() -> None:
+    """On the CPU, under the interpreter; what is over time is left out by name."""
+    printed = run("gpu", "--cpu", "--cases", "logistic")
+    assert "noise on the device: in use" in printed
+    assert re.search(r"^\| 100 \| [\d.]+ \| [\d.]+ \| [\d.]+ \|$", printed, re.MULTILINE)
+    rows = re.findall(r"^\| logistic 20/32 \|.*", printed, re.MULTILINE)
+    assert len(rows) == 2
+    assert "<= 2.5 | <= 1.0" in rows[0]
+    assert "failed" not in printed
+    late = run("gpu", "--cpu", "--cases", "logistic", "--minutes", "0")
+    for part in ("noise for 10 numbers", "steps of logistic 20/32", "memory of logistic 20/32"):
+        assert f"{part} was left out: its share of the time is over" in late
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_script_for_a_gpu_says_that_there_is_none() -> None:
+    with pytest.raises(subprocess.CalledProcessError) as ended:
+        run("gpu")
+    assert ended.value.stderr == (
+        "no CUDA device: nothing was run (--cpu shows that the script runs)\n"
+    )
 
 
 # -- equal work -------------------------------------------------------------------------------------------------------

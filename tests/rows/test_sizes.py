@@ -831,6 +831,7 @@ def test_the_rule_looks_at_the_part_of_each_thread() -> None:
 
 class Passes:
     averaged = -1
+    number = 1
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 24, 100])

@@ -330,7 +330,10 @@ class GradBatch:
             counts = weights >= _LEAST_NORMAL
             weights = weights.masked_fill(~counts, 0.0)
             # PRIVACY: zeros, in place of what 0 times would be NaN (test_rows_that_do_not_count_are_zeros_on_a_device)
-            blocks = (block.masked(counts) for block in blocks)  # one copy at a time
+            blocks = (  # one copy at a time
+                block if block.leaves_out(precision) else block.masked(counts)
+                for block in blocks
+            )
         sums = [total for block in blocks for total in block.weighted_sum(weights, precision)]
         return self._in_order(sums)
 

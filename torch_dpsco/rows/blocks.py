@@ -50,6 +50,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco import native
+from torch_dpsco.acts import act
 from torch_dpsco.native import products_are_exact
 
 PIECE = 1024
@@ -92,6 +93,10 @@ def row_norms(rows: Tensor) -> Tensor:
     """
     if native.suits(rows):
         return native.norms(rows)
+    there = rows.device.type in native.DEVICES
+    found: Tensor | None = act("rows.norms")(rows) if there else None
+    if found is not None:
+        return found
     rows = rows.to(work_dtype(rows.dtype))
     width = rows.shape[1]
     if width == 1:  # exact, unless subnormal numbers are read as 0
@@ -145,7 +150,8 @@ class Summation:
         rows: largest logical batch for which float32 may be used.
         max_rows: largest logical batch for which the bound is proved at all.
         error: bound on |computed - exact| for the difference of two neighboring sums, in units of the clip.
-        in_c: whether tiles of outer products are those of C; what C cannot read is then summed in float64.
+        in_c: whether tiles of outer products are those of C, or of a kernel for the device, added in float64; what
+            neither can read is then summed in float64.
     """
 
     vector_tile: int
@@ -225,7 +231,7 @@ def plan_summation(
         dim: number of parameters.
         vectors: whether rows that are vectors may be summed in float32; in C they are summed in float64.
         matrices: whether there are rows that are outer products, or vectors of a table, which may.
-        in_c: whether outer products are summed in C.
+        in_c: whether outer products are summed in C, or by a kernel for the device.
     """
     rows = batch_size + 8 * math.isqrt(batch_size) + 16
     max_rows = 2 * batch_size + 65536
@@ -353,6 +359,10 @@ class Block(ABC):
     @abstractmethod
     def select(self, index: Tensor | slice) -> Block:
         """Returns the block of some rows."""
+
+    def leaves_out(self, precision: Summation) -> bool:
+        """Returns whether rows of weight 0 are not read in a sum of this precision, so that they may hold anything."""
+        return False
 
     @abstractmethod
     def masked(self, kept: Tensor) -> Block:
@@ -559,24 +569,32 @@ class FactoredBlock(Block):
             self.factors = input_factors(self.acts, bias=self.bias)
         return norms.mul_(self.factors)
 
+    def leaves_out(self, precision: Summation) -> bool:
+        """Returns whether outer products are summed in C, or by a kernel, which do not read rows of weight 0."""
+        return (
+            precision.in_c
+            and precision.matrix_tile > 0
+            and self.backprops.shape[1] > 1
+            and _has_kernel(self.acts)
+            and _has_kernel(self.backprops)
+        )
+
     def weighted_sum(self, weights: Tensor, precision: Summation) -> list[Tensor]:
         """Returns [(w b)^T a, (w b)^T 1] (the trained ones)."""
+        if self.leaves_out(precision):
+            outer = native.outer_sums if native.suits(self.acts) else act("rows.outer_sums")
+            given = (weights * self.scale).double(), precision.matrix_tile
+            matrix, vector = outer(self.backprops, self.acts, *given)
+            return [matrix] * self.weight + [vector] * self.bias
         # float32 has few digits for a factor below 2^-126, but then the other one is below 2^64 (or squares overflow,
         # and the row is dropped), or a single number per record, of which float32 never sums enough
         several = self.backprops.shape[1] > 1
-        matrix32 = several and precision.matrix_tile and self.acts.dtype != torch.float64
-        if matrix32 and precision.in_c:
-            if native.suits(self.acts) and native.suits(self.backprops):
-                weights = (weights * self.scale).double()
-                tile = precision.matrix_tile
-                matrix, vector = native.outer_sums(self.backprops, self.acts, weights, tile)
-                return [matrix] * self.weight + [vector] * self.bias
-            matrix32 = False
+        tile = 0 if precision.in_c else precision.matrix_tile
+        matrix32 = several and tile > 0 and self.acts.dtype != torch.float64
         dtype = torch.float32 if matrix32 else torch.float64
         scaled = self.backprops.to(dtype) * (weights * self.scale).to(dtype)[:, None]
         out = [self._weight_sum(scaled, precision)] if self.weight else []
         if self.bias:
-            tile = precision.matrix_tile
             out.append(_column_sums(scaled, tile) if matrix32 else scaled.sum(dim=0))
         return out
 
@@ -622,6 +640,12 @@ class FactoredBlock(Block):
         if self.bias:
             out.append(backprops)
         return out
+
+
+def _has_kernel(rows: Tensor) -> bool:
+    """Returns whether rows are read in C, or by a kernel for their device."""
+    there = rows.device.type in native.DEVICES
+    return native.suits(rows) or (there and bool(act("rows.suits")(rows)))
 
 
 def _column_sums(rows: Tensor, tile: int) -> Tensor:

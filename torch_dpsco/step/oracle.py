@@ -76,7 +76,7 @@ from torch_dpsco.errors import (
     PrivacyError,
     SequenceError,
 )
-from torch_dpsco.noise import SecretState, Source, add_normal_, normal_
+from torch_dpsco.noise import SecretState, Source, add_normals_, normal_
 from torch_dpsco.problem import Problem, shared_bound
 from torch_dpsco.rows import FLOAT64, GradBatch, Summation, is_queued, plan_summation, row_norm
 from torch_dpsco.step.exact_noise import release_on_grid
@@ -423,7 +423,7 @@ class ClippedMean(MeanOracle):
             self._dim,
             vectors=not in_c,
             matrices=matrices or not in_c,
-            in_c=in_c,
+            in_c=in_c or (self._processes == 1 and native.have_kernels({d for _, _, d in form})),
         )
 
     def _require_within_clip(self, form: list[Any]) -> None:
@@ -623,15 +623,16 @@ class ClippedMean(MeanOracle):
             return self._release_exact(generator)
         means = self._means or []  # none of linear rows
         # the memory of large sums, which are fresh, is that of the release: their noise stays in cache
-        large = self._dim > _LARGE and [
-            m.numel() > _LARGE and m.dtype == self._dtype and m.is_contiguous() for m in means
+        large = [
+            self._dim > _LARGE < m.numel() and m.dtype == self._dtype and m.is_contiguous()
+            for m in means
         ]
+        some = any(large)
         shapes = self._shapes
         size = self._dim
-        if large:
+        if some:
             shapes = [
-                torch.Size([0]) if in_place else shape
-                for in_place, shape in zip(large, shapes, strict=True)
+                torch.Size([0]) if own else s for own, s in zip(large, shapes, strict=True)
             ]
             size = sum(map(math.prod, shapes))
         # mean + noise is rounded once, so after the noise: post-processing
@@ -639,13 +640,12 @@ class ClippedMean(MeanOracle):
         # PRIVACY: views of this release only: who holds an old one (p.grad) may have pointed it to other memory
         # (test_a_gradient_that_is_pointed_elsewhere_leaves_the_noise_in_the_next_release)
         answer = (
-            split_like(flat, shapes) if large else [flat.as_strided(*cut) for cut in self._cuts]
+            split_like(flat, shapes) if some else [flat.as_strided(*cut) for cut in self._cuts]
         )
+        if some:
+            add_normals_([means[i] for i, own in enumerate(large) if own], noise_std, generator)
         for i, mean in enumerate(means):
-            if large and large[i]:
-                answer[i] = add_normal_(mean, noise_std, generator)
-            else:
-                answer[i].add_(mean)
+            answer[i] = mean if large[i] else answer[i].add_(mean)
         self.discard()
         return Release(answer)
 
