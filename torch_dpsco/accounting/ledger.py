@@ -678,9 +678,16 @@ class Book:
         for made in releases.values():
             check.count(releases=made)
         count = check.count(count=row.get("count"))
-        self.add(event_from_json(row["event"]), count, bool(row.get("adaptive")), releases)
+        event = _parsed(json.dumps(row["event"]))
+        self.add(event, count, bool(row.get("adaptive")), releases)
         if "run" in row:
             self.runs.append((str(row["run"]), at))
+
+
+@lru_cache(maxsize=1024)
+def _parsed(event: str) -> Event:
+    """Returns the event of a text, which is as a rule that of lines before."""
+    return event_from_json(json.loads(event))
 
 
 def charge_row(
