@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Block", "Case", "Data", "cases", "everyday", "long", "more"]
+__all__ = ["Block", "Case", "Data", "cases", "everyday", "fine_tuned", "long", "more"]
 
 Data = tuple[Tensor, Tensor]
 
@@ -177,7 +177,10 @@ class Scores(nn.Module):
         return found
 
 
-def _gpt2(width: int, layers: int, size: int) -> list[Case]:
+def _gpt2(
+    width: int, layers: int, size: int, *, words: int = 1000, last: bool = False
+) -> list[Case]:
+    """Returns GPT-2 with LoRA, or with nothing but its last layer trained; none where it is not installed."""
     if not all(map(importlib.util.find_spec, ("transformers", "peft"))):
         print("GPT-2 + LoRA is left out: pip install transformers peft")
         return []
@@ -187,17 +190,21 @@ def _gpt2(width: int, layers: int, size: int) -> list[Case]:
     def build() -> nn.Module:
         sizes = {"n_embd": width, "n_layer": layers, "n_head": 4, "n_positions": 64}
         undropped = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        others: Any = {"vocab_size": 1000, "num_labels": 2, "pad_token_id": 0}
+        others: Any = {"vocab_size": words, "num_labels": 2, "pad_token_id": 0}
         model = GPT2ForSequenceClassification(GPT2Config(**sizes, **undropped, **others))
+        if last:
+            model.requires_grad_(False).score.requires_grad_(True)
+            return Scores(model)
         lora = LoraConfig(
             task_type="SEQ_CLS", r=4, target_modules=["c_attn"], fan_in_fan_out=True
         )
         return Scores(get_peft_model(model, lora))
 
     def draw(n: int) -> Data:
-        return torch.randint(1, 1000, (n, 48)), torch.randint(2, (n,))
+        return torch.randint(1, words, (n, 48)), torch.randint(2, (n,))
 
-    return [_case(f"GPT-2 + LoRA b={size}", build, draw, size, records=512)]
+    how = "last layer" if last else "LoRA"
+    return [_case(f"GPT-2 + {how} b={size}", build, draw, size, records=512)]
 
 
 class LoRA(nn.Module):
@@ -275,6 +282,17 @@ def long(smoke: bool) -> list[Case]:
     """Long sequences, for memory."""
     found = _transformer(8, 80, 16, 4) if smoke else _transformer(128, 512, 512, 16)
     return [replace(found, records=4 * found.size)]
+
+
+@_seeded
+def fine_tuned(smoke: bool) -> list[Case]:
+    """A model of 124 million parameters of which few are trained, for memory."""
+    width, layers, words = (16, 1, 100) if smoke else (768, 12, 50_257)
+    return [
+        case
+        for last in (False, True)
+        for case in _gpt2(width, layers, 16, words=words, last=last)
+    ]
 
 
 @_seeded

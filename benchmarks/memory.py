@@ -1,6 +1,7 @@
 """Peak memory of training at default settings, above data and model, beside plain torch SGD and Opacus.
 
     python benchmarks/memory.py            # about half a minute
+    python benchmarks/memory.py --large    # a model of 124 million parameters, of which few are trained; minutes
     python benchmarks/memory.py --smoke
 
 torch's profiler reports every allocation and release of torch's CPU allocator, also those inside of kernels; the peak
@@ -19,7 +20,7 @@ import os
 from collections.abc import Callable, Sequence
 
 import torch
-from cases import Case, everyday, long
+from cases import Case, everyday, fine_tuned, long
 from defaults import WAYS
 from timing import digits, table
 from torch.profiler import ProfilerActivity, profile
@@ -93,13 +94,33 @@ def tables(*, smoke: bool) -> dict[str, str]:
     return {"memory": table(heads, rows)}
 
 
+def large(*, smoke: bool) -> str:
+    """Returns a table of a large model of which few parameters are trained, itself included."""
+    rows = []
+    names = ["plain", "ours, mean", "make_private", "Opacus"]
+    for case in fine_tuned(smoke=smoke):
+        model = sum(p.numel() * p.element_size() for p in case.model().parameters())
+        bytes_of = {name: in_own_process(case, name) for name in names}
+        ratios = [(model + bytes_of[name]) / (model + bytes_of["plain"]) for name in names[1:]]
+        line = [digits(bytes_of[name] / MIB) for name in names]
+        rows.append([case.name, digits(model / MIB), *line, *map(digits, ratios)])
+    heads = ["case, MiB", "model", *names, *(f"{name}, with the model" for name in names[1:])]
+    return table(heads, rows)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--smoke", action="store_true", help="small models")
+    parser.add_argument(
+        "--large", action="store_true", help="a large model, little of it trained"
+    )
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
+    if args.large:
+        print(large(smoke=args.smoke))
+        return
     print(tables(smoke=args.smoke)["memory"])
 
 
