@@ -522,7 +522,7 @@ def test_a_line_that_no_ledger_wrote_is_left_as_it_is(path, content):
     assert not mark_of(path).exists()
 
 
-def test_a_dropped_line_is_off_the_disk_before_it_is_told(path, monkeypatch):
+def test_a_dropped_line_is_off_the_disk_before_anything_is_charged(path, monkeypatch):
     charged(path, STEP)
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"at": 1, "co')

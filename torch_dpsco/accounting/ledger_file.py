@@ -242,6 +242,8 @@ class LedgerFile:
                 os.ftruncate(self._fd, 0)
                 self._sync(lambda: _write(self._fd, 2 * _BLANK))
                 self._size = _HEADER
+            # PRIVACY: with the header a line that was dropped is off the disk
+            # (test_a_dropped_line_is_off_the_disk_before_anything_is_charged)
             self.note(self.book.place, safe=True)
             # PRIVACY: the name too must survive, whoever made or moved the file before it could see to that
             # (test_the_name_of_the_file_is_on_the_disk_before_anything_is_charged)
@@ -433,9 +435,6 @@ class LedgerFile:
         row = self._verified(torn)
         self._digest = before
         if row is None:
-            # PRIVACY: the mark follows each line, before its noise
-            # (test_a_dropped_line_is_off_the_disk_before_it_is_told)
-            self._sync(lambda: os.fsync(self._fd))
             self._tell_of_torn(
                 "is dropped: it was not complete, so that nothing was released for it"
             )
