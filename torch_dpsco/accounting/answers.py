@@ -155,7 +155,8 @@ def _drawn(
     except (KeyboardInterrupt, MemoryError):
         raise  # which no noise has decided: the charge is still to be used
     except BaseException:
-        # PRIVACY: that it failed may tell of the noise, and is an answer (test_a_draw_that_failed_is_not_repeated)
+        # PRIVACY: that it failed may tell of the noise, and is an answer (test_a_draw_that_failed_is_not_repeated,
+        # test_after_a_failed_draw_the_same_process_pays_anew)
         answers.fail(release)
         accountant.authorize(_NOTHING, 0, releases={release: ANSWERED})
         raise
