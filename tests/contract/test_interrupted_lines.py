@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -171,6 +172,29 @@ def test_ctrl_c_at_every_line_of_a_step(row: Row, step: int) -> None:
         if interrupted(row, at, step):
             break
     assert at > 100
+
+
+class Half:
+    """A query that is interrupted while its precision is read."""
+
+    shape = torch.Size([2])
+    device = torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Raises KeyboardInterrupt."""
+        raise KeyboardInterrupt
+
+
+@pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_an_oracle_whose_first_batch_was_interrupted_as_it_was_opened_forgets_it(
+    row: Row,
+) -> None:
+    oracle = row.make().opt.oracle
+    with suppress(AttributeError, TypeError, KeyboardInterrupt):  # a half query lacks much
+        oracle.open([Half()])
+    oracle.discard()
 
 
 def test_a_step_that_is_not_counted_as_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,11 +206,11 @@ class VectorMean(MeanOracle):
 
     def open(self, query: Sequence[Tensor], step: int = 0) -> None:
         """Starts a logical batch like the query; forgets an unfinished one."""
-        self._shapes = [p.shape for p in query]
         self._device = query[0].device
         self._dtype = (
             torch.float64 if any(p.dtype == torch.float64 for p in query) else torch.float32
         )
+        self._shapes = [p.shape for p in query]  # last: what is interrupted before is not open
         self.discard()
 
     def _require_open(self) -> None:
