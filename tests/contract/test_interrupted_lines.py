@@ -191,10 +191,16 @@ class Half:
 def test_an_oracle_whose_first_batch_was_interrupted_as_it_was_opened_forgets_it(
     row: Row,
 ) -> None:
-    oracle = row.make().opt.oracle
+    run = row.make()
     with suppress(AttributeError, TypeError, KeyboardInterrupt):  # a half query lacks much
-        oracle.open([Half()])
-    oracle.discard()
+        run.opt.oracle.open([Half()])
+    run.opt.oracle.discard()
+    for batch in run.loader():
+        run.opt.zero_grad()
+        run.backward(batch)
+        run.opt.step()
+        break
+    assert run.opt.steps == 1
 
 
 def test_a_step_that_is_not_counted_as_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
