@@ -387,3 +387,18 @@ def test_the_package_runs_as_a_module():
 def test_the_console_script_is_declared():
     setup = (Path(__file__).parents[2] / "setup.cfg").read_text(encoding="utf-8")
     assert f"console_scripts =\n    dpsco = {main.__module__}:{main.__name__}\n" in setup
+
+
+def test_a_refused_fit_says_why_where_a_ledger_is_in_its_folder(folder, capsys, monkeypatch):
+    """The folder that the ledger was made in stays, and hides nothing."""
+
+    def study(*args, ledger_path, **given):
+        dp.Accountant(ledger_path=ledger_path).close()
+        raise ValueError("the reason")
+
+    monkeypatch.setattr(dp, "study", study)
+    fit = "fit table.csv --schema schema.toml --epsilon 4 --out new"
+    assert run(capsys, f"{fit} --ledger new/kept.ledger")[::2] == (2, "dpsco: the reason\n")
+    assert Path("new/kept.ledger").exists()
+    assert run(capsys, f"{fit.removesuffix('new')}other")[::2] == (2, "dpsco: the reason\n")
+    assert not Path("other").exists()

@@ -194,7 +194,8 @@ def _fit(args: argparse.Namespace) -> Result:
         study = dp.study(args.table, schema, budget, **given)
     except BaseException:
         if is_new:
-            folder.rmdir()
+            with suppress(OSError):  # a ledger may be in it
+                folder.rmdir()
         raise
     try:
         study.save(folder)
