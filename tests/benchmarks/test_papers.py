@@ -19,7 +19,7 @@ PICTURES = {
     "hoelder": ["hoelder_figure_1", "hoelder_table_1", "hoelder_bounds", "hoelder_risk"],
     "heavy_tails": ["heavy_rates", "heavy_bounds", "heavy_instances", "heavy_squares", "heavy_pareto"],
     "users": ["users_needed", "users_noise", "users_smoothing", "users_error"],
-    "output": ["output_sample", "output_new", "output_tilted", "output_time", "output_risk"],
+    "output": ["output_sample", "output_new", "output_tilted", "output_time", "output_risk", "output_adult"],
 }
 
 
