@@ -1,10 +1,11 @@
 """Exhibit of Lowy, Razaviyayn 2021, section 5, on Adult (examples/adult.py): tilted and adversarial training.
 
-Logistic regression on 32,561 people (replace_one, delta = 1e-6); accuracy on the 16,281 test people. Output perturbation
-with the regularizer 0.005 a record; the answer is solved once for all epsilon, and the noise that the plans say is drawn.
-Attacks move each of the five numbers of a row (age, education, gains, losses, hours; each within [0, 1]) by up to 0.1, to
-the worse side, and none of its categories. Beside it: noise in the objective, and `HolderSGD`, whose loop moves the rows
-of each batch by the worst attack on the weights so far; seconds are those of one thread for planning and training.
+Logistic regression on 32,561 people (replace_one, delta = 1e-6); accuracy on the 16,281 test people. Output
+perturbation with the regularizer 0.005 a record; the answer is solved once for all epsilon, and the noise of the plans
+is drawn. Attacks move each of the five numbers of a row (age, education, gains, losses, hours; each within [0, 1])
+by up to 0.1, to the worse side, and none of its categories. Beside it: noise in the objective, and `HolderSGD`, whose
+loop moves the rows of each batch by the worst attack on the weights so far; seconds are those of one thread, for
+planning and training.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class Table:
         """Returns the shares of test people that weights and a bias are right about: as they are, and attacked."""
         weight, bias = answer[:-1].float(), float(answer[-1])
         moved = self._test + worst(weight, self._signs)
-        shares = [(((x @ weight + bias) * self._signs) > 0).float().mean() for x in (self._test, moved)]
+        shares = [
+            (((x @ weight + bias) * self._signs) > 0).float().mean() for x in (self._test, moved)
+        ]
         return float(shares[0]), float(shares[1])
 
     def output_plan(self, name: str, epsilon: float) -> OutputPlan:
@@ -130,7 +133,9 @@ def flat(model: nn.Linear) -> Tensor:
     return torch.cat([model.weight.detach()[0], model.bias.detach()]).double()
 
 
-def against_epsilon(people: Table, epsilons: Sequence[float], draws: int) -> dict[str, list[list[tuple[float, float]]]]:
+def against_epsilon(
+    people: Table, epsilons: Sequence[float], draws: int
+) -> dict[str, list[list[tuple[float, float]]]]:
     """Returns accuracies, as they are and attacked, of draws of each model at each epsilon."""
     generator = torch.Generator().manual_seed(0)
     found: dict[str, list[list[tuple[float, float]]]] = {}
@@ -175,7 +180,9 @@ def race(people: Table, epochs: Sequence[float]) -> dict[str, list[tuple[float, 
     }
 
 
-def exhibit(epsilons: Sequence[float], epochs: Sequence[float], draws: int, rows: int) -> Exhibit:
+def exhibit(
+    epsilons: Sequence[float], epochs: Sequence[float], draws: int, rows: int
+) -> Exhibit:
     """Returns the exhibit: accuracy against epsilon, as rows are and attacked, and against run time."""
     people = Table(rows)
     found, raced = against_epsilon(people, epsilons, draws), race(people, epochs)
@@ -200,12 +207,12 @@ def exhibit(epsilons: Sequence[float], epochs: Sequence[float], draws: int, rows
     last = {name: values[-1] for name, values in lines.items()}
     best = max(raced[LOOP], key=lambda point: point[1])
     says = (
-        f"Attacked, robust output perturbation is right about {last['output, robust, attacked']:.1%} of people at epsilon = "
-        f"{epsilons[-1]:g} where ordinary training is about {last[f'{OBJECTIVE}, attacked']:.1%}, for "
-        f"{last[f'{OBJECTIVE}, as they are'] - last['output, robust, as they are']:.1%} of them as they are; a tilt of 0.3 "
-        f"drowns in its noise up to there, and `HolderSGD` on attacked rows reaches {best[1]:.1%} in {best[0]:.2g} seconds "
-        f"at epsilon = {RACE:g}, the certified minimizer {raced['output, robust'][0][1]:.1%} in "
-        f"{raced['output, robust'][0][0]:.2g}."
+        f"At epsilon = {epsilons[-1]:g} a robust model classifies {last['output, robust, attacked']:.1%} of attacked "
+        f"people right, an ordinary one {last[f'{OBJECTIVE}, attacked']:.1%}, which costs "
+        f"{last[f'{OBJECTIVE}, as they are'] - last['output, robust, as they are']:.1%} where nobody attacks; a tilt "
+        f"of 0.3 drowns in its noise up to there, and `HolderSGD` on attacked rows reaches {best[1]:.1%} in "
+        f"{best[0]:.2g} seconds at epsilon = {RACE:g}, the certified minimizer "
+        f"{raced['output, robust'][0][1]:.1%} in {raced['output, robust'][0][0]:.2g}."
     )
     head = ("accuracy at epsilon =", *(f"{epsilon:g}" for epsilon in epsilons))
     shown = table(head, {name: [f"{v:.3f}" for v in values] for name, values in lines.items()})
@@ -216,9 +223,9 @@ def exhibit(epsilons: Sequence[float], epochs: Sequence[float], draws: int, rows
     }
     shown += "\n\n" + table(("", "seconds", f"accuracy attacked, epsilon = {RACE:g}"), times)
     note = (
-        f"Adult, {len(people.x):,} people, replace_one, delta = {DELTA:g}. Medians of {draws} draws of the noise (of 3 fits for "
-        "noise in the objective and run times), whiskers from lowest to highest; tilted answers are in a ball of radius "
-        f"{BALL:g}, which bounds their losses."
+        f"Adult, {len(people.x):,} people, replace_one, delta = {DELTA:g}. Medians of {draws} draws of the noise (of 3 "
+        "fits for noise in the objective and run times), whiskers from lowest to highest; tilted answers are in a ball "
+        f"of radius {BALL:g}, which bounds their losses."
     )
     return Exhibit("output_adult", says, shown, panels, 3, note)
 

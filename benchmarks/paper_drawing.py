@@ -54,7 +54,7 @@ def loglog(
     legend: bool = True,
     linear: bool = False,
 ) -> Callable[[Axes], None]:
-    """Returns a panel of lines on logarithmic axes (`linear`: from left to right only); what is measured has whiskers."""
+    """Returns a panel of lines on logarithmic axes, but for the values if `linear`; what is measured has whiskers."""
 
     def panel(axes: Axes) -> None:
         for series in drawn:
@@ -72,7 +72,9 @@ def loglog(
         axes.set(title=title, xlabel=x_label, ylabel=y_label)
         places = sorted({x for series in drawn for x in series.x})
         short = all(float(f"{place:.2g}") == place for place in places)
-        if short and places[-1] / places[0] < 100 and len(places) < 9:  # names of ticks would overlap
+        if (
+            short and places[-1] / places[0] < 100 and len(places) < 9
+        ):  # names of ticks would overlap
             axes.tick_params(axis="x", which="minor", labelbottom=False)
             axes.set_xticks(places, [f"{place:,g}" for place in places])
         if low is not None:

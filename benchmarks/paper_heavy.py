@@ -7,11 +7,11 @@ sampling costs nothing.
 Bounds: `accelerated_plan` for gradients whose norm has a Pareto law of shape k + 0.2, cut at 100, in units of its
 second moment, with d = 10, rho = 0.5, beta = 1, D = 2; and for the same law where only the largest norm is known.
 
-Instances: those behind Theorems 7 and 8, of the private part (after Barber and Duchi 2014) and of that of sampling (after
-Duchi: signs with an unknown bias), with the plans of `AcceleratedSGD` and `ClippedSGD`, whose steps are written in numpy.
+Instances: those behind Theorems 7 and 8, of the private part (after Barber and Duchi 2014) and of that of sampling
+(signs with an unknown bias), with the plans of `AcceleratedSGD` and `ClippedSGD`, whose steps are written in numpy.
 
-Appendix C: iterates w <- (1 - 1/kappa) w + b/kappa with independent errors b >= 1 of Pareto's law, from 0; the proof that
-it refutes bounds the mean of |w|, and takes its square for a bound on the mean of |w|^2.
+Appendix C: iterates w <- (1 - 1/kappa) w + b/kappa with independent errors b of Pareto's law, from 0; the proof that it
+refutes bounds the mean of |w|, and takes its square for a bound on the mean of |w|^2.
 
 Measured: logistic loss, features in R^10 in uniform directions whose length has such a law (mean square 1), labels of
 weights of norm 2; 30 full-batch steps of `ClippedSGD` (epsilon = 1, delta = 1e-6, replace_one), clipped at a quantile
@@ -396,7 +396,9 @@ def squares(draws: int) -> Exhibit:
         true = [1 + spread(h) / (2 * kappa - 1) for h in SHAPES]
         label = f"kappa = {kappa:g}"
         drawn.append(Series(label, SHAPES, true, OURS, j))
-        light = [h for h in SHAPES if h >= 1]  # below, hardly any draw has what the mean is made of
+        light = [
+            h for h in SHAPES if h >= 1
+        ]  # below, hardly any draw has what the mean is made of
         found = []
         for h in light:
             parts = np.array_split(iterates(kappa, h, draws, generator), 8)
@@ -412,16 +414,25 @@ def squares(draws: int) -> Exhibit:
         Series("mended, whatever kappa is", SHAPES, mended, LOWER, 5),
     ]
     says = (
-        f"The mean square of the distance to the minimizer is {rows['kappa = 1'][0]:.3g} times the square of its mean for "
-        f"errors of Pareto's law of shape 2.02, where the proof has 1; averaging over kappa steps leaves "
+        f"The mean square of the distance to the minimizer is {rows['kappa = 1'][0]:.3g} times the square of its mean "
+        f"for errors of Pareto's law of shape 2.02, where the proof has 1; averaging over kappa steps leaves "
         f"{rows['kappa = 16'][0]:.2g} times at kappa = 16, and the mended bound is that of kappa = 1 for all."
     )
-    head = ("mean square over square of the mean", "h = 0.02", "h = 0.1", "h = 1", "measured, h = 1")
-    note = (
-        "Steps w <- (1 - 1/kappa) w + b/kappa with errors b of shape 2 + h: lines are exact, 1 + (E b^2/(E b)^2 - 1)/(2 kappa "
-        f"- 1); dots are {draws:,} runs of 12 kappa steps, whiskers over eighths of them."
+    head = (
+        "mean square over square of the mean",
+        "h = 0.02",
+        "h = 0.1",
+        "h = 1",
+        "measured, h = 1",
     )
-    panel = loglog("Appendix C", "h: moments beyond two", "mean square over square of the mean", drawn)
+    note = (
+        "Steps w <- (1 - 1/kappa) w + b/kappa with errors b of shape 2 + h: lines are exact, "
+        f"1 + (E b^2/(E b)^2 - 1)/(2 kappa - 1); dots are {draws:,} runs of 12 kappa steps, whiskers over eighths of "
+        "them."
+    )
+    panel = loglog(
+        "Appendix C", "h: moments beyond two", "mean square over square of the mean", drawn
+    )
     return Exhibit("heavy_squares", says, table(head, rows), [panel], 1, note)
 
 

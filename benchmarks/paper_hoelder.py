@@ -12,10 +12,10 @@ and step sizes of Theorems 10 and 12 (the reciprocal of the latter, E7; gamma = 
 projected. T is n^2 at alpha = 0, where n stops at 500. "Ours": `HolderOutputSGD` and `HolderSGD` with an average,
 batches of 20 and 50, at the step sizes that make their bounds least. "Phased": the rivals of Table 1 (Feldman, Koren,
 Talwar 2020) with exact noise: phase i has n/2^i records of its own and a step eta_i = 4^-i (2 R/G) min(4/sqrt(n),
-mu/sqrt(d)), mu the level of the budget; the output kind makes one pass and adds noise for 2 G eta_i to its average, which
-is proved for smooth losses only; the ERM kind minimizes the mean loss + |w - start|^2/(eta_i n_i) in the ball, kinks
-smoothed over a thousandth, and adds noise for G eta_i. Beside them: `ObjectivePerturbation` with a smoothed hinge of
-width 1/2 in place of the loss. Excess risk over the best model in the ball, on 50,000 unseen records.
+mu/sqrt(d)), mu the level of the budget; the output kind makes one pass and adds noise for 2 G eta_i to its average,
+which is proved for smooth losses only; the ERM kind minimizes the mean loss + |w - start|^2/(eta_i n_i) in the ball,
+kinks smoothed over a thousandth, and adds noise for G eta_i. Beside them: `ObjectivePerturbation` with a smoothed hinge
+of width 1/2 in place of the loss. Excess risk over the best model in the ball, on 50,000 unseen records.
 """
 
 from __future__ import annotations
@@ -389,7 +389,12 @@ def phased_erm(task: Task, n: int) -> float:
 
 
 def nearby_minimizer(
-    task: Task, x: np.ndarray, y: np.ndarray, start: np.ndarray, strong: float, width: float = 1e-3
+    task: Task,
+    x: np.ndarray,
+    y: np.ndarray,
+    start: np.ndarray,
+    strong: float,
+    width: float = 1e-3,
 ) -> np.ndarray:
     """Returns the minimizer of the mean loss + (strong/2)|w - start|^2 in the ball, by accelerated descent."""
     q = 1 + task.alpha

@@ -10,9 +10,9 @@ a group of m rows. Error: the mean of vectors in R^10, in one step; rows are wit
 their own, which is promised; users and rows are clipped at the length of the mean plus 0.5.
 
 Smoothing (Remark 4.3): what two smoothings of a loss with gradients within 1 are off by, where both have gradients that
-are 1-Lipschitz: the mean over a ball, of radius r, and Moreau's envelope, the least of f(v) + |v - w|^2/(2 l). Bounds are
-r and sqrt(d)/r (Lemma 2.5), l/2 and 1/l. For |<w, x>|, |x| = 1, both are exact. A gradient of the envelope is (w - v)/l,
-v where the least is; v is found to e l by 16/e^2 subgradients (Lacoste-Julien, Schmidt and Bach 2012).
+are 1-Lipschitz: the mean over a ball, of radius r, and Moreau's envelope, the least of f(v) + |v - w|^2/(2 l). Bounds
+are r and sqrt(d)/r (Lemma 2.5), l/2 and 1/l. For |<w, x>|, |x| = 1, both are exact. A gradient of the envelope is
+(w - v)/l, v where the least is; v is found to e l by 16/e^2 subgradients (Lacoste-Julien, Schmidt and Bach 2012).
 """
 
 from __future__ import annotations
@@ -303,14 +303,19 @@ def smoothing(dims: Sequence[int]) -> Exhibit:
     rows = {f"{d:,}": [a, b, 0.5] for d, a, b in zip(dims, bound, exact, strict=True)}
     says = (
         f"At the same smoothness Moreau's envelope is within 0.5 of the loss in every dimension, where the bound of "
-        f"the mean over a ball is {words(bound[-1])} at d = {dims[-1]:,}; of a linear model the latter is really off by "
-        f"{words(min(exact))} to {words(max(exact))}, so that little is gained for 160,000 gradients in place of one "
-        "where the envelope has no closed form."
+        f"the mean over a ball is {words(bound[-1])} at d = {dims[-1]:,}; of a linear model the latter is really off "
+        f"by {words(min(exact))} to {words(max(exact))}, so that little is gained for 160,000 gradients in place of "
+        "one where the envelope has no closed form."
     )
-    head = ("error at smoothness 1, d =", "mean over a ball, bound", "mean over a ball, |<w, x>|", "Moreau")
+    head = (
+        "error at smoothness 1, d =",
+        "mean over a ball, bound",
+        "mean over a ball, |<w, x>|",
+        "Moreau",
+    )
     note = (
-        "Gradients within 1. 160,000: subgradients of one record that find a gradient of the envelope to a hundredth. No "
-        "method here smooths: rates are those of losses with kinks."
+        "Gradients within 1. 160,000: subgradients of one record that find a gradient of the envelope to a hundredth. "
+        "No method here smooths: rates are those of losses with kinks."
     )
     curve = loglog("What smoothing costs", "dimension d", "largest error", drawn)
     return Exhibit("users_smoothing", says, table(head, rows), [section, curve], 2, note)

@@ -106,7 +106,7 @@ def test_a_maximum_of_smooth_losses_has_a_kink() -> None:
 
 
 def test_a_saddle_gap_that_trusts_concavity_certifies_a_wrong_point() -> None:
-    """A Huber loss of w (x + v) - y at x = y = 1, |v| <= 1/2: the certificate of Algorithm 6 says 0, and is off by 0.9."""
+    """A Huber loss of w (x + v) - y at x = y = 1, |v| <= 1/2: the gap of Algorithm 6 is 0 at a point 0.9 away."""
     mu, reach = 0.01, 0.5
 
     def huber(r: np.ndarray | float) -> np.ndarray:

@@ -17,9 +17,22 @@ DOCS, FOLDER = ROOT / "docs", ROOT / "benchmarks"
 BLOCK = re.compile(r"<!-- table: (\w+) -->\n(.*?)\n<!-- end -->", re.DOTALL)
 PICTURES = {
     "hoelder": ["hoelder_figure_1", "hoelder_table_1", "hoelder_bounds", "hoelder_risk"],
-    "heavy_tails": ["heavy_rates", "heavy_bounds", "heavy_instances", "heavy_squares", "heavy_pareto"],
+    "heavy_tails": [
+        "heavy_rates",
+        "heavy_bounds",
+        "heavy_instances",
+        "heavy_squares",
+        "heavy_pareto",
+    ],
     "users": ["users_needed", "users_noise", "users_smoothing", "users_error"],
-    "output": ["output_sample", "output_new", "output_tilted", "output_time", "output_risk", "output_adult"],
+    "output": [
+        "output_sample",
+        "output_new",
+        "output_tilted",
+        "output_time",
+        "output_risk",
+        "output_adult",
+    ],
 }
 
 

@@ -296,7 +296,8 @@ def test_attacks_of_features_move_rows_as_far_as_planned_and_leave_the_constant(
     records = make_records(attacked, torch.ones(4, 2, dtype=torch.float64), torch.ones(4))
     objective = build_objective(attacked, 1.0, records)
     values = [
-        objective.value(torch.tensor([0.0, 0.0, bias], dtype=torch.float64)) for bias in (1.0, -1.0)
+        objective.value(torch.tensor([0.0, 0.0, bias], dtype=torch.float64))
+        for bias in (1.0, -1.0)
     ]
     # at w = 0 but for the constant, a margin of b or -b is left but for what smoothing takes
     offset = 0.4 * 1e-3 * (1 if norm == 2 else 3)

@@ -10,7 +10,8 @@ l(0), inside the range of the losses, so that the bound C/(C + n - 1) on the wei
 Under attack: F(w) = (1/N) sum_i c_i max over ||v||_p <= rho of phi(y_i <w, x_i + v>) + (reg/2)||w||^2.
 
 For a nonincreasing phi of the margin the maximum is phi(y <w, x> - rho ||w||_*) with the dual norm: ||w||_2 for p = 2,
-||w||_1 for p = inf. No saddle point is needed. Features that move by s_j rho have ||(s_j w_j)||_*: ellipsoids and boxes.
+||w||_1 for p = inf. No saddle point is needed. With features that are moved s_j times as far it is ||(s_j w_j)_j||_*:
+attacks from an ellipsoid, or a box.
 
 Differs from the paper in: the norm has kinks, so that a maximum of smooth losses is not smooth; `smoothing` = nu > 0
 replaces |t| by sqrt(t^2 + nu^2) (of ||w||, or of each coordinate for p = inf), publicly. At nu = 0 it can be
@@ -333,7 +334,8 @@ class Adversarial(Objective):
 
     def _slope_of_norm(self, point: Tensor) -> Tensor:
         sizes = self._sizes(point)
-        return torch.where(sizes > 0, self._scale * (self._scale * point / sizes), 0.0)
+        moved = self._scale * point
+        return torch.where(sizes > 0, self._scale * (moved / sizes), 0.0)
 
     def _bend_of_norm(self, point: Tensor, slope: Tensor) -> Tensor:
         sizes = self._sizes(point)
@@ -347,7 +349,10 @@ class Adversarial(Objective):
 
 def _scales(given: tuple[float, ...] | None, dim: int) -> Tensor:
     """How far each feature may be moved, (d,)."""
-    scale = (1.0,) * dim if given is None else given
-    if len(scale) != dim:
-        raise ValueError(f"attack_scale must have {dim} numbers (got {len(scale)})")
-    return torch.tensor([nonnegative(attack_scale=one) for one in scale], dtype=torch.float64)
+    if given is None:
+        return torch.ones(dim, dtype=torch.float64)
+    if len(given) != dim:
+        raise ValueError(f"attack_scale must have {dim} numbers (got {len(given)})")
+    for one in given:
+        nonnegative(attack_scale=one)
+    return torch.tensor(given, dtype=torch.float64)

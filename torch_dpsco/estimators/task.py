@@ -298,10 +298,12 @@ class LinearTask:
     def attack_reach(self) -> float:
         """How far an attack moves a row in the L2 norm."""
         scale = self.attack_scale
-        if self.attack_norm == 2:
-            return round_up(self.attack_radius * max(scale)) if scale else self.attack_radius
-        length = math.hypot(*scale) if scale else math.sqrt(self.width)
-        return round_up(self.attack_radius * length)
+        if self.attack_norm != 2:
+            length = math.hypot(*scale) if scale else math.sqrt(self.width)
+            return round_up(self.attack_radius * length)
+        if scale:
+            return round_up(self.attack_radius * max(scale))
+        return self.attack_radius
 
     @property
     def most_records(self) -> int:
