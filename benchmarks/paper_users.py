@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
 DELTA, STEPS, DIM = 1e-6, 100, 10
 TOTAL, NOISE_STEPS, NOISE_EPSILON = 20_000_000, 30, 2.0
+DIMS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)  # of smoothed losses
 LENGTHS, SPREAD = (0.5, 10.0), 0.5  # of the mean; of a row around it
 
 
@@ -325,7 +326,7 @@ def exhibits(smoke: bool) -> Iterator[Exhibit]:
     """Yields the exhibits of the paper."""
     yield users((1.0, 4.0) if smoke else (0.25, 0.5, 1.0, 2.0, 4.0, 8.0))
     yield noise((1, 64, 1024) if smoke else tuple(4**k for k in range(9)))
-    yield smoothing((1, 10, 1000) if smoke else (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000))
+    yield smoothing(DIMS[::3] if smoke else DIMS)
     yield error(
         (8, 16) if smoke else (4, 8, 16, 32, 64), 8_000 if smoke else 20_000, 2 if smoke else 15
     )

@@ -486,6 +486,23 @@ def test_smoothing_raises_values_by_no_more_than_its_bound(attack_norm):
         assert 0 <= smooth.value(scale * w) - kinked.value(scale * w) <= most * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("attack_norm", [2, math.inf])
+def test_the_smoothness_covers_the_kink_of_the_feature_that_is_moved_most(attack_norm):
+    records = Records(torch.zeros(1, 3), torch.ones(1))
+    objective = Adversarial(
+        Logistic(),
+        records,
+        attack_radius=0.1,
+        reg=0.1,
+        attack_norm=attack_norm,
+        attack_scale=(0.5, 4.0, 0.0),
+        smoothing=1e-3,
+    )
+    bends = torch.linalg.eigvalsh(objective.hessian(torch.zeros(3, dtype=torch.float64)))
+    assert 0.4 * objective.smoothness <= float(bends.max()) <= objective.smoothness
+    assert float(bends.min()) == pytest.approx(0.1)  # of the feature that nobody moves
+
+
 def test_losses_and_tilts_that_void_a_constant_are_refused():
     X, y, _ = data(0)
     with pytest.raises(ConditionError, match="Lipschitz"):
