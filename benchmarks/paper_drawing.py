@@ -52,8 +52,9 @@ def loglog(
     *,
     low: float | None = None,
     legend: bool = True,
+    linear: bool = False,
 ) -> Callable[[Axes], None]:
-    """Returns a panel of lines on logarithmic axes; measured points have markers and whiskers."""
+    """Returns a panel of lines on logarithmic axes, but for the values if `linear`; what is measured has whiskers."""
 
     def panel(axes: Axes) -> None:
         for series in drawn:
@@ -67,10 +68,13 @@ def loglog(
             else:
                 axes.plot(series.x, series.y, label=series.label, linewidth=1.2, **look)
         axes.set_xscale("log")
-        axes.set_yscale("log")
+        axes.set_yscale("linear" if linear else "log")
         axes.set(title=title, xlabel=x_label, ylabel=y_label)
         places = sorted({x for series in drawn for x in series.x})
-        if places[-1] / places[0] < 100 and len(places) < 9:  # names of ticks would overlap
+        short = all(float(f"{place:.2g}") == place for place in places)
+        if (
+            short and places[-1] / places[0] < 100 and len(places) < 9
+        ):  # names of ticks would overlap
             axes.tick_params(axis="x", which="minor", labelbottom=False)
             axes.set_xticks(places, [f"{place:,g}" for place in places])
         if low is not None:

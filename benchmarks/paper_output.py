@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+import paper_adult
 import torch
 from paper_drawing import (
     LOWER,
@@ -416,3 +417,4 @@ def exhibits(smoke: bool) -> Iterator[Exhibit]:
         (500, 1_000) if smoke else (500, 1_000, 2_000, 4_000, 8_000, 16_000, 32_000),
         16 if smoke else 200,
     )
+    yield from paper_adult.exhibits(smoke)

@@ -7,7 +7,8 @@
     python benchmarks/papers.py --smoke                     # tiny numbers: shows that it runs
 
 What each exhibit measures is said in paper_hoelder.py (s1), paper_heavy.py (s2), paper_users.py (s3), paper_output.py
-(s4). Everything private is run or planned through the library; published formulas are those of tests/reference.
+and paper_adult.py (s4). Everything private is run or planned through the library, but for two rivals in s1; published
+formulas are those of tests/reference.
 """
 
 from __future__ import annotations

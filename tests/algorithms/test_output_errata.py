@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,7 +27,7 @@ from torch_dpsco.estimators.output import (
 )
 from torch_dpsco.estimators.records import Records
 from torch_dpsco.estimators.robust import Adversarial, Tilted
-from torch_dpsco.losses import Logistic
+from torch_dpsco.losses import Huber, Logistic, Loss, SmoothedHinge, Squared
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,47 @@ def test_a_maximum_of_smooth_losses_has_a_kink() -> None:
     )
     change = mended.value_and_gradient(step)[1] - mended.value_and_gradient(-step)[1]
     assert float(change.norm()) <= mended.smoothness * 2e-9 * (1 + 1e-9)
+
+
+def test_a_saddle_gap_that_trusts_concavity_certifies_a_wrong_point() -> None:
+    """A Huber loss of w (x + v) - y at x = y = 1, |v| <= 1/2: the gap of Algorithm 6 is 0 at a point 0.9 away."""
+    mu, reach = 0.01, 0.5
+
+    def huber(r: np.ndarray | float) -> np.ndarray:
+        size = np.abs(r)
+        return np.where(size <= 1, size**2 / 2, size - 0.5)
+
+    def attacked(w: np.ndarray | float, v: float) -> np.ndarray:
+        return huber(w * (1 + v) - 1) + mu / 2 * np.square(w)
+
+    w, v = 0.5 / (0.25 + mu), -reach  # the best w against v, and v a best answer to first order
+    residual = w * (1 + v) - 1
+    assert residual * (1 + v) + mu * w == pytest.approx(0, abs=1e-12)
+    gap = max(residual * w * (other - v) for other in (-reach, reach))  # linear in the attack
+    assert gap == 0
+    grid = np.linspace(0, 3, 300_001)
+    worst = np.maximum(attacked(grid, -reach), attacked(grid, reach))
+    best = float(grid[worst.argmin()])
+    claimed = math.sqrt(2 * gap / mu)
+    assert claimed == 0
+    assert abs(w - best) > 0.9
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [Logistic(), SmoothedHinge(), Squared(), Huber()],
+    ids=repr,
+)
+def test_no_loss_of_a_score_is_concave_in_attacks(loss: Loss) -> None:
+    """Moves of the score by t and -t raise the mean loss, so that Assumption 2 fails for every w but 0."""
+    y = torch.ones(2, dtype=torch.float64)
+    for score in (0.0, 0.5, 1.5):
+        for move in (0.5, 2.0):
+            both = loss.value(torch.tensor([score - move, score + move]).double(), y).mean()
+            here = loss.value(torch.tensor([score, score]).double(), y).mean()
+            assert both >= here - 1e-12
+    ends = loss.value(torch.tensor([-1.0, 3.0]).double(), y).mean()
+    assert ends > loss.value(torch.ones(2).double(), y).mean() + 0.1
 
 
 def test_replacing_a_record_changes_the_weights_of_all_others() -> None:

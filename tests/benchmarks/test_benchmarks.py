@@ -54,6 +54,7 @@ PARTS = {
     "peers",
     "anchors",
     "ours",
+    "paper_adult",
     "paper_drawing",
     "paper_heavy",
     "paper_hoelder",

@@ -17,9 +17,22 @@ DOCS, FOLDER = ROOT / "docs", ROOT / "benchmarks"
 BLOCK = re.compile(r"<!-- table: (\w+) -->\n(.*?)\n<!-- end -->", re.DOTALL)
 PICTURES = {
     "hoelder": ["hoelder_figure_1", "hoelder_table_1", "hoelder_bounds", "hoelder_risk"],
-    "heavy_tails": ["heavy_rates", "heavy_bounds", "heavy_instances", "heavy_pareto"],
-    "users": ["users_needed", "users_noise", "users_error"],
-    "output": ["output_sample", "output_new", "output_tilted", "output_time", "output_risk"],
+    "heavy_tails": [
+        "heavy_rates",
+        "heavy_bounds",
+        "heavy_instances",
+        "heavy_squares",
+        "heavy_pareto",
+    ],
+    "users": ["users_needed", "users_noise", "users_smoothing", "users_error"],
+    "output": [
+        "output_sample",
+        "output_new",
+        "output_tilted",
+        "output_time",
+        "output_risk",
+        "output_adult",
+    ],
 }
 
 
@@ -63,6 +76,11 @@ def test_each_exhibit_has_its_picture_and_one_sentence(page: str) -> None:
         ("heavy_tails", "heavy_rates", lambda p: p.paper_heavy.exhibits(False)),
         ("heavy_tails", "heavy_bounds", lambda p: p.paper_heavy.exhibits(False)),
         ("users", "users_needed", lambda p: p.paper_users.exhibits(False)),
+        (
+            "users",
+            "users_smoothing",
+            lambda p: iter([p.paper_users.smoothing(p.paper_users.DIMS)]),
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

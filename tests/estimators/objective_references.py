@@ -73,11 +73,13 @@ def tilted_objective(X, y, curve, reg, tilt):
     return at
 
 
-def adversarial_objective(X, y, curve, reg, radius, normalizer, nu=0.0):
+def adversarial_objective(X, y, curve, reg, radius, normalizer, nu=0.0, scale=1.0):
+    squares = np.asarray(scale, dtype=LONG) ** 2
+
     def at(w):
-        size = np.sqrt(w @ w + LONG(nu) ** 2)
+        size = np.sqrt((squares * w) @ w + LONG(nu) ** 2)
         value, slope = curve(y * (X @ w) - LONG(radius) * size)
-        direction = w / size if size > 0 else np.zeros_like(w)
+        direction = squares * w / size if size > 0 else np.zeros_like(w)
         pull = LONG(radius) * slope.sum() / LONG(normalizer)
         gradient = X.T @ (slope * y) / LONG(normalizer) - pull * direction + LONG(reg) * w
         return value.sum() / LONG(normalizer) + LONG(reg) / 2 * (w @ w), gradient

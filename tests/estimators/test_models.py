@@ -21,7 +21,12 @@ from torch_dpsco.errors import (
     PrivacyError,
     UnitError,
 )
-from torch_dpsco.estimators import LogisticRegression, Ridge, TiltedClassifier
+from torch_dpsco.estimators import (
+    AdversarialClassifier,
+    LogisticRegression,
+    Ridge,
+    TiltedClassifier,
+)
 from torch_dpsco.estimators.reading import NotFittedError
 
 NAMES = list(SETTINGS)
@@ -554,6 +559,21 @@ def test_tilts_of_both_signs_and_both_attacks_are_fitted():
         assert np.isfinite(fitted("AdversarialClassifier", attack_norm=norm).coef_).all()
     with pytest.raises(CalibrationError, match="n_min"):
         TiltedClassifier(n=N, bound_x=1.0, classes=(0, 1), adjacency="add_remove").fit(X, y)
+
+
+@pytest.mark.parametrize("norm", [2, math.inf])
+def test_a_feature_that_is_attacked_is_trusted_less(norm):
+    X = np.random.default_rng(0).uniform(-0.7, 0.7, (2000, 2))
+    y = X.sum(1) > 0
+    numbers = {"epsilon": 1e4, "n": 2000, "bound_x": 1.0, "classes": (0, 1), "reg": 2.0}
+    for scale in ((1.0, 0.0), (0.0, 1.0)):
+        model = AdversarialClassifier(
+            attack_radius=0.3, attack_norm=norm, attack_scale=scale, **numbers
+        ).fit(X, y)
+        attacked, other = model.coef_[0] if scale[0] else model.coef_[0][::-1]
+        assert 0 <= attacked < 0.7 * other
+    with pytest.raises(ValueError, match="attack_scale must have 2 numbers"):
+        AdversarialClassifier(attack_scale=(1.0,), **numbers).fit(X, y)
 
 
 def test_a_public_center_is_worth_more_than_a_mechanism(same_noise):

@@ -87,6 +87,24 @@ def plain(name, X, y):
         )
         size = lambda w: torch.sqrt(w * w + 0.04).sum()  # noqa: E731
         return objective, lambda w: soft(-(y * (X @ w) - 0.4 * size(w))).sum() / 9 + 0.15 * w @ w
+    if name == "adversarial ellipsoid" or name == "adversarial box":
+        scale = torch.tensor([2.0, 0.0, 0.3], dtype=torch.float64)
+        norm = 2 if name == "adversarial ellipsoid" else math.inf
+        objective = Adversarial(
+            Logistic(),
+            Records(X, y),
+            attack_radius=0.4,
+            reg=0.3,
+            normalizer=9,
+            attack_norm=norm,
+            attack_scale=(2.0, 0.0, 0.3),
+            smoothing=0.2,
+        )
+        if norm == 2:
+            size = lambda w: torch.sqrt((scale * w).square().sum() + 0.04)  # noqa: E731
+        else:
+            size = lambda w: torch.sqrt((scale * w).square() + 0.04).sum()  # noqa: E731
+        return objective, lambda w: soft(-(y * (X @ w) - 0.4 * size(w))).sum() / 9 + 0.15 * w @ w
     labels = (torch.arange(len(X)) % 3).long()
     objective = LinearObjective(
         SoftmaxCrossEntropy(3), Records(X, labels, num_classes=3), reg=0.3, normalizer=len(X)
@@ -103,6 +121,8 @@ NAMES = [
     "tilted down",
     "adversarial 2",
     "adversarial inf",
+    "adversarial ellipsoid",
+    "adversarial box",
     "softmax",
 ]
 
@@ -170,6 +190,7 @@ def test_rounding_bounds_cover_the_true_rounding_on_ill_scaled_data(seed):
     long_x, long_y = reference.long_rows(X, y)
     long_w = w.numpy().astype(reference.LONG)
     squares = lambda r: (r * r / 2, r)  # noqa: E731
+    scale = (1e3, 0.0, 1 / 3, 1e-7, 7.0)
     pairs = [
         (
             LinearObjective(Logistic(), Records(X, y), reg=1e-3, normalizer=60),
@@ -190,6 +211,19 @@ def test_rounding_bounds_cover_the_true_rounding_on_ill_scaled_data(seed):
         (
             Adversarial(Logistic(), Records(X, y), attack_radius=0.3, reg=1e-3, normalizer=60),
             reference.adversarial_objective(long_x, long_y, reference.logistic, 1e-3, 0.3, 60),
+        ),
+        (
+            Adversarial(
+                Logistic(),
+                Records(X, y),
+                attack_radius=0.3,
+                reg=1e-3,
+                normalizer=60,
+                attack_scale=scale,
+            ),
+            reference.adversarial_objective(
+                long_x, long_y, reference.logistic, 1e-3, 0.3, 60, scale=scale
+            ),
         ),
     ]
     for objective, at in pairs:
@@ -413,8 +447,10 @@ def test_huge_tilts_neither_overflow_nor_lose_the_largest_loss():
 
 
 @pytest.mark.parametrize("attack_norm", [2, math.inf])
-def test_the_adversarial_value_is_that_of_the_worst_attack(attack_norm):
+@pytest.mark.parametrize("scale", [None, (2.0, 0.0, 0.3)])
+def test_the_adversarial_value_is_that_of_the_worst_attack(attack_norm, scale):
     X, y, w = data(9)
+    scales = torch.tensor(scale or (1.0, 1.0, 1.0), dtype=torch.float64)
     objective = Adversarial(
         Logistic(),
         Records(X, y),
@@ -422,15 +458,16 @@ def test_the_adversarial_value_is_that_of_the_worst_attack(attack_norm):
         reg=0.0,
         normalizer=1,
         attack_norm=attack_norm,
+        attack_scale=scale,
     )
     generator = torch.Generator().manual_seed(1)
-    direction = w / w.norm() if attack_norm == 2 else w.sign()
-    worst = X - 0.4 * y.unsqueeze(1) * direction
+    direction = scales * w / (scales * w).norm() if attack_norm == 2 else w.sign()
+    worst = X - 0.4 * y.unsqueeze(1) * scales * direction
     loss = torch.nn.functional.softplus(-y * (worst @ w)).sum()
     assert objective.value(w) == pytest.approx(float(loss))
     for _ in range(200):
         moves = torch.randn(X.shape, generator=generator, dtype=torch.float64)
-        moves = 0.4 * moves / moves.norm(dim=1, p=attack_norm, keepdim=True)
+        moves = 0.4 * scales * moves / moves.norm(dim=1, p=attack_norm, keepdim=True)
         assert (
             torch.nn.functional.softplus(-y * ((X + moves) @ w)).sum()
             <= objective.value(w) + 1e-12
@@ -449,6 +486,23 @@ def test_smoothing_raises_values_by_no_more_than_its_bound(attack_norm):
         assert 0 <= smooth.value(scale * w) - kinked.value(scale * w) <= most * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("attack_norm", [2, math.inf])
+def test_the_smoothness_covers_the_kink_of_the_feature_that_is_moved_most(attack_norm):
+    records = Records(torch.zeros(1, 3), torch.ones(1))
+    objective = Adversarial(
+        Logistic(),
+        records,
+        attack_radius=0.1,
+        reg=0.1,
+        attack_norm=attack_norm,
+        attack_scale=(0.5, 4.0, 0.0),
+        smoothing=1e-3,
+    )
+    bends = torch.linalg.eigvalsh(objective.hessian(torch.zeros(3, dtype=torch.float64)))
+    assert 0.4 * objective.smoothness <= float(bends.max()) <= objective.smoothness
+    assert float(bends.min()) == pytest.approx(0.1)  # of the feature that nobody moves
+
+
 def test_losses_and_tilts_that_void_a_constant_are_refused():
     X, y, _ = data(0)
     with pytest.raises(ConditionError, match="Lipschitz"):
@@ -459,8 +513,9 @@ def test_losses_and_tilts_that_void_a_constant_are_refused():
         Tilted(Logistic(), Records(X, y), tilt=-1.0, reg=0.5)
     with pytest.raises(NotCertifiedError, match="clip the rows"):
         Tilted(Logistic(), Records(X, y), tilt=-1e-3, reg=0.5, bound_x=0.1)
-    with pytest.raises(ConditionError, match="SmoothedHinge"):
-        Adversarial(Hinge(), Records(X, y), attack_radius=0.1, reg=0.1, normalizer=1)
+    for loss in (Hinge(), Huber(), Squared(), SoftmaxCrossEntropy(3)):
+        with pytest.raises(ConditionError, match=r"SmoothedHinge(.|\n)*ClippedSGD"):
+            Adversarial(loss, Records(X, y), attack_radius=0.1, reg=0.1, normalizer=1)
     assert (
         LinearObjective(Hinge(), Records(X, y), reg=0.1, normalizer=1).gradient_error(
             torch.zeros(3)

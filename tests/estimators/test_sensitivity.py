@@ -63,6 +63,19 @@ LOSSES: dict[str, tuple[dict[str, object], float]] = {
         {"loss": dp.losses.Logistic(), "attack_radius": 0.4, "attack_norm": math.inf},
         0.4,
     ),
+    "attacked in one feature": (
+        {"loss": dp.losses.Logistic(), "attack_radius": 0.4, "attack_scale": (1.0, 0.0)},
+        0.45,
+    ),
+    "attacked in a box": (
+        {
+            "loss": dp.losses.Logistic(),
+            "attack_radius": 0.4,
+            "attack_norm": math.inf,
+            "attack_scale": (0.2, 3.0),
+        },
+        0.4,
+    ),
 }
 
 

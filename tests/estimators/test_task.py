@@ -260,6 +260,9 @@ def test_the_radius_holds_for_n_max_records() -> None:
         ({"tilt": math.inf}, "tilt"),
         ({"attack_radius": -1.0}, "attack_radius"),
         ({"attack_norm": 1.0}, "attack_norm"),
+        ({"attack_scale": (1.0, -1.0)}, "attack_scale"),
+        ({"attack_scale": (1.0, math.inf)}, "attack_scale"),
+        ({"attack_scale": (1.0, 1.0, 1.0)}, "attack_scale must have 2 numbers"),
         ({"preparation": Preparation(1.0, center=(0.0,))}, "center"),
         ({"preparation": Preparation(1.0, scale=(1.0, 1.0, 1.0))}, "scale"),
     ],
@@ -277,6 +280,30 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
         task(loss=dp.losses.Hinge(), residual_clip=0.5)
     with pytest.raises(ConditionError):
         task(loss=dp.losses.SoftmaxCrossEntropy(3), residual_clip=0.5)
+
+
+@pytest.mark.parametrize(("norm", "reach"), [(2.0, 0.8), (math.inf, 0.4 * math.sqrt(5.0))])
+def test_attacks_of_features_move_rows_as_far_as_planned_and_leave_the_constant(
+    norm: float, reach: float
+) -> None:
+    attacked = task(
+        preparation=Preparation(1.0, intercept=1.0),
+        attack_radius=0.4,
+        attack_norm=norm,
+        attack_scale=(2.0, 1.0),
+    )
+    assert reach <= attacked.attack_reach <= reach * (1 + 1e-12)
+    records = make_records(attacked, torch.ones(4, 2, dtype=torch.float64), torch.ones(4))
+    objective = build_objective(attacked, 1.0, records)
+    values = [
+        objective.value(torch.tensor([0.0, 0.0, bias], dtype=torch.float64))
+        for bias in (1.0, -1.0)
+    ]
+    # at w = 0 but for the constant, a margin of b or -b is left but for what smoothing takes
+    offset = 0.4 * 1e-3 * (1 if norm == 2 else 3)
+    for bias, value in zip((1.0, -1.0), values, strict=True):
+        exact = 4 * math.log1p(math.exp(-bias + offset)) + 0.5
+        assert value == pytest.approx(exact, rel=1e-12)
 
 
 # -- choice of a mechanism --------------------------------------------------------------------------------------------

@@ -75,6 +75,12 @@ MADE: dict[str, Callable[[], tuple[type[SolvedOptimizer], LinearPlan]]] = {
     "output, attacked": made(
         dp.OutputPerturbation, budget=BUDGET, attack_radius=0.1, attack_norm=float("inf")
     ),
+    "output, attacked in a feature": made(
+        dp.OutputPerturbation,
+        budget=BUDGET,
+        attack_radius=0.1,
+        attack_scale=tuple(float(j) for j in range(DIM)),
+    ),
     "objective": made(dp.ObjectivePerturbation, budget=BUDGET, residual_clip=0.5),
     "objective, pure": made(dp.ObjectivePerturbation, budget=PURE),
     "objective, noise": made(dp.ObjectivePerturbation, noise_multiplier=4.0),

@@ -324,8 +324,8 @@ class LinearModel(BaseEstimator):
         )
         given = Preparation(
             check.positive(bound_x=self.bound_x),
-            center=_numbers("feature_center", self.feature_center),
-            scale=_numbers("feature_scale", self.feature_scale),
+            center=as_numbers("feature_center", self.feature_center),
+            scale=as_numbers("feature_scale", self.feature_scale),
         )
         n = check.positive_count(n=self.n)
         warn_of_delta(budget, n)
@@ -546,7 +546,7 @@ def stand_in(model: _Model, plan: LinearPlan, privacy: PrivacyReport) -> _Model:
     return made
 
 
-def _numbers(name: str, values: Any) -> tuple[float, ...] | None:
+def as_numbers(name: str, values: Any) -> tuple[float, ...] | None:
     """Returns public numbers, one per feature, as a tuple."""
     if values is None:
         return None

@@ -24,7 +24,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco.accounting.analysis.rounding import FloatArray
 from torch_dpsco.accounting.events import ADD_REMOVE
 from torch_dpsco.errors import ConditionError
-from torch_dpsco.estimators.base import LinearModel
+from torch_dpsco.estimators.base import LinearModel, as_numbers
 from torch_dpsco.estimators.link import Link
 from torch_dpsco.estimators.preparation import (
     NARROW,
@@ -336,6 +336,8 @@ class AdversarialClassifier(_Robust):
         classes, class_weight: see `Classifier`; two labels, of which the second is the positive one.
         attack_radius: > 0, in the units of prepared rows.
         attack_norm: 2, or inf (each feature moves by that much).
+        attack_scale: (d,), >= 0, that the moves of each feature are multiplied by, 0 for one that nobody can move; the
+            constant is then not moved either. None for 1.
 
     Example:
         >>> import numpy as np
@@ -350,11 +352,13 @@ class AdversarialClassifier(_Robust):
 
     attack_radius: float = 0.1
     attack_norm: float = 2.0
+    attack_scale: Any = None
 
     def task_options(self, facts: Facts) -> dict[str, Any]:
         return {
             "attack_radius": check.positive(attack_radius=self.attack_radius),
             "attack_norm": self.attack_norm,
+            "attack_scale": as_numbers("attack_scale", self.attack_scale),
         }
 
 

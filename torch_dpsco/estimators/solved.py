@@ -123,6 +123,7 @@ class SolvedOptimizer(AnswerOptimizer):
         tilt: float = 0.0,
         attack_radius: float = 0.0,
         attack_norm: float = 2.0,
+        attack_scale: tuple[float, ...] | None = None,
         n_max: int | None = None,
         n_min: int | None = None,
         steps: int | None = None,
@@ -155,6 +156,7 @@ class SolvedOptimizer(AnswerOptimizer):
             tilt: tau of tilted risk, either sign, of `OutputPerturbation`.
             attack_radius: rho of adversarial rows, likewise.
             attack_norm: 2 or inf.
+            attack_scale: (d,), >= 0, how far each feature is moved, times attack_radius; None for 1, the bias included.
             n_max: public cap on the number of records; default 2 n.
             n_min: public lower bound on it, for tilts under add_remove.
             steps: of `NoisyGD`; None for those after which it has converged, at most 500.
@@ -190,6 +192,7 @@ class SolvedOptimizer(AnswerOptimizer):
             tilt=tilt,
             attack_radius=attack_radius,
             attack_norm=attack_norm,
+            attack_scale=attack_scale,
             n_max=0 if n_max is None else check.positive_count(n_max=n_max),
             n_min=n_min,
         )

@@ -86,6 +86,8 @@ class LinearTask:
         tilt: tau of tilted risk; 0 for the sum.
         attack_radius: rho >= 0 of adversarial rows; 0 for none.
         attack_norm: 2 or inf.
+        attack_scale: (d,), >= 0: how far each feature is moved, in attack_radius, and the constant is not; None for 1,
+            the constant included.
 
     Raises:
         ConditionError: settings that do not go together.
@@ -108,6 +110,7 @@ class LinearTask:
     tilt: float = 0.0
     attack_radius: float = 0.0
     attack_norm: float = 2.0
+    attack_scale: tuple[float, ...] | None = None
     prepare: PrivatePreparation | None = None
     curvature: float = 0.0
 
@@ -137,12 +140,14 @@ class LinearTask:
 
     def _require_shape(self) -> None:
         """Raises ValueError for numbers per feature of another length, ConditionError for several scores."""
+        numbers = [("attack_scale", self.attack_scale)]
         for one in (self.preparation, self.prepare.given if self.prepare else self.preparation):
-            for name, length in (("center", one.center), ("scale", one.scale)):
-                if length is not None and len(length) != self.dim:
-                    raise ValueError(
-                        f"feature_{name} must have {self.dim} numbers (got {len(length)})"
-                    )
+            numbers += [("feature_center", one.center), ("feature_scale", one.scale)]
+        for name, given in numbers:
+            if given is not None and len(given) != self.dim:
+                raise ValueError(f"{name} must have {self.dim} numbers (got {len(given)})")
+        for value in self.attack_scale or ():
+            check.nonnegative(attack_scale=value)
         if self.num_scores > 1 and not isinstance(self.loss, SoftmaxCrossEntropy):
             raise ConditionError(
                 f"loss must be of one score, or the softmax cross-entropy (got {self.loss!r})"
@@ -292,9 +297,13 @@ class LinearTask:
     @property
     def attack_reach(self) -> float:
         """How far an attack moves a row in the L2 norm."""
-        if self.attack_norm == 2:
-            return self.attack_radius
-        return round_up(self.attack_radius * math.sqrt(self.width))
+        scale = self.attack_scale
+        if self.attack_norm != 2:
+            length = math.hypot(*scale) if scale else math.sqrt(self.width)
+            return round_up(self.attack_radius * length)
+        if scale:
+            return round_up(self.attack_radius * max(scale))
+        return self.attack_radius
 
     @property
     def most_records(self) -> int:
@@ -686,12 +695,14 @@ def build_objective(
             task.loss, records, tilt=task.tilt, reg=reg / task.n, bound_x=task.preparation.bound
         )
     if task.attack_radius:
+        scale = task.attack_scale
         return Adversarial(
             task.loss,  # checked there
             records,
             attack_radius=task.attack_radius,
             reg=reg,
             attack_norm=task.attack_norm,
+            attack_scale=scale and (*scale, 0.0)[: task.width],
             smoothing=KINK,
         )
     loss = task.loss if task.clipped is None else task.clipped
