@@ -13,6 +13,10 @@ proof). Compared at equal (epsilon, delta), zero_out, batch and number of steps:
 * correlated: `CorrelatedSGD`: batches in turn, no amplification, the number of bands with the least noise;
 * banded: as above, the number of bands with the least noise, by the mean squared error of all prefix sums.
 
+--noise prints the noise of sums of answers relative to independent noise: the root of the mean square over all steps,
+and after the last one; "one release" is the noise of the last sum if every step gave the same answer, and one release
+on all records told it.
+
 Tasks of --risk: Adult by logistic regression (test cross-entropy above that of the best weights), flights before
 departure by Huber's loss (test loss above that of the best weights), Adult by a net of one hidden layer of 64 (test
 error). Batches, steps, step size, momentum and averages are those of the plans of `HolderSGD` and `NetSGD`: once by
@@ -47,7 +51,14 @@ from torch_dpsco.step.chooser import quietest
 
 EPSILONS, DELTA, RUNS, FACTORS = (1.0, 4.0, 8.0), 1e-6, 5, (0.5, 1.0, 2.0)
 # records, batch, passes
-SIZES = ((10_000, 500, 10), (32_561, 512, 3), (32_561, 3_461, 31), (60_000, 256, 5), (261_877, 5_115, 20), (10**6, 512, 1))
+SIZES = (
+    (10_000, 500, 10),
+    (32_561, 512, 3),
+    (32_561, 3_461, 31),
+    (60_000, 256, 5),
+    (261_877, 5_115, 20),
+    (10**6, 512, 1),
+)
 METHODS = ("independent", "correlated", "banded")
 
 
@@ -85,7 +96,9 @@ def strategy(steps: int, bands: int) -> Banded:
 
 def numbers_of_bands(most: int) -> list[int]:
     """Returns powers of 2, and the most."""
-    return sorted({2**k for k in range(most.bit_length()) if 2**k <= min(most, 512)} | {min(most, 512)})
+    return sorted(
+        {2**k for k in range(most.bit_length()) if 2**k <= min(most, 512)} | {min(most, 512)}
+    )
 
 
 def sampled(n: int, batch: int, steps: int, epsilon: float, bands: int) -> Noise:
@@ -119,8 +132,10 @@ def methods(n: int, batch: int, steps: int, epsilon: float) -> Iterator[Noise]:
 
 def print_noise(sizes: Sequence[tuple[int, int, int]]) -> None:
     """Prints noise of sums relative to independent noise."""
-    print("| n, batch, passes | epsilon | independent, z | correlated: bands, mean, last | banded: bands, mean, last |")
-    print("| --- | --- | --- | --- | --- |")
+    print(
+        "| n, batch, passes | epsilon | independent, z | correlated: bands, mean, last | banded: bands, mean, last | one release, last |"
+    )
+    print("| --- | --- | --- | --- | --- | --- |")
     for n, batch, passes in sizes:
         steps = passes * math.ceil(n / batch)
         for epsilon in EPSILONS:
@@ -130,13 +145,19 @@ def print_noise(sizes: Sequence[tuple[int, int, int]]) -> None:
                 last = noise.prefix_std(steps)[-1] / first.prefix_std(steps)[-1]
                 mean = noise.rms(steps) / first.rms(steps)
                 cells.append(f"{noise.strategy.bands}, {mean:.3f}, {last:.3f}")
-            print(f"| {n}, {batch}, {passes} | {epsilon:g} | {first.std:.3f} | " + " | ".join(cells) + " |", flush=True)
+            whole = (
+                steps * batch / n * least(dp.Full(n), 1, epsilon) / first.prefix_std(steps)[-1]
+            )
+            cells = [f"{n}, {batch}, {passes}", f"{epsilon:g}", f"{first.std:.3f}", *cells]
+            print("| " + " | ".join([*cells, f"{whole:.3f}"]) + " |", flush=True)
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------
 
 
-def batches(noise: Noise, n: int, batch: int, steps: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+def batches(
+    noise: Noise, n: int, batch: int, steps: int, rng: np.random.Generator
+) -> Iterator[np.ndarray]:
     """Yields the records of each step."""
     if noise.method == "correlated":
         cut = np.array_split(rng.permutation(n), math.ceil(n / batch))
@@ -156,7 +177,9 @@ def batches(noise: Noise, n: int, batch: int, steps: int, rng: np.random.Generat
 def noises(noise: Noise, steps: int, dim: int, rng: np.random.Generator) -> Tensor:
     """Returns the noise of each step, (T, d), in units of the clip."""
     fresh = noise.std * rng.standard_normal((steps, dim))
-    return torch.tensor(scipy.signal.lfilter([1.0], noise.strategy.coefficients, fresh, axis=0)).float()
+    return torch.tensor(
+        scipy.signal.lfilter([1.0], noise.strategy.coefficients, fresh, axis=0)
+    ).float()
 
 
 # -- tasks ------------------------------------------------------------------------------------------------------------
@@ -190,7 +213,9 @@ def run(task: Task, plan: Any, noise: Noise, lr: float, seed: int) -> float:
     return task.score(answer)
 
 
-def linear(x: Tensor, y: Tensor, test: tuple[Tensor, Tensor], loss: str, plan: Callable[..., Any]) -> Task:
+def linear(
+    x: Tensor, y: Tensor, test: tuple[Tensor, Tensor], loss: str, plan: Callable[..., Any]
+) -> Task:
     """Returns a task of a linear model, the last feature constant."""
 
     def slope(score: Tensor, target: Tensor) -> Tensor:
@@ -229,7 +254,9 @@ def holder(loss: Any, n: int, dim: int, **bounds: float) -> Callable[..., Any]:
 
     def plan(epsilon: float, **given: Any) -> Any:
         budget = dp.Budget(epsilon, DELTA, "zero_out")
-        return dp.HolderSGD.plan(problem=loss.problem(**bounds), n=n, budget=budget, dim=dim, **given)
+        return dp.HolderSGD.plan(
+            problem=loss.problem(**bounds), n=n, budget=budget, dim=dim, **given
+        )
 
     return plan
 
@@ -246,7 +273,9 @@ def flights(smoke: bool) -> Task:
     from flights import NUM_FEATURES, load_flights
 
     rows, width = load_flights(), NUM_FEATURES["predep"]
-    x = nn.functional.pad(rows.train_features[: 5000 if smoke else None, :width], (0, 1), value=1.0)
+    x = nn.functional.pad(
+        rows.train_features[: 5000 if smoke else None, :width], (0, 1), value=1.0
+    )
     test = nn.functional.pad(rows.test_features[:, :width], (0, 1), value=1.0)
     plan = holder(dp.losses.Huber(threshold=0.25), len(x), width + 1, bound_x=2.83, bound_y=5.0)
     return linear(x, rows.train_hours[: len(x)], (test, rows.test_hours), "huber", plan)
@@ -278,7 +307,10 @@ def net(smoke: bool) -> Task:
 
     def start() -> Tensor:
         return torch.cat(
-            [(torch.rand(size) * 2 - 1) / math.sqrt(ins) for size, ins in zip(sizes, (width, hidden), strict=True)]
+            [
+                (torch.rand(size) * 2 - 1) / math.sqrt(ins)
+                for size, ins in zip(sizes, (width, hidden), strict=True)
+            ]
         )
 
     def plan(epsilon: float, **given: Any) -> Any:
@@ -297,17 +329,26 @@ def _adult(smoke: bool) -> tuple[Tensor, ...]:
     x, y, test, labels = load_adult()
     rows = 3000 if smoke else None
     one = lambda a: nn.functional.pad(a.float(), (0, 1), value=1.0)  # noqa: E731
-    return one(x[:rows]), (y[:rows].flatten() > 0).float(), one(test), (labels.flatten() > 0).float()
+    return (
+        one(x[:rows]),
+        (y[:rows].flatten() > 0).float(),
+        one(test),
+        (labels.flatten() > 0).float(),
+    )
 
 
 TASKS = {"adult": adult, "flights": flights, "net": net}
-SETTINGS: tuple[tuple[str, dict[str, int]], ...] = (("default", {}), ("512, 3 passes", {"batch_size": 512, "epochs": 3}))
+SETTINGS: tuple[tuple[str, dict[str, int]], ...] = (
+    ("default", {}),
+    ("512, 3 passes", {"batch_size": 512, "epochs": 3}),
+)
 
 
 def cell(task: Task, plan: Any, noise: Noise, runs: int) -> str:
     """Returns mean and standard error of the best step size."""
     found = [
-        [run(task, plan, noise, factor * plan.lr, seed) for seed in range(runs)] for factor in FACTORS
+        [run(task, plan, noise, factor * plan.lr, seed) for seed in range(runs)]
+        for factor in FACTORS
     ]
     best = min(range(len(found)), key=lambda i: statistics.fmean(found[i]))
     error = statistics.stdev(found[best]) / math.sqrt(runs) if runs > 1 else math.nan
@@ -324,15 +365,26 @@ def print_risk(names: Sequence[str], runs: int, smoke: bool) -> None:
             for epsilon in EPSILONS[: 1 if smoke else None]:
                 plan = task.plan(epsilon, **given)
                 n, batch, steps = task.n, plan.batch_size, plan.steps
-                cells = [cell(task, plan, noise, runs) for noise in methods(n, batch, steps, epsilon)]
-                print(f"| {name}, {setting} | {n}, {batch}, {steps} | {epsilon:g} | " + " | ".join(cells) + " |", flush=True)
+                cells = [
+                    cell(task, plan, noise, runs) for noise in methods(n, batch, steps, epsilon)
+                ]
+                print(
+                    f"| {name}, {setting} | {n}, {batch}, {steps} | {epsilon:g} | "
+                    + " | ".join(cells)
+                    + " |",
+                    flush=True,
+                )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--noise", action="store_true", help="noise of sums")
-    parser.add_argument("--risk", nargs="*", choices=list(TASKS), help="scores of all tasks, or of these")
+    parser.add_argument(
+        "--risk", nargs="*", choices=list(TASKS), help="scores of all tasks, or of these"
+    )
     parser.add_argument("--runs", type=int, default=RUNS)
     parser.add_argument("--smoke", action="store_true", help="tiny numbers: shows that it runs")
     options = parser.parse_args(argv)
@@ -340,7 +392,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.noise or options.smoke:
         print_noise(((400, 40, 2),) if options.smoke else SIZES)
     if options.risk is not None or options.smoke:
-        print_risk(options.risk or list(TASKS), 1 if options.smoke else options.runs, options.smoke)
+        names = options.risk or (["adult"] if options.smoke else list(TASKS))
+        print_risk(names, 2 if options.smoke else options.runs, options.smoke)
 
 
 if __name__ == "__main__":
