@@ -1,5 +1,6 @@
-"""User level in near-linear time: whose risk bound is lower, at which numbers of users and rows? The table of
-docs/research.md.
+"""User level in near-linear time: whose risk bound is lower, at which numbers of users and rows?
+
+The table of docs/research.md.
 
     python benchmarks/near_linear.py            # two minutes
     python benchmarks/near_linear.py --smoke    # one size: shows that it runs
