@@ -89,6 +89,7 @@ def test_more_bands_than_parts_are_not_covered(bands: int, covered: bool) -> Non
     assert (column @ column <= blocks) == covered
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(10_000, 500, 10), (32_561, 512, 3)])
 def test_quoted_noise_of_bands_is_computed_noise(
     scripts: dict[str, ModuleType],
@@ -115,6 +116,7 @@ def bounds(scripts: dict[str, ModuleType]) -> list[dict[str, str]]:
     return [dict(zip(head, row, strict=True)) for row in rows if "-" not in row[0]]
 
 
+@pytest.mark.slow
 def test_quoted_bounds_are_computed_ones(
     scripts: dict[str, ModuleType], bounds: list[dict[str, str]]
 ) -> None:
