@@ -228,8 +228,8 @@ def test_capacities_are_those_of_slots() -> None:
 def test_the_odds_of_tests_and_overflows_are_as_said() -> None:
     assert 0.99**688 < 1e-3 < 0.99**687
     assert r"below $10^{-3}$ for $\pi = 1\,\%$ from $N = 688$ on" in words("isolation")
-    assert (1 + math.exp(4.0)) * 1e5 * 2.0**-60 < 5e-12
-    assert r"less than $5 \cdot 10^{-12}$" in words("isolation")
+    assert 1e5 * 2.0**-60 < 1e-13
+    assert r"At $T = 10^5$ that is less than $10^{-13}$" in words("isolation")
 
 
 # Section 3.
