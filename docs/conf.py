@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxRole
@@ -44,6 +45,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_extra_path = ["_build/card"]
 html_copy_source = False
+html_math_renderer = "mathml"
 html_theme_options = {
     "show_toc_level": 2,
     "use_download_button": False,
@@ -51,7 +53,7 @@ html_theme_options = {
     "navbar_persistent": [],  # the search is in the side bar
 }
 
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 6  # by the rule of code hosts
 nb_execution_mode = "cache"
 nb_execution_cache_path = str(Path(__file__).parent / "_build" / "notebooks")
@@ -287,8 +289,16 @@ def source(app: Sphinx, docname: str, text: list[str]) -> None:
     )
 
 
+def formula(translator: Any, node: nodes.Element) -> None:
+    """Writes a formula as MathML, which browsers typeset by themselves, where Sphinx would load a script of others."""
+    is_block = isinstance(node, nodes.math_block)
+    translator.body.append(tex2mathml(node.astext(), as_block=is_block))
+    raise nodes.SkipNode
+
+
 def setup(app: Sphinx) -> None:
     """Connects the above."""
+    app.add_html_math_renderer("mathml", (formula, None), (formula, None))
     app.add_role("cited", Cited())
     app.connect("autodoc-process-docstring", docstring, priority=1)  # before napoleon
     app.connect("autodoc-process-signature", signature)
