@@ -44,6 +44,8 @@ from torch_dpsco.estimators.reading import (
     labelled,
     labels_of,
 )
+from torch_dpsco.estimators.sparse import SparsePlan, shares
+from torch_dpsco.estimators.task import LinearPlan
 from torch_dpsco.losses import (
     Hinge,
     Huber,
@@ -55,6 +57,7 @@ from torch_dpsco.losses import (
     Squared,
 )
 from torch_dpsco.losses.base import TableLoss
+from torch_dpsco.problem import round_up
 
 
 class Classifier(ClassifierMixin, LinearModel):
@@ -400,6 +403,10 @@ class Regressor(RegressorMixin, LinearModel):
         return np.asarray(self._scores(X)[:, 0])
 
 
+# of Lasso: the only values of some settings, and settings that its fit has too
+_ALONE = {"mechanism": "auto", "reg": None, "radius": math.inf, "secure": None}
+_OF_THE_FIT = ("delta", "adjacency", "n", "n_max", "prepare", "fit_intercept")
+_WIDEST = 100.0  # spreads, that targets of the chosen features are clipped to
 # n mu / sqrt(d): below, a threshold in spreads of the targets is as low as by default; from there on, it is not lowered
 _LOUD, _CALM = 200.0, 2000.0
 
@@ -535,6 +542,63 @@ class Ridge(Regressor):
                 "fit_intercept must be True for intervals under add_remove: it counts the records"
             )
         return super().task_options(facts)
+
+
+class Lasso(Regressor):
+    """Private sparse least squares, for more features than records: few are chosen privately, and then fitted.
+
+    Features are chosen one by one by the exponential mechanism, whose noise grows with the logarithm of their number;
+    then `Ridge` fits those. All other coefficients are 0. Which are chosen is part of what is released.
+
+    Args:
+        epsilon, delta, adjacency, n, prepare, feature_center, feature_scale, fit_intercept, n_max, accountant: see
+            `LinearModel`; delta > 0. reg, radius, mechanism and secure must be left as they are.
+        bound_x: B > 0 on each entry of a row, not on its norm: entries are clipped to [-B, B] in training. Features
+            should be on like scales, as in [-1, 1]: a small one is chosen late.
+        bound_y: Y > 0, that targets are clipped to; required.
+        features: how many are chosen, public; None for 1 to 24, as many as noise lets be told apart.
+
+    Example:
+        >>> import numpy as np
+        >>> X = np.random.default_rng(0).uniform(-1, 1, (2000, 3000))
+        >>> model = Lasso(epsilon=4.0, n=2000, bound_x=1.0, bound_y=4.0, features=2).fit(X, 2 * X[:, 7] - X[:, 70])
+        >>> np.flatnonzero(model.coef_).tolist()
+        [7, 70]
+
+    Source:
+        docs/proofs/sparse.md
+    """
+
+    features: int | None = None
+
+    _in_parts = False
+    _centers = False
+
+    def _wanted(self, facts: Facts) -> Wanted:
+        return Wanted(0.5, True)
+
+    def make_loss(self, facts: Facts) -> TableLoss:
+        return Huber(_width("threshold", "auto", 1.0, self._bound() / 10, facts))
+
+    def _row_bound(self, dim: int) -> float:
+        return round_up(super()._row_bound(dim) * math.sqrt(dim))
+
+    def _required(self) -> dict[str, str]:
+        how = "a public bound on each entry of rows, after feature_center and feature_scale"
+        return super()._required() | {"bound_x": f"{how}: entries are clipped to it"}
+
+    def plan(self, dim: int, unit: str = "example") -> LinearPlan:
+        """As in `LinearModel`."""
+        check.choice(("example",), unit=unit)
+        for name, only in _ALONE.items():
+            check.choice((only,), **{name: getattr(self, name)})
+        task = self._task(dim)
+        rho, features, epsilon = shares(task, self.features)
+        own = {name: getattr(self, name) for name in _OF_THE_FIT}
+        bound = self._bound() if task.prepare is None else _WIDEST
+        model = Ridge(epsilon=epsilon, bound_x=math.sqrt(features), bound_y=bound, **own)
+        box = super()._row_bound(dim)
+        return SparsePlan(task=task, rho=rho, box=box, fit=model.plan(features))
 
 
 def _width(name: str, given: float | str, spreads: float, unit: float, facts: Facts) -> float:
