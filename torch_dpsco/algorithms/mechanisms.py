@@ -365,8 +365,8 @@ def choice_law(scores: ArrayLike, sensitivity: float, epsilon: float) -> IntArra
 
     Args:
         scores: (K,) as of `score_law`, K <= 2^17 of them.
-        sensitivity: as there.
-        epsilon: >= 2^-13.
+        sensitivity: D > 0, as there.
+        epsilon: > 0; all are equally likely up to 2^-14.
 
     Returns:
         (K,) positive integers.
@@ -384,15 +384,14 @@ def choice_law(scores: ArrayLike, sensitivity: float, epsilon: float) -> IntArra
         [0.731, 0.269, 0.0]
     """
     bad = np.asarray(scores, dtype=np.float64)
-    if not (1 <= len(bad) <= MOST_CHOICES and (np.abs(bad) < _MAX_SCORE).all()):
+    if len(bad) > MOST_CHOICES or not (np.abs(bad) < _MAX_SCORE).all():
         raise ValueError(f"scores must be 1 to {MOST_CHOICES} numbers below 2^53")
-    unit = check.between(*_SENSITIVITIES, sensitivity=sensitivity)
     # PRIVACY: less than epsilon, for the rounding (test_the_law_of_a_choice_keeps_its_range_exactly)
-    rate = (check.between(2 * _ROUNDED, _MAX_EPSILON, epsilon=epsilon) - _ROUNDED) / unit
+    own = max(min(epsilon, _MAX_EPSILON) - _ROUNDED, 0.0)
+    rate = own / check.positive(sensitivity=sensitivity)
     weights = np.exp(-(rate / 2) * (bad - bad.min()))
     # PRIVACY: no weight is so small that rounding matters (test_the_law_of_a_choice_keeps_its_range_exactly)
-    law: IntArray = (weights * _TOP).astype(np.int64) + _FLOOR
-    return law
+    return np.asarray(weights * _TOP + _FLOOR, dtype=np.int64)
 
 
 def choose(law: IntArray, generator: Source) -> int:

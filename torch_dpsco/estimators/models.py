@@ -404,7 +404,13 @@ class Regressor(RegressorMixin, LinearModel):
 
 
 # of Lasso: the only values of some settings, and settings that its fit has too
-_ALONE = {"mechanism": "auto", "reg": None, "radius": math.inf, "secure": None}
+_ALONE = {
+    "mechanism": "auto",
+    "reg": None,
+    "radius": math.inf,
+    "secure": None,
+    "intercept_scaling": None,
+}
 _OF_THE_FIT = ("delta", "adjacency", "n", "n_max", "prepare", "fit_intercept")
 _WIDEST = 100.0  # spreads, that targets of the chosen features are clipped to
 # n mu / sqrt(d): below, a threshold in spreads of the targets is as low as by default; from there on, it is not lowered
@@ -552,7 +558,7 @@ class Lasso(Regressor):
 
     Args:
         epsilon, delta, adjacency, n, prepare, feature_center, feature_scale, fit_intercept, n_max, accountant: see
-            `LinearModel`; delta > 0. reg, radius, mechanism and secure must be left as they are.
+            `LinearModel`; delta > 0. The others must be left as they are.
         bound_x: B > 0 on each entry of a row, not on its norm: entries are clipped to [-B, B] in training. Features
             should be on like scales, as in [-1, 1]: a small one is chosen late.
         bound_y: Y > 0, that targets are clipped to; required.
@@ -578,27 +584,30 @@ class Lasso(Regressor):
         return Wanted(0.5, True)
 
     def make_loss(self, facts: Facts) -> TableLoss:
-        return Huber(_width("threshold", "auto", 1.0, self._bound() / 10, facts))
+        return Huber(1.0 if facts.prepare else self._bound() / 10)
 
     def _row_bound(self, dim: int) -> float:
         return round_up(super()._row_bound(dim) * math.sqrt(dim))
 
     def _required(self) -> dict[str, str]:
-        how = "a public bound on each entry of rows, after feature_center and feature_scale"
-        return super()._required() | {"bound_x": f"{how}: entries are clipped to it"}
+        how = (
+            "a public bound on each entry of rows, in public units, that entries are clipped to"
+        )
+        return super()._required() | {"bound_x": how}
 
     def plan(self, dim: int, unit: str = "example") -> LinearPlan:
         """As in `LinearModel`."""
-        check.choice(("example",), unit=unit)
         for name, only in _ALONE.items():
             check.choice((only,), **{name: getattr(self, name)})
-        task = self._task(dim)
+        task = self._task(dim, unit)
         rho, features, epsilon = shares(task, self.features)
-        own = {name: getattr(self, name) for name in _OF_THE_FIT}
-        bound = self._bound() if task.prepare is None else _WIDEST
-        model = Ridge(epsilon=epsilon, bound_x=math.sqrt(features), bound_y=bound, **own)
-        box = super()._row_bound(dim)
-        return SparsePlan(task=task, rho=rho, box=box, fit=model.plan(features))
+        fit = Ridge(
+            epsilon=epsilon,
+            bound_x=math.sqrt(features),
+            bound_y=self._bound() if task.prepare is None else _WIDEST,
+            **{name: getattr(self, name) for name in _OF_THE_FIT},
+        ).plan(features)
+        return SparsePlan(task=task, rho=rho, box=super()._row_bound(dim), fit=fit)
 
 
 def _width(name: str, given: float | str, spreads: float, unit: float, facts: Facts) -> float:

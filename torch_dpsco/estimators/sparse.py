@@ -34,10 +34,8 @@ from torch_dpsco.estimators.records import PairwiseSum, Records, sum_terms
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, make_records
 from torch_dpsco.noise import Source
 
-_SHARE = 0.5  # of rho, for the choices
 _MOST = 24  # features
-_MISSED = 0.08  # of the largest score possible, that a choice may be from the best one, but for the failure
-_FAILURE = 0.05
+_MISSED = 0.08  # of the largest score possible, that a choice may be from the best one with probability 0.95
 _STEP = 0.5
 
 
@@ -54,16 +52,11 @@ class SparsePlan(LinearPlan):
     mechanism = "selection"
     in_parts = False
     values = (*LinearPlan.values, BoostedPlan)
+    ranges = {"rho": check.positive, "box": check.positive}  # noqa: RUF012
 
     rho: float
     box: float
     fit: LinearPlan
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check.positive(rho=self.rho)
-        check.positive(box=self.box)
-        check.between(1, MOST_CHOICES // 2, dim=self.task.dim)
 
     @property
     def sensitivity(self) -> float:
@@ -80,11 +73,6 @@ class SparsePlan(LinearPlan):
         """Returns what all choices cost, and the fit."""
         # PRIVACY: of both (test_every_choice_and_the_fit_are_charged)
         return Sequential((ZCDP(self.rho, adjacencies=(self.adjacency,)), self.fit.event()))
-
-    @property
-    def reg(self) -> float:
-        """0: there is none."""
-        return 0.0
 
     @property
     def noise_and_signal(self) -> tuple[float, float, str]:
@@ -114,11 +102,11 @@ class SparsePlan(LinearPlan):
         task = self.fit.task
         made = partial(make_records, task, columns, solved.targets, solved.weights)
         units = task.measured_units(made(), generator)
-        released = self.fit.draw(self.fit.solve(made(units)), generator)
-        weight, bias = units.line(released.view(1, -1))
+        answer = self.fit.draw(self.fit.solve(made(units)), generator)
+        weight, bias = units.line(answer.view(1, -1))
         answer = solved.zeros(self.task.parameters)
         answer[chosen] = weight[0] / self.box
-        answer[self.task.dim :] = bias / (self.task.preparation.intercept or 1.0)
+        answer[self.task.dim :] = bias
         return answer
 
     def _choose(self, records: Records, generator: Source) -> list[int]:
@@ -152,7 +140,7 @@ class SparsePlan(LinearPlan):
 
 
 def shares(task: LinearTask, features: int | None) -> tuple[float, int, float]:
-    """Returns rho of all choices, the number of features, and the epsilon of their fit, which spend the budget.
+    """Returns rho of all choices, the number of features, and the epsilon of their fit: half of rho is for each.
 
     Args:
         task: its public numbers; delta > 0. The loss counts by its threshold.
@@ -162,15 +150,15 @@ def shares(task: LinearTask, features: int | None) -> tuple[float, int, float]:
         ConditionError: delta = 0.
     """
     task.require_gaussian("selection")
+    check.between(1, MOST_CHOICES // 2, dim=task.dim)
     epsilon = task.target.epsilon
     delta = task.target.delta
     # PRIVACY: what is measured leaves less (test_a_plan_spends_no_more_than_its_budget)
     whole = brentq(lambda rho: zcdp_epsilon(rho, delta) - epsilon, 0.0, epsilon, xtol=1e-20)
-    left = whole * (1 - 1e-9) - task.measured**2 / 2
-    rho = _SHARE * left
+    rho = (whole * (1 - 1e-9) - task.measured**2 / 2) / 2
     if features is None:
-        doubt = 2 * sensitivity_factor(task.adjacency) * math.log(2 * task.dim / _FAILURE)
-        most = int(8 * rho * (_MISSED * task.n / doubt) ** 2)
-        features = max(1, min(most, _MOST, task.dim))
+        doubt = 2 * sensitivity_factor(task.adjacency) * math.log(40 * task.dim)
+        features = int(8 * rho * (_MISSED * task.n / doubt) ** 2)
+        features = max(1, min(features, _MOST, task.dim))
     check.between(1, task.dim, features=features)
-    return rho, features, gaussian_epsilon(math.sqrt(2 * (left - rho)), delta) * (1 - 1e-9)
+    return rho, features, gaussian_epsilon(math.sqrt(2 * rho), delta) * (1 - 1e-9)
