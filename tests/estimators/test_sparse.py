@@ -299,7 +299,7 @@ def test_a_plan_is_read_back_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"delta": 0.0}, ConditionError, "delta > 0"),
+        ({"delta": 0.0}, ValueError, "delta must be > 0"),
         ({"reg": 1.0}, ValueError, "reg must be"),
         ({"radius": 2.0}, ValueError, "radius must be"),
         ({"mechanism": "output"}, ValueError, "mechanism must be"),

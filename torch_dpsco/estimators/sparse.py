@@ -147,12 +147,11 @@ def shares(task: LinearTask, features: int | None) -> tuple[float, int, float]:
         features: T; None for as many as can be told apart, 1 to 24.
 
     Raises:
-        ConditionError: delta = 0.
+        ValueError: delta = 0, or a number of features that is out of range.
     """
-    task.require_gaussian("selection")
     check.between(1, MOST_CHOICES // 2, dim=task.dim)
     epsilon = task.target.epsilon
-    delta = task.target.delta
+    delta = check.positive(delta=task.target.delta)
     # PRIVACY: what is measured leaves less (test_a_plan_spends_no_more_than_its_budget)
     whole = brentq(lambda rho: zcdp_epsilon(rho, delta) - epsilon, 0.0, epsilon, xtol=1e-20)
     rho = (whole * (1 - 1e-9) - task.measured**2 / 2) / 2
