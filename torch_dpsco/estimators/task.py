@@ -436,7 +436,7 @@ class LinearPlan(Plan):
     budget: Budget | None = field(init=False, repr=False)
     adjacency: Adjacency = field(init=False, repr=False)
 
-    values = (LinearTask, Preparation, PrivatePreparation, Search)
+    values: ClassVar[tuple[type, ...]] = (LinearTask, Preparation, PrivatePreparation, Search)
     mechanism: ClassVar[str]
     in_parts: ClassVar[bool] = True  # whether blocks of records will do
 
