@@ -1,6 +1,6 @@
 """Sparse least squares for more features than records: features are chosen privately, one by one, then fitted.
 
-    choose j, s with P ~ exp(-(epsilon / (2 D)) s g_j),   w_j = -s / 2,   T times;   then least squares on the chosen
+    choose j, s with P ~ exp(-(epsilon / (2 D)) s g_j),   w_j = s / 2,   T times;   then least squares on the chosen
 
 with g = sum_i c_i clip(<w, x_i> - y_i, 1) x_i, entries of rows and targets in units of their bound and of the threshold
 of Huber's loss, and j among those not yet chosen. These are steps to vertices of the l1 ball, each chosen by the
