@@ -358,6 +358,10 @@ def fresh() -> estimators.LogisticRegression:
     )
 
 
+CALLS["estimators.Lasso.plan"] = lambda: (
+    estimators.Lasso(n=N, bound_x=2.0, bound_y=1.0).plan,
+    {"dim": DIM, "unit": "example"},
+)
 CALLS["estimators.LogisticRegression.fit"] = lambda: (
     fresh().fit,
     {"X": FEATURES(), "y": LABELS()},

@@ -531,6 +531,7 @@ def test_mechanisms_can_be_chosen():
             "preconditioned_gd",
             "preconditioned_gd",
             "boosted_adassp",
+            "selection",
             "output",
             "output",
         )

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import torch_dpsco as dp
+from torch_dpsco import noise
 from torch_dpsco.accounting.events import ZCDP
-from torch_dpsco.algorithms import mechanisms
 from torch_dpsco.errors import BudgetExceeded, ConditionError
 from torch_dpsco.estimators import Lasso, sparse
 from torch_dpsco.estimators.sparse import SparsePlan
@@ -49,7 +49,7 @@ def table(count: int = N, dim: int = 60, seed: int = 0) -> tuple[np.ndarray, np.
 
 def window(scores: np.ndarray, other: np.ndarray, epsilon: float) -> float:
     """Returns the width of the interval of all log ratios of two laws, which must hold 0."""
-    first, second = (mechanisms.choice_law(given, 1.0, epsilon) for given in (scores, other))
+    first, second = (noise.choice_law(given, 1.0, epsilon) for given in (scores, other))
     logs = np.log(first.astype(np.longdouble)) - np.log(second.astype(np.longdouble))
     shift = math.log(Fraction(int(second.sum()), int(first.sum())))
     assert logs.min() + shift <= 1e-15
@@ -84,7 +84,7 @@ def test_the_law_of_a_choice_keeps_its_range_exactly(name: str, epsilon: float) 
 def test_without_its_margins_the_range_of_a_choice_is_broken(
     monkeypatch: pytest.MonkeyPatch, name: str, value: float
 ) -> None:
-    monkeypatch.setattr(mechanisms, name, value)
+    monkeypatch.setattr(noise, name, value)
     scores = np.append(0.0, np.linspace(0, 34, 8001) / 0.15)
     moved = np.append(0.0, np.where(np.arange(8001) % 2, 1.0, -1.0))
     assert window(scores, scores + moved, 0.3) > 0.3
@@ -93,21 +93,21 @@ def test_without_its_margins_the_range_of_a_choice_is_broken(
 def test_a_choice_is_drawn_in_proportion_to_its_law() -> None:
     law = np.array([5, 0, 3, 2])
     source = Repeatable(torch.Generator().manual_seed(0))
-    counts = np.bincount([mechanisms.choose(law, source) for _ in range(4000)], minlength=4)
+    counts = np.bincount([noise.choose(law, source) for _ in range(4000)], minlength=4)
     assert counts[1] == 0
     # six deviations, of probability below 1e-8
     assert (np.abs(counts - 400 * law) <= 6 * np.sqrt(400 * law * (1 - law / 10))).all()
 
 
 def test_a_choice_of_almost_no_epsilon_is_uniform() -> None:
-    law = mechanisms.choice_law([0.0, 1e9], 1.0, 2.0**-14)
+    law = noise.choice_law([0.0, 1e9], 1.0, 2.0**-14)
     assert law[0] == law[1]
 
 
 @pytest.mark.parametrize("scores", [[0.0, math.nan], [math.inf, 0.0], np.zeros(2**17 + 1)])
 def test_scores_of_no_law_are_refused(scores: Any) -> None:
     with pytest.raises(ValueError, match="scores must be"):
-        mechanisms.choice_law(scores, 1.0, 1.0)
+        noise.choice_law(scores, 1.0, 1.0)
 
 
 # -- what a record does to a score ------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_a_choice_has_the_law_of_its_charge(monkeypatch: pytest.MonkeyPatch) -> 
 
     def noted(scores: Any, sensitivity: float, epsilon: float) -> Any:
         asked.append((len(scores), sensitivity, epsilon))
-        return mechanisms.choice_law(scores, sensitivity, epsilon)
+        return noise.choice_law(scores, sensitivity, epsilon)
 
     monkeypatch.setattr(sparse, "choice_law", noted)
     X, y = table()

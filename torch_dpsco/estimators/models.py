@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco._validate import typed
 from torch_dpsco.accounting.analysis.rounding import FloatArray
 from torch_dpsco.accounting.events import ADD_REMOVE
 from torch_dpsco.errors import ConditionError
@@ -595,6 +596,7 @@ class Lasso(Regressor):
         )
         return super()._required() | {"bound_x": how}
 
+    @typed
     def plan(self, dim: int, unit: str = "example") -> LinearPlan:
         """As in `LinearModel`."""
         for name, only in _ALONE.items():

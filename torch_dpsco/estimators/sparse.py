@@ -28,11 +28,10 @@ from torch_dpsco.accounting.analysis.gaussian import gaussian_epsilon, sensitivi
 from torch_dpsco.accounting.analysis.rdp import zcdp_epsilon
 from torch_dpsco.accounting.analysis.rounding import gamma, safe
 from torch_dpsco.accounting.events import ZCDP, Sequential
-from torch_dpsco.algorithms.mechanisms import MOST_CHOICES, choice_law, choose
 from torch_dpsco.estimators.least_squares import BoostedPlan
 from torch_dpsco.estimators.records import PairwiseSum, Records, sum_terms
 from torch_dpsco.estimators.task import LinearPlan, LinearTask, make_records
-from torch_dpsco.noise import Source
+from torch_dpsco.noise import MOST_CHOICES, Source, choice_law, choose
 
 _MOST = 24  # features
 _MISSED = 0.08  # of the largest score possible, that a choice may be from the best one with probability 0.95
