@@ -194,6 +194,63 @@ def exponential_sum(count: int, source: Source) -> float:
     )
 
 
+MOST_CHOICES = 2**17
+_TOP, _FLOOR = (
+    2.0**44,
+    2**17,
+)  # weight of the best score, and what is added to all, beside which rounding is small
+_ROUNDED = 2.0**-14  # of epsilon, for it
+
+
+def choice_law(
+    scores: npt.ArrayLike, sensitivity: float, epsilon: float
+) -> npt.NDArray[np.int64]:
+    """Returns the law of a choice by the exponential mechanism: integers that chances are proportional to.
+
+    Args:
+        scores: (K,) private numbers, the lower the better, finite and below 2^53; K <= 2^17.
+        sensitivity: D > 0: how far one record moves each score, as given here.
+        epsilon: > 0; all are equally likely up to 2^-14.
+
+    Returns:
+        (K,) positive integers.
+
+    Raises:
+        ValueError: a number is out of range; for scores, it tells of them.
+
+    Guarantee:
+        epsilon-DP and of epsilon-bounded range, hence (epsilon^2 / 8)-zCDP, for this very law.
+
+    Source: docs/proofs/sparse.md#a-choice-among-many
+
+    Example:
+        >>> law = choice_law([0, 2, 20], sensitivity=2, epsilon=2.0)
+        >>> (law / law.sum()).round(3).tolist()
+        [0.731, 0.269, 0.0]
+    """
+    bad = np.asarray(scores, dtype=np.float64)
+    if len(bad) > MOST_CHOICES or not (np.abs(bad) < 2.0**53).all():
+        raise ValueError(f"scores must be 1 to {MOST_CHOICES} numbers below 2^53")
+    # PRIVACY: less than epsilon, for the rounding (test_the_law_of_a_choice_keeps_its_range_exactly)
+    own = max(min(epsilon, 2.0**16) - _ROUNDED, 0.0)
+    rate = own / check.positive(sensitivity=sensitivity)
+    weights = np.exp(-(rate / 2) * (bad - bad.min()))
+    # PRIVACY: no weight is so small that rounding matters (test_the_law_of_a_choice_keeps_its_range_exactly)
+    return np.asarray(weights * _TOP + _FLOOR, dtype=np.int64)
+
+
+def choose(law: npt.NDArray[np.int64], generator: Source) -> int:
+    """Returns an index drawn by a law of `choice_law`. Charges nothing.
+
+    Args:
+        law: (K,) integers >= 0, of a sum up to 2^63.
+        generator: of the draw; from `torch_dpsco.noise.noise_generator`.
+    """
+    ends = np.cumsum(law)
+    drawn = stream_of(generator).integers(int(ends[-1]), 1)
+    return int(np.searchsorted(ends, drawn[0], side="right"))
+
+
 def _write(part: Tensor, std: float, stream: Stream, mean: Tensor | None = None) -> None:
     """Fills a tensor of the CPU, of at most 2 `_PAIRS` numbers, with noise around a mean.
 

@@ -41,6 +41,7 @@ ACCURACY = {
     "nets",
     "papers",
     "public_data",
+    "sparse",
     "steps",
     "user_level_risk",
 }

@@ -331,6 +331,7 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
     "HuberRegressor": {"bound_y": 1.0},
     "QuantileRegressor": {"bound_y": 1.0, "radius": 5.0},
     "Ridge": {"bound_y": 1.0},
+    "Lasso": {"bound_y": 1.0},
     "TiltedClassifier": {"classes": (0, 1), "tilt": 0.1, "n_min": 300},
     "AdversarialClassifier": {"classes": (0, 1)},
 }
@@ -357,6 +358,10 @@ def fresh() -> estimators.LogisticRegression:
     )
 
 
+CALLS["estimators.Lasso.plan"] = lambda: (
+    estimators.Lasso(n=N, bound_x=2.0, bound_y=1.0).plan,
+    {"dim": DIM, "unit": "example"},
+)
 CALLS["estimators.LogisticRegression.fit"] = lambda: (
     fresh().fit,
     {"X": FEATURES(), "y": LABELS()},

@@ -94,6 +94,7 @@ TWO = {"classes": (0, 1)}
 CLASSES: dict[str, dict[str, Any]] = {
     "AdversarialClassifier": TWO | {"attack_radius": 0.1},
     "HuberRegressor": {"bound_y": 1.0},
+    "Lasso": {"bound_y": 1.0},
     "LinearSVC": TWO,
     "LogisticRegression": TWO,
     "QuantileRegressor": {"bound_y": 1.0},

@@ -17,6 +17,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "HuberRegressor": {"bound_y": 5.0},
     "QuantileRegressor": {"bound_y": 5.0},
     "Ridge": {"bound_y": 5.0},
+    "Lasso": {"bound_y": 5.0},
     "TiltedClassifier": {"classes": (0, 1), "n_min": 1},
     "AdversarialClassifier": {"classes": (0, 1)},
 }

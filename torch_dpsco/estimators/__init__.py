@@ -11,6 +11,7 @@
 | `HuberRegressor` | Huber | noisy gradient descent |
 | `QuantileRegressor` | pinball, smoothed | noisy gradient descent |
 | `Ridge` | squared | boosted AdaSSP |
+| `Lasso` | squared, few features chosen of many | choices, then boosted AdaSSP |
 | `TiltedClassifier` | tilted logistic | output perturbation |
 | `AdversarialClassifier` | logistic under attack | output perturbation |
 
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING
 __all__ = [
     "AdversarialClassifier",
     "HuberRegressor",
+    "Lasso",
     "LinearSVC",
     "LogisticRegression",
     "QuantileRegressor",
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from torch_dpsco.estimators.models import (
         AdversarialClassifier,
         HuberRegressor,
+        Lasso,
         LinearSVC,
         LogisticRegression,
         QuantileRegressor,

@@ -160,6 +160,7 @@ class LinearModel(BaseEstimator):
     _in_parts: ClassVar[bool] = (
         True  # whether the objective is a sum over records, which may come in parts
     )
+    _centers: ClassVar[bool] = True  # whether rows are measured
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -323,7 +324,7 @@ class LinearModel(BaseEstimator):
             self.epsilon, self.delta, adjacency=check_adjacency(self.adjacency), unit=unit
         )
         given = Preparation(
-            check.positive(bound_x=self.bound_x),
+            self._row_bound(dim),
             center=as_numbers("feature_center", self.feature_center),
             scale=as_numbers("feature_scale", self.feature_scale),
         )
@@ -366,6 +367,10 @@ class LinearModel(BaseEstimator):
         constant = check.positive(intercept_scaling=constant) if self.fit_intercept else 0.0
         return replace(rows, intercept=constant, whole=measured)
 
+    def _row_bound(self, dim: int) -> float:
+        """Returns the bound on the norm of rows."""
+        return check.positive(bound_x=self.bound_x)
+
     def _required(self) -> dict[str, str]:
         """Settings that must be given, and how to choose them."""
         return {"n": _HOW_TO_COUNT, "bound_x": _HOW_TO_BOUND}
@@ -397,7 +402,8 @@ class LinearModel(BaseEstimator):
         mu = gaussian_mu(budget.epsilon, budget.delta)
         quantile, spreads, widest = self._wanted(facts)
         bound = getattr(self, "bound_y", None)
-        rows = 0.0 if given.center or given.scale else sum_level(mu, n, dim, budget.adjacency)
+        moved = given.center or given.scale or not self._centers
+        rows = 0.0 if moved else sum_level(mu, n, dim, budget.adjacency)
         counts = number_of_counts(rows=rows > 0, targets=quantile is not None, spreads=spreads)
         level = counts_level(mu, n, counts)
         if not level or (not rows and quantile is None):
@@ -422,19 +428,11 @@ class LinearModel(BaseEstimator):
 
     def _install(self, fitted: LinearFit) -> None:
         self.units_ = fitted.units
-        dim = self.plan_.task.dim
         for name, released in (("hessian_", fitted.hessian), ("moments_", fitted.moments)):
             vars(self).pop(name, None)
             if released is not None:
                 setattr(self, name, released.cpu().numpy())
-        center, scale = (values.numpy() for values in self.units_.rows.shift_and_scale)
-        answer = fitted.weights.cpu().numpy() * self.units_.spread
-        weight = answer[:, :dim] / scale
-        bias = (
-            answer[:, dim:].sum(1) * self.units_.rows.intercept
-            - (weight * center).sum(1)
-            + self.units_.location
-        )
+        weight, bias = (part.numpy() for part in self.units_.line(fitted.weights.cpu()))
         self.coef_, self.intercept_ = self._shaped(weight, bias)
 
     # -- scores ------------------------------------------------------------------------------------------------------

@@ -47,9 +47,9 @@ def require_sums(plan: LinearPlan) -> None:
         raise ConditionError(
             f"groups must be None: {kind}, and a user's rows may be in any block. Fit arrays"
         )
-    if task.tilt or task.attack_radius:
+    if task.tilt or task.attack_radius or not plan.in_parts:
         raise ConditionError(
-            f"tilted and adversarial losses need arrays: {kind}, of plain losses"
+            f"tilted and adversarial losses, and Lasso, need arrays: {kind}, of plain losses"
         )
 
 
@@ -110,12 +110,8 @@ def fit_linear(
     def draw() -> tuple[dict[str, Any], list[float]]:
         if not measured:
             return {}, plan.draw(solved, source).tolist()
-        found, private = units, records
-        if task.prepare is not None:
-            found = task.prepare.measure(
-                records, task.preparation, task.most_records, task.adjacency, source
-            )
-            private = records_in(found)
+        found = task.measured_units(records, source)
+        private = records if task.prepare is None else records_in(found)
         answer = plan.draw(plan.solve(private) if codes is None else (private, codes), source)
         return asdict(found), answer.tolist()
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_dpsco import _validate as check
+from torch_dpsco._validate import typed
 from torch_dpsco.accounting.analysis.rounding import FloatArray
 from torch_dpsco.accounting.events import ADD_REMOVE
 from torch_dpsco.errors import ConditionError
@@ -44,6 +45,8 @@ from torch_dpsco.estimators.reading import (
     labelled,
     labels_of,
 )
+from torch_dpsco.estimators.sparse import SparsePlan, shares
+from torch_dpsco.estimators.task import LinearPlan
 from torch_dpsco.losses import (
     Hinge,
     Huber,
@@ -55,6 +58,7 @@ from torch_dpsco.losses import (
     Squared,
 )
 from torch_dpsco.losses.base import TableLoss
+from torch_dpsco.problem import round_up
 
 
 class Classifier(ClassifierMixin, LinearModel):
@@ -404,6 +408,16 @@ class Regressor(RegressorMixin, LinearModel):
         return np.asarray(self._scores(X)[:, 0])
 
 
+# of Lasso: the only values of some settings, and settings that its fit has too
+_ALONE = {
+    "mechanism": "auto",
+    "reg": None,
+    "radius": math.inf,
+    "secure": None,
+    "intercept_scaling": None,
+}
+_OF_THE_FIT = ("delta", "adjacency", "n", "n_max", "prepare", "fit_intercept")
+_WIDEST = 100.0  # spreads, that targets of the chosen features are clipped to
 # n mu / sqrt(d): below, a threshold in spreads of the targets is as low as by default; from there on, it is not lowered
 _LOUD, _CALM = 200.0, 2000.0
 
@@ -539,6 +553,67 @@ class Ridge(Regressor):
                 "fit_intercept must be True for intervals under add_remove: it counts the records"
             )
         return super().task_options(facts)
+
+
+class Lasso(Regressor):
+    """Private sparse least squares, for more features than records: few are chosen privately, and then fitted.
+
+    Features are chosen one by one by the exponential mechanism, whose noise grows with the logarithm of their number;
+    then `Ridge` fits those. All other coefficients are 0. Which are chosen is part of what is released.
+
+    Args:
+        epsilon, delta, adjacency, n, prepare, feature_center, feature_scale, fit_intercept, n_max, accountant: see
+            `LinearModel`; delta > 0. The others must be left as they are.
+        bound_x: B > 0 on each entry of a row, not on its norm: entries are clipped to [-B, B] in training. Features
+            should be on like scales, as in [-1, 1]: a small one is chosen late.
+        bound_y: Y > 0, that targets are clipped to; required.
+        features: how many are chosen, public; None for 1 to 24, as many as noise lets be told apart.
+
+    Example:
+        >>> import numpy as np
+        >>> X = np.random.default_rng(0).uniform(-1, 1, (2000, 3000))
+        >>> model = Lasso(epsilon=4.0, n=2000, bound_x=1.0, bound_y=4.0, features=2).fit(X, 2 * X[:, 7] - X[:, 70])
+        >>> np.flatnonzero(model.coef_).tolist()
+        [7, 70]
+
+    Source:
+        docs/proofs/sparse.md
+    """
+
+    features: int | None = None
+
+    _in_parts = False
+    _centers = False
+
+    def _wanted(self, facts: Facts) -> Wanted:
+        return Wanted(0.5, True)
+
+    def make_loss(self, facts: Facts) -> TableLoss:
+        return Huber(1.0 if facts.prepare else self._bound() / 10)
+
+    def _row_bound(self, dim: int) -> float:
+        return round_up(super()._row_bound(dim) * math.sqrt(dim))
+
+    def _required(self) -> dict[str, str]:
+        how = (
+            "a public bound on each entry of rows, in public units, that entries are clipped to"
+        )
+        return super()._required() | {"bound_x": how}
+
+    @typed
+    def plan(self, dim: int, unit: str = "example") -> LinearPlan:
+        """As in `LinearModel`."""
+        for name, only in _ALONE.items():
+            check.choice((only,), **{name: getattr(self, name)})
+        task = self._task(dim, unit)
+        rho, features, epsilon = shares(task, self.features)
+        fit = Ridge(
+            epsilon=epsilon,
+            bound_x=math.sqrt(features),
+            bound_y=self._bound() if task.prepare is None else _WIDEST,
+            **{name: getattr(self, name) for name in _OF_THE_FIT},
+        ).plan(features)
+        return SparsePlan(task=task, rho=rho, box=super()._row_bound(dim), fit=fit)
 
 
 def _width(name: str, given: float | str, spreads: float, unit: float, facts: Facts) -> float:

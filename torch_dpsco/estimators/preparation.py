@@ -188,6 +188,15 @@ class Units:
     location: float = 0.0
     spread: float = 1.0
 
+    def line(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns weights (K, d) for raw rows, and (K,) constants, of weights (K, width) for these units."""
+        center, scale = (numbers.to(weights.device) for numbers in self.rows.shift_and_scale)
+        dim = weights.shape[1] - (self.rows.intercept > 0)
+        answer = weights * self.spread
+        slopes = answer[:, :dim] / scale
+        constant = answer[:, dim:].sum(1) * self.rows.intercept
+        return slopes, constant - (slopes * center).sum(1) + self.location
+
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Units:
         """Returns what `dataclasses.asdict` has made primitives of, which JSON may have kept."""

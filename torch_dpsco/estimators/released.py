@@ -48,6 +48,7 @@ _KINDS = {
     "HuberRegressor": "regressor",
     "QuantileRegressor": "regressor",
     "Ridge": "regressor",
+    "Lasso": "regressor",
 }
 _CLASSES = (
     "classes must be two or more different texts, numbers or truth values, one per score (got"

@@ -203,6 +203,14 @@ class LinearTask:
                 f"bound_y must be {prepare.most}, in the units of prepare (got {self.bound_y})"
             )
 
+    def measured_units(self, records: Records, source: Source) -> Units:
+        """Returns units of rows and targets, measured where they are to be: noise that the caller has charged."""
+        if self.prepare is None:
+            return Units(self.preparation)
+        return self.prepare.measure(
+            records, self.preparation, self.most_records, self.adjacency, source
+        )
+
     @property
     def target(self) -> Budget:
         """The budget that a number is chosen for; raises ValueError if there is none."""
@@ -437,8 +445,9 @@ class LinearPlan(Plan):
     budget: Budget | None = field(init=False, repr=False)
     adjacency: Adjacency = field(init=False, repr=False)
 
-    values = (LinearTask, Preparation, PrivatePreparation, Search)
+    values: ClassVar[tuple[type, ...]] = (LinearTask, Preparation, PrivatePreparation, Search)
     mechanism: ClassVar[str]
+    in_parts: ClassVar[bool] = True  # whether blocks of records will do
 
     def __post_init__(self) -> None:
         check_fields(self)
