@@ -29,7 +29,7 @@ from torch_dpsco.rows.layers.kinds import coalesced
 from torch_dpsco.step.oracle import Clipped, clip_weights
 
 pytest.importorskip("triton", "3.8", "kernels were tried with triton 3.8")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 U = 2.0**-24
 PLANNED = plan_summation(64, 100_000, in_c=True)
 

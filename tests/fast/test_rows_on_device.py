@@ -25,7 +25,7 @@ from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch, plan_summatio
 from torch_dpsco.step.oracle import Clipped
 
 pytest.importorskip("triton", "3.8", "kernels were tried with triton 3.8")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 U = 2.0**-24
 
 

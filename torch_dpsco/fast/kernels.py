@@ -292,7 +292,7 @@ def add_gaussians(
         _add(out, second, own & (second < n), sine * radius)
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["rows"])
 def squares(
     rows: tl.tensor,
     step: tl.tensor,

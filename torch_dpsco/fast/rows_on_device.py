@@ -120,7 +120,11 @@ def _norms(rows: Tensor) -> Tensor:
     )
 
 
-def sequences(acts: Tensor, backprops: Tensor, shape: torch.Size) -> Block | None:
+def sequences(
+    acts: Tensor,
+    backprops: Tensor,
+    shape: torch.Size,
+) -> Block | None:
     """Returns rows as `rows.blocks.SequenceBlock`; None for rows that do not suit."""
     rows = SequenceBlock(acts, backprops, shape)
     return Sequences(rows) if suits(acts, backprops) else None
@@ -154,7 +158,12 @@ class Sequences(Block):
         """Returns [sum_i weights[i] * row_i], in float64; each row is rounded by itself."""
         if not self.leaves_out(precision):
             return self._rows.weighted_sum(weights, precision)
-        return [_pair_sums(self.backprops, self.acts, weights).view(self.shapes[0])]
+        total = _pair_sums(
+            self.backprops,
+            self.acts,
+            weights,
+        )
+        return [total.view(self.shapes[0])]
 
     def select(self, index: Tensor | slice) -> Sequences:
         """Returns the block of some rows."""
@@ -169,7 +178,10 @@ class Sequences(Block):
         return self._rows.dense()
 
 
-def items(vectors: Tensor, rows: ItemBlock) -> Block | None:
+def items(
+    vectors: Tensor,
+    rows: ItemBlock,
+) -> Block | None:
     """Returns rows by item, added in one order; None for vectors that do not suit."""
     return Vectors(rows) if suits(vectors) else None
 
@@ -201,7 +213,14 @@ class Vectors(Block):
         rows = self._rows
         dtype = torch.float32 if precision.matrix_tile else torch.float64
         own = F.pad(weights.double(), [0, 1])[rows.records]
-        return [_grouped(rows.vectors, rows.items, rows.n_items, own, dtype)]
+        total = _grouped(
+            rows.vectors,
+            rows.items,
+            rows.n_items,
+            own,
+            dtype,
+        )
+        return [total]
 
     def select(self, index: Tensor | slice) -> Vectors:
         """Returns the block of some rows, each once."""
@@ -216,7 +235,10 @@ class Vectors(Block):
         return self._rows.dense()
 
 
-def _gram_norms(left: Tensor, right: Tensor) -> Tensor:
+def _gram_norms(
+    left: Tensor,
+    right: Tensor,
+) -> Tensor:
     from torch_dpsco.fast.kernels import gram
 
     n, times, out = left.shape
@@ -227,7 +249,16 @@ def _gram_norms(left: Tensor, right: Tensor) -> Tensor:
         if n and parts:
             left = left.contiguous()
             right = right.contiguous()
-            gram[n, parts](left, out, right, width, times, found, _TIMES, _CHAIN)
+            gram[n, parts](
+                left,
+                out,
+                right,
+                width,
+                times,
+                found,
+                _TIMES,
+                _CHAIN,
+            )
     # one after another: a sum of torch may choose another order beside other records
     squares, terms, of_left, of_right = reduce(torch.add, found.unbind())
     lost = of_right.square_().mul_(out) + of_left.square_().mul_(width)
@@ -301,12 +332,23 @@ def _summed(
     return matrix.sum(0).to(real), vector.sum(0)
 
 
-def _pair_sums(left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
+def _pair_sums(
+    left: Tensor,
+    right: Tensor,
+    weights: Tensor,
+) -> Tensor:
     times = left.shape[1]
     spread = weights.double().repeat_interleave(times)
     backprops = left.flatten(0, 1).contiguous()
     rows = right.flatten(0, 1).contiguous()
-    return _summed(backprops, rows, spread, max(1, times), torch.float64)[0]
+    matrix, _ = _summed(
+        backprops,
+        rows,
+        spread,
+        max(1, times),
+        torch.float64,
+    )
+    return matrix
 
 
 def grouped(
@@ -330,7 +372,13 @@ def grouped(
     if weights is None:
         weights = rows.new_ones(len(rows), dtype=torch.float64)
     flat = rows.reshape(len(rows), rows.shape[1:].numel()).contiguous()
-    sums = _grouped(flat, groups, count, weights, dtype or rows.dtype)
+    sums = _grouped(
+        flat,
+        groups,
+        count,
+        weights,
+        dtype or rows.dtype,
+    )
     return sums.view(count, *rows.shape[1:])
 
 
@@ -358,5 +406,14 @@ def _grouped(
     with torch.cuda.device_of(rows):
         if found.numel():
             grid = count, -(-width // broad)
-            group_sums[grid](rows, width, order, starts, weights, found, _AT_ONCE, broad)
+            group_sums[grid](
+                rows,
+                width,
+                order,
+                starts,
+                weights,
+                found,
+                _AT_ONCE,
+                broad,
+            )
     return found
