@@ -424,7 +424,8 @@ def _lengths(
     width: tl.tensor,
 ) -> tl.tensor:
     squares = tl.sum(tl.where(diagonal, products, 0.0), 1)
-    return tl.sqrt(squares + width * 2.0**-124)  # more than what underflows in a square
+    # what underflows in any product is below a rounding of two such lengths
+    return tl.sqrt(squares + width * 2.0**-101)
 
 
 @triton.jit(
@@ -443,8 +444,8 @@ def gram(
 ) -> None:
     """Writes what the norm of sum_t l_t r_t^T is made of, for some times s of a record.
 
-    That is sum_st (l_s.l_t)(r_s.r_t) over t >= s, those of t > s twice, and the sums over s of |l_s| |r_s|, |l_s| and
-    |r_s|, lengths being enlarged by what may underflow.
+    That is sum_st (l_s.l_t)(r_s.r_t) over t >= s, those of t > s twice, and the sum of |l_s| |r_s|, lengths being
+    enlarged by what may underflow.
 
     Args:
         left: place of l, (records, times, out) float32.
@@ -452,7 +453,7 @@ def gram(
         right: place of r, (records, times, width) float32.
         width: numbers of r.
         times: vectors of a record.
-        found: place of (parts, 4, records) float64.
+        found: place of (parts, 2, records) float64.
         TIMES: vectors of a program, a power of 2.
         PIECE: numbers of a piece, a power of 2.
     """
@@ -472,15 +473,11 @@ def gram(
         if first == start:
             of_left = _lengths(outer, diagonal, out)
             of_right = _lengths(inner, diagonal, width)
-    there = s < times
-    of_left = tl.where(there, of_left, 0.0)
-    of_right = tl.where(there, of_right, 0.0)
+    terms = tl.where(s < times, of_left * of_right, 0.0)
     records = tl.num_programs(0)
-    place = found + tl.program_id(1) * 4 * records + tl.program_id(0)
+    place = found + tl.program_id(1) * 2 * records + tl.program_id(0)
     tl.store(place, tl.sum(total, 0))
-    tl.store(place + records, tl.sum(of_left * of_right, 0))
-    tl.store(place + 2 * records, tl.sum(of_left, 0))
-    tl.store(place + 3 * records, tl.sum(of_right, 0))
+    tl.store(place + records, tl.sum(terms, 0))
 
 
 @triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["rows"])

@@ -244,7 +244,7 @@ def _gram_norms(
     n, times, out = left.shape
     width = right.shape[2]
     parts = -(-times // _TIMES)
-    found = left.new_zeros(max(1, parts), 4, n, dtype=torch.float64)
+    found = left.new_zeros(max(1, parts), 2, n, dtype=torch.float64)
     with torch.cuda.device_of(left):
         if n and parts:
             left = left.contiguous()
@@ -260,11 +260,11 @@ def _gram_norms(
                 _CHAIN,
             )
     # one after another: a sum of torch may choose another order beside other records
-    squares, terms, of_left, of_right = reduce(torch.add, found.unbind())
-    lost = of_right.square_().mul_(out) + of_left.square_().mul_(width)
-    # PRIVACY: (test_norms_of_sequences_by_the_kernel_are_never_below_the_exact_norm)
-    bounds = squares.clamp_(min=0.0).add_(lost, alpha=2.0**-123)
-    bounds.addcmul_(terms, terms, value=2.0 * (_CHAIN + 3) * 2.0**-24).sqrt_()
+    squares, terms = reduce(torch.add, found.unbind())
+    # PRIVACY: (test_norms_of_sequences_by_the_kernel_are_never_below_the_exact_norm,
+    # test_products_that_are_lost_in_float32_are_in_the_norm)
+    slack = 2.0 * (_CHAIN + 3) * 2.0**-24
+    bounds = squares.clamp_(min=0.0).addcmul_(terms, terms, value=slack).sqrt_()
     # PRIVACY: a row that is summed is rounded (test_a_row_as_it_is_summed_is_not_above_its_norm)
     bounds.add_(terms, alpha=(times + 4) * 2.0**-24)
     return torch.maximum(bounds, terms / CANCELLATION).mul_(1.0 + NORM_ERROR[torch.float32])
