@@ -127,7 +127,7 @@ def test_norms_of_sequences_by_the_kernel_are_never_below_the_exact_norm(
     assert type(block) is Sequences
     assert bounds.dtype == torch.float64
     most = (exact.square() + 71 * U * size.square()).sqrt() + (times + 5) * U * size
-    most = torch.maximum(most, size / CANCELLATION) * (1.0 + 2.0**-13)
+    most = most * (1.0 + 2.0**-13)
     assert bool((bounds >= exact).all())
     assert bool((bounds >= size / CANCELLATION).all())
     assert bool((bounds <= most).all())
@@ -348,13 +348,9 @@ def test_vectors_of_weight_0_are_not_read(value):
     found = grouped(rows, groups, 4, weights)
     assert torch.isfinite(found).all()
     torch.testing.assert_close(found[:3], want[:3])
-    rows[2] = value
-    assert torch.isfinite(grouped(rows, groups, 4, weights)).all(1).tolist() == [
-        True,
-        True,
-        False,
-        True,
-    ]
+    rows[0], rows[2] = value, value
+    finite = torch.isfinite(grouped(rows, groups, 4, weights)).all(1)
+    assert finite.tolist() == [False, True, False, True]
 
 
 def test_a_sum_of_a_group_has_the_same_bits_beside_any_others():

@@ -511,7 +511,7 @@ def group_sums(
         k = first + tl.arange(0, ROWS)
         i = tl.load(order + k, mask=k < last, other=0)
         w = tl.load(weights + i, mask=k < last, other=0.0)
-        # PRIVACY: 0 times what is not finite would be NaN (test_vectors_of_weight_0_are_not_read)
+        # PRIVACY: 0 times what is not finite, as another group's, would be NaN (test_vectors_of_weight_0_are_not_read)
         own = (w != 0.0)[:, None] & (place < width)
         x = tl.load(rows + i[:, None] * width + place, mask=own, other=0.0)
         total += tl.sum(w[:, None] * x.to(tl.float64), 0)

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from torch_dpsco import native
 from torch_dpsco.rows.blocks import (
-    CANCELLATION,
     NORM_ERROR,
     PIECE,
     UNDERFLOW,
@@ -263,11 +262,11 @@ def _gram_norms(
     squares, terms = reduce(torch.add, found.unbind())
     # PRIVACY: (test_norms_of_sequences_by_the_kernel_are_never_below_the_exact_norm,
     # test_products_that_are_lost_in_float32_are_in_the_norm)
-    slack = 2.0 * (_CHAIN + 3) * 2.0**-24
+    slack = 2.0 * (_CHAIN + 3) * 2.0**-24  # whose root is more than 1 / CANCELLATION
     bounds = squares.clamp_(min=0.0).addcmul_(terms, terms, value=slack).sqrt_()
     # PRIVACY: a row that is summed is rounded (test_a_row_as_it_is_summed_is_not_above_its_norm)
     bounds.add_(terms, alpha=(times + 4) * 2.0**-24)
-    return torch.maximum(bounds, terms / CANCELLATION).mul_(1.0 + NORM_ERROR[torch.float32])
+    return bounds.mul_(1.0 + NORM_ERROR[torch.float32])
 
 
 def outer_sums(
