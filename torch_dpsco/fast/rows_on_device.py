@@ -263,7 +263,7 @@ def _gram_norms(
     # PRIVACY: (test_norms_of_sequences_by_the_kernel_are_never_below_the_exact_norm,
     # test_products_that_are_lost_in_float32_are_in_the_norm)
     slack = 2.0 * (_CHAIN + 3) * 2.0**-24  # whose root is more than 1 / CANCELLATION
-    bounds = squares.clamp_(min=0.0).addcmul_(terms, terms, value=slack).sqrt_()
+    bounds: Tensor = squares.clamp_(min=0.0).addcmul_(terms, terms, value=slack).sqrt_()
     # PRIVACY: a row that is summed is rounded (test_a_row_as_it_is_summed_is_not_above_its_norm)
     bounds.add_(terms, alpha=(times + 4) * 2.0**-24)
     return bounds.mul_(1.0 + NORM_ERROR[torch.float32])
