@@ -4,11 +4,13 @@
     python benchmarks/gpu.py --minutes 3 --cases MLP
     python benchmarks/gpu.py --cpu               # tiny, on the CPU: shows that it runs, measures nothing
 
-* tests: those of CUDA, and of the kernels (`tests/test_cuda.py`, `tests/fast/test_on_device.py`)
+* tests: those of CUDA, and of the kernels (`tests/test_cuda.py`, `tests/fast/test_*on_device.py`)
 * noise: N(0, 1) added to float32 numbers on the device, by torch's generator (no privacy), from the host, by the kernel
 * steps: the ways of `defaults.py`, as multiples of plain torch in the same round; records are on the device. Opacus is
   given Poisson batches that are gathered there, since its own loader fetches record by record
 * waits: how often a step of ours waits for the device, by `torch.cuda.set_sync_debug_mode`
+* graphs: a plain step on one batch, as it is and captured in a CUDA graph, which saves its launches. It decides whether
+  to capture steps of ours: they have more launches, but draws, ledger, and noise, whose key must be fresh, stay outside
 * memory: the most that was allocated in three steps, above data and model
 
 Each table ends where its share of the time does. What fails is named, and the rest goes on.
@@ -35,7 +37,7 @@ from defaults import WAYS, Way, opacus
 from memory import MIB, peak
 from timing import Clock, Figure, Slot, cell, digits, figures, in_process, interleaved, table
 from torch.utils.data import TensorDataset
-from variants import Setting
+from variants import Setting, plain_step
 
 from torch_dpsco import native
 from torch_dpsco.fast import on_device, rows_on_device
@@ -43,11 +45,22 @@ from torch_dpsco.noise import Keystream, Repeatable, add_normal_
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
-TESTS = ("tests/test_cuda.py", "tests/fast/test_on_device.py")
+TESTS = (
+    "tests/test_cuda.py",
+    "tests/fast/test_on_device.py",
+    "tests/fast/test_rows_on_device.py",
+    "tests/fast/test_factors_on_device.py",
+)
 NAMES = ("plain", "ours, mean", "ours, sum", "make_private", "fit", "Opacus", "Opacus ghost")
 GOALS = {"MLP": 1.6, "CNN": 1.7, "transformer": 1.6, "GPT-2": 1.25, "logistic": 2.5}
 FIT_GOAL, MEMORY_GOAL = 1.0, 1.2  # of plain; of Opacus ghost
-SHARES = {"tests": 0.3, "noise": 0.1, "steps": 0.45, "memory": 0.15}  # of the time
+SHARES = {
+    "tests": 0.3,
+    "noise": 0.1,
+    "steps": 0.4,
+    "graphs": 0.05,
+    "memory": 0.15,
+}  # of the time
 SIZES = (10_000, 535_818, 10_000_000, 100_000_000)
 STEPS = 3  # of which waits are counted, and memory
 
@@ -202,6 +215,50 @@ def step_table(chosen: Sequence[Case], rounds: int, limit: Time) -> str:
     return table(heads, rows)
 
 
+def captured(step: Callable[[], object]) -> Callable[[], object]:
+    """Returns a step that replays what a CUDA graph has captured of one."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # memory, and what is chosen in the first calls
+        for _ in range(STEPS):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def graph_row(case: Case, rounds: int) -> list[str]:
+    """Returns milliseconds of a plain step, and its share when it is captured."""
+    step = plain_step(placed(case), case.model(), Setting())
+    clock = Clock(case.device)
+    slots = {"plain": in_process(step, clock)}
+    if case.device != "cpu":
+        slots["captured"] = in_process(captured(step), clock)
+    found = figures(interleaved(slots, rounds), "plain")
+    share = cell(found["captured"][0]) if "captured" in found else "-"
+    return [case.name, digits(found["plain"][1]), share]
+
+
+def graph_table(chosen: Sequence[Case], rounds: int, limit: Time) -> str:
+    """Returns what a CUDA graph saves of plain steps."""
+    rows = []
+    for case in chosen:
+        if not limit.left:
+            ended(f"graphs of {case.name}")
+            continue
+        row = tried(f"graphs of {case.name}", partial(graph_row, case, rounds))
+        rows += [] if row is None else [row]
+    return table(["case", "plain, ms", "captured in a graph"], rows)
+
+
+def placed(case: Case) -> Case:
+    """Returns a case whose batch is on its device."""
+    x, y = (part.to(case.device) for part in case.batch)
+    return replace(case, batch=(x, y))
+
+
 def on(case: Case) -> TensorDataset:
     """Returns the records of a case, on its device."""
     return TensorDataset(*(part.to(case.device) for part in case.data))
@@ -285,6 +342,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "tests": run_tests,
         "noise": lambda limit: noise_table(device, (10, 100) if args.cpu else SIZES, limit),
         "steps": lambda limit: step_table(chosen, 1 if args.cpu else args.rounds, limit),
+        "graphs": lambda limit: graph_table(chosen, 1 if args.cpu else args.rounds, limit),
         "memory": lambda limit: memory_table(chosen, limit),
     }
     for name, part in parts.items():

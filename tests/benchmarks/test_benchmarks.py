@@ -173,11 +173,17 @@ def test_the_script_for_a_gpu_prints_its_tables_and_names_what_fails() -> None:
     assert "noise on the device: in use" in printed
     assert re.search(r"^\| 100 \| [\d.]+ \| [\d.]+ \| [\d.]+ \|$", printed, re.MULTILINE)
     rows = re.findall(r"^\| logistic 20/32 \|.*", printed, re.MULTILINE)
-    assert len(rows) == 2
+    assert len(rows) == 3
     assert "<= 2.5 | <= 1.0" in rows[0]
+    assert rows[1].endswith("| - |")  # nothing is captured on the CPU
     assert "failed" not in printed
     late = run("gpu", "--cpu", "--cases", "logistic", "--minutes", "0")
-    for part in ("noise for 10 numbers", "steps of logistic 20/32", "memory of logistic 20/32"):
+    for part in (
+        "noise for 10 numbers",
+        "steps of logistic 20/32",
+        "graphs of logistic 20/32",
+        "memory of logistic 20/32",
+    ):
         assert f"{part} was left out: its share of the time is over" in late
 
 

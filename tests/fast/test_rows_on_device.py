@@ -25,7 +25,7 @@ from torch_dpsco.rows import DenseBlock, FactoredBlock, GradBatch, plan_summatio
 from torch_dpsco.step.oracle import Clipped
 
 pytest.importorskip("triton", "3.8", "kernels were tried with triton 3.8")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 U = 2.0**-24
 
 
@@ -243,6 +243,14 @@ def test_kernels_are_tried_before_they_are_used():
     assert not native.have_kernels(set())
 
 
+@pytest.mark.parametrize("part", ["_gram_norms", "_pair_sums", "_grouped"])
+@pytest.mark.parametrize("factor", [1.0 - 2.0**-6, 1.0 + 2.0**-6, math.nan])
+def test_kernels_of_other_factors_are_not_used(monkeypatch, part, factor):
+    known = getattr(rows_on_device, part)
+    monkeypatch.setattr(rows_on_device, part, lambda *given: known(*given) * factor)
+    assert not rows_on_device.usable(DEVICE)
+
+
 @pytest.mark.parametrize("wrong", ["sums", "biases", "norms", "nan", "missing", "off"])
 def test_kernels_of_other_sums_are_not_used(monkeypatch, wrong):
     assert rows_on_device.usable(DEVICE)
@@ -323,17 +331,24 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from torch_dpsco.fast.kernels import outer_sums, squares
-sizes = {"TILE": 64, "ROWS": 16, "HIGH": 32, "BROAD": 64}
+from torch_dpsco.fast.kernels import gram, group_sums, outer_sums, squares
 types = {"left": "*fp32", "left_step": "i32", "right": "*fp32", "right_step": "i32", "weights": "*fp64"}
-types |= {"n": "i32", "out": "i32", "width": "i32", "share": "i32", "matrix": "*fp32", "vector": "*fp64"}
-more = {"rows": "*fp32", "step": "i32", "width": "i32", "found": "*fp64", "PIECE": "constexpr"}
+types |= {"n": "i32", "out": "i32", "width": "i32", "share": "i32", "tile": "i32"}
+pairs = {"left": "*fp32", "out": "i32", "right": "*fp32", "width": "i32", "times": "i32", "found": "*fp64"}
+groups = {"rows": "*fp32", "width": "i32", "order": "*i64", "starts": "*i64", "weights": "*fp64"}
+vectors = {"rows": "*fp32", "step": "i32", "width": "i32", "found": "*fp64"}
+sizes = {"ROWS": 16, "HIGH": 32, "BROAD": 64}
 for kernel, signature, constants in (
-    (outer_sums, types | dict.fromkeys(sizes, "constexpr"), sizes),
-    (squares, more, {"PIECE": 1024}),
+    (outer_sums, types | {"matrix": "*fp32", "vector": "*fp64"}, sizes),
+    (outer_sums, types | {"matrix": "*fp64", "vector": "*fp64"}, sizes),
+    (gram, pairs, {"TIMES": 32, "PIECE": 32}),
+    (group_sums, groups | {"found": "*fp32"}, {"ROWS": 32, "BROAD": 64}),
+    (squares, vectors, {"PIECE": 1024}),
 ):
+    signature = signature | dict.fromkeys(constants, "constexpr")
     source = ASTSource(kernel, signature=signature, constexprs=constants)
-    print(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
+    for capability in (80, 90):
+        print(triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"])
 """
 
 
@@ -346,8 +361,9 @@ def test_products_are_compiled_for_cuda_in_float32(tmp_path: Path):
         command, capture_output=True, text=True, check=True, env=os.environ | place
     )
     code = done.stdout
-    assert {"fma.rn.f32", "add.f64"} <= {
-        word.replace(".rn.f64", ".f64") for word in code.split()
+    assert code.count(".entry") == 10
+    assert {"fma.rn.f32", "add.f64", "sqrt.rn.f64"} <= {
+        word.replace("add.rn.f64", "add.f64") for word in code.split()
     }
-    for word in ("mma", ".tf32", ".bf16", ".ftz", "approx"):
+    for word in ("mma", ".tf32", ".bf16", ".ftz", "approx", "st.local"):
         assert word not in code

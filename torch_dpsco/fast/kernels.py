@@ -1,4 +1,4 @@
-"""Kernels for CUDA, in Triton: the keystream of ChaCha20, and Gaussians of it that are added to a tensor.
+"""Kernels for CUDA, in Triton: the keystream of ChaCha20, Gaussians of it, and norms and sums of rows.
 
 Triton comes with torch's wheels for CUDA. With TRITON_INTERPRET=1 in the environment, before triton is imported, the
 kernels run on the CPU, slowly: so they are tested without a device.
@@ -8,10 +8,13 @@ kernels run on the CPU, slowly: so they are tested without a device.
   makes ten numbers: those at i, B + i, .., 9 B + i, five cosines before five sines. A pair takes 64 bits for the radius
   and 32 for the angle; one within 2^-20 of an edge takes 192 bits more, of the block whose nonce has the pair's number.
 
+* `squares`, `gram`: norms of rows that are vectors, and of sums of outer products.
+* `outer_sums`, `group_sums`: weighted sums of outer products, and of vectors by group.
+
 Arithmetic is that of IEEE 754, rounded to nearest: sums and products, which may be fused, quotients and roots. Nothing
 rests on the device's own logarithm, sine and cosine.
 
-Source: docs/proofs/noise.md#on-a-gpu; RFC 8439, section 2.3.
+Source: docs/proofs/noise.md#on-a-gpu, docs/proofs/rounding.md#sums-and-norms-on-a-gpu; RFC 8439, section 2.3.
 """
 
 from __future__ import annotations
@@ -289,7 +292,7 @@ def add_gaussians(
         _add(out, second, own & (second < n), sine * radius)
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["rows"])
 def squares(
     rows: tl.tensor,
     step: tl.tensor,
@@ -316,7 +319,11 @@ def squares(
     tl.store(found + row + tl.arange(0, 1), total)
 
 
-@triton.jit(do_not_specialize=["n", "out", "width", "share"])
+# one form for all memory: what it makes of the pairs of a record is then a function of the record alone
+@triton.jit(
+    do_not_specialize=["n", "out", "width", "share", "tile"],
+    do_not_specialize_on_alignment=["left", "right"],
+)
 def outer_sums(
     left: tl.tensor,
     left_step: tl.tensor,
@@ -327,9 +334,9 @@ def outer_sums(
     out: tl.tensor,
     width: tl.tensor,
     share: tl.tensor,
+    tile: tl.tensor,
     matrix: tl.tensor,
     vector: tl.tensor,
-    TILE: tl.constexpr,
     ROWS: tl.constexpr,
     HIGH: tl.constexpr,
     BROAD: tl.constexpr,
@@ -348,9 +355,9 @@ def outer_sums(
         out: numbers of l.
         width: numbers of r.
         share: rows of a program, whole tiles.
+        tile: rows of a tile.
         matrix: place of (parts, out, width) float32 or float64.
         vector: place of (parts, out) float64.
-        TILE: rows of a tile.
         ROWS: of a product, which has zeros in place of rows of the next tile.
         HIGH: of l, in a program.
         BROAD: of r, in a program.
@@ -361,11 +368,11 @@ def outer_sums(
     ends = tl.zeros((HIGH,), tl.float64)
     which = tl.program_id(2)
     last = tl.minimum(n, (which + 1) * share)
-    for start in range(which * share, last, TILE):
+    for start in range(which * share, last, tile):
         part = tl.zeros((HIGH, BROAD), tl.float32)
-        for first in range(start, start + TILE, ROWS):
+        for first in range(start, start + tile, ROWS):
             i = first + tl.arange(0, ROWS)
-            inside = (i < last) & (i < start + TILE)
+            inside = (i < last) & (i < start + tile)
             w = tl.load(weights + i, mask=inside, other=0.0)
             # PRIVACY: 0 times what is not finite would be NaN (test_rows_of_weight_0_are_not_read)
             used = (w != 0.0)[:, None]
@@ -385,3 +392,127 @@ def outer_sums(
     kept = inside[:, None] & (broad < width)
     tl.store(matrix + place, total, mask=kept)
     tl.store(vector + row, ends, mask=inside & (tl.program_id(1) == 0))
+
+
+@triton.jit
+def _products(
+    side: tl.tensor,
+    s: tl.tensor,
+    t: tl.tensor,
+    times: tl.tensor,
+    width: tl.tensor,
+    TIMES: tl.constexpr,
+    PIECE: tl.constexpr,
+) -> tl.tensor:
+    """Returns the inner products of vectors s with vectors t of a record: pieces in float32, their sums in float64."""
+    place = side + tl.program_id(0).to(tl.int64) * times * width
+    total = tl.zeros((TIMES, TIMES), tl.float64)
+    for first in range(0, width, PIECE):
+        k = first + tl.arange(0, PIECE)
+        own = (s < times)[:, None] & (k < width)
+        x = tl.load(place + s[:, None] * width + k, mask=own, other=0.0)
+        own = (t < times)[:, None] & (k < width)
+        y = tl.load(place + t[:, None] * width + k, mask=own, other=0.0)
+        total += tl.dot(x, tl.trans(y), input_precision="ieee").to(tl.float64)
+    return total
+
+
+@triton.jit
+def _lengths(
+    products: tl.tensor,
+    diagonal: tl.tensor,
+    width: tl.tensor,
+) -> tl.tensor:
+    squares = tl.sum(tl.where(diagonal, products, 0.0), 1)
+    # what underflows in any product is below a rounding of two such lengths
+    return tl.sqrt(squares + width * 2.0**-101)
+
+
+@triton.jit(
+    do_not_specialize=["times", "out", "width"],
+    do_not_specialize_on_alignment=["left", "right"],
+)
+def gram(
+    left: tl.tensor,
+    out: tl.tensor,
+    right: tl.tensor,
+    width: tl.tensor,
+    times: tl.tensor,
+    found: tl.tensor,
+    TIMES: tl.constexpr,
+    PIECE: tl.constexpr,
+) -> None:
+    """Writes what the norm of sum_t l_t r_t^T is made of, for some times s of a record.
+
+    That is sum_st (l_s.l_t)(r_s.r_t) over t >= s, those of t > s twice, and the sum of |l_s| |r_s|, lengths being
+    enlarged by what may underflow.
+
+    Args:
+        left: place of l, (records, times, out) float32.
+        out: numbers of l.
+        right: place of r, (records, times, width) float32.
+        width: numbers of r.
+        times: vectors of a record.
+        found: place of (parts, 2, records) float64.
+        TIMES: vectors of a program, a power of 2.
+        PIECE: numbers of a piece, a power of 2.
+    """
+    start = tl.program_id(1) * TIMES
+    s = start + tl.arange(0, TIMES)
+    total = tl.zeros((TIMES,), tl.float64)
+    of_left = total
+    of_right = total
+    for first in range(start, times, TIMES):
+        t = first + tl.arange(0, TIMES)
+        outer = _products(left, s, t, times, out, TIMES, PIECE)
+        inner = _products(right, s, t, times, width, TIMES, PIECE)
+        diagonal = s[:, None] == t
+        both = outer * inner
+        both = tl.where(s[:, None] < t, both + both, tl.where(diagonal, both, 0.0))
+        total += tl.sum(both, 1)
+        if first == start:
+            of_left = _lengths(outer, diagonal, out)
+            of_right = _lengths(inner, diagonal, width)
+    terms = tl.where(s < times, of_left * of_right, 0.0)
+    records = tl.num_programs(0)
+    place = found + tl.program_id(1) * 2 * records + tl.program_id(0)
+    tl.store(place, tl.sum(total, 0))
+    tl.store(place + records, tl.sum(terms, 0))
+
+
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["rows"])
+def group_sums(
+    rows: tl.tensor,
+    width: tl.tensor,
+    order: tl.tensor,
+    starts: tl.tensor,
+    weights: tl.tensor,
+    found: tl.tensor,
+    ROWS: tl.constexpr,
+    BROAD: tl.constexpr,
+) -> None:
+    """Writes BROAD numbers of the weighted sum of the rows of a group, which is added in float64, in one order.
+
+    Args:
+        rows: place of (n, width) float32 or float64.
+        width: numbers of a row.
+        order: place of the numbers of the rows, int64, those of a group after each other.
+        starts: place of the first of each group in `order`, int64, and of the end of the last group.
+        weights: place of (n,) float64; rows of weight 0 are not read.
+        found: place of (groups, width) float32 or float64.
+        ROWS: that are read at once, a power of 2.
+        BROAD: numbers of a row in a program, a power of 2.
+    """
+    group = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BROAD + tl.arange(0, BROAD)
+    total = tl.zeros((BROAD,), tl.float64)
+    last = tl.load(starts + group + 1)
+    for first in range(tl.load(starts + group), last, ROWS):
+        k = first + tl.arange(0, ROWS)
+        i = tl.load(order + k, mask=k < last, other=0)
+        w = tl.load(weights + i, mask=k < last, other=0.0)
+        # PRIVACY: 0 times what is not finite, as another group's, would be NaN (test_vectors_of_weight_0_are_not_read)
+        own = (w != 0.0)[:, None] & (place < width)
+        x = tl.load(rows + i[:, None] * width + place, mask=own, other=0.0)
+        total += tl.sum(w[:, None] * x.to(tl.float64), 0)
+    tl.store(found + group * width + place, total, mask=place < width)

@@ -82,6 +82,11 @@ def is_queued(tensor: Tensor) -> bool:
     return not tensor.is_cpu
 
 
+def from_kernel(name: str, rows: Tensor, *given: Any) -> Any:
+    """Returns what a kernel for the device of rows makes of them, see `fast.rows_on_device`; None without one."""
+    return act(name)(rows, *given) if rows.device.type in native.DEVICES else None
+
+
 def row_norms(rows: Tensor) -> Tensor:
     """Returns certified upper bounds of the L2 norms of rows.
 
@@ -93,8 +98,7 @@ def row_norms(rows: Tensor) -> Tensor:
     """
     if native.suits(rows):
         return native.norms(rows)
-    there = rows.device.type in native.DEVICES
-    found: Tensor | None = act("rows.norms")(rows) if there else None
+    found: Tensor | None = from_kernel("rows.norms", rows)
     if found is not None:
         return found
     rows = rows.to(work_dtype(rows.dtype))
@@ -644,8 +648,7 @@ class FactoredBlock(Block):
 
 def _has_kernel(rows: Tensor) -> bool:
     """Returns whether rows are read in C, or by a kernel for their device."""
-    there = rows.device.type in native.DEVICES
-    return native.suits(rows) or (there and bool(act("rows.suits")(rows)))
+    return native.suits(rows) or bool(from_kernel("rows.suits", rows))
 
 
 def _column_sums(rows: Tensor, tile: int) -> Tensor:

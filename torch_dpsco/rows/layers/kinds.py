@@ -46,6 +46,7 @@ from torch_dpsco.rows.blocks import (
     NORM_ERROR,
     Block,
     Summation,
+    from_kernel,
     is_queued,
     row_norms,
     work_dtype,
@@ -213,10 +214,7 @@ class ItemBlock(Block):
     def norms(self) -> Tensor:
         """Returns certified upper bounds of the rows' norms: (B,) float64."""
         norms = row_norms(self.vectors)
-        squares = norms.new_zeros(self.n_records + 1).index_add_(
-            0, self.records, norms.square_()
-        )
-        squares = squares[: self.n_records]
+        squares = _grouped(norms.square_(), self.records, self.n_records)
         # PRIVACY: at most V squares of certified norms, each addition rounded; what underflows is less than the number
         # added (test_norms_of_items_are_never_below_the_exact_norm, test_many_small_items_beside_a_large_one_count)
         error = NORM_ERROR[torch.float64] + self.n_items * 2.0**-53
@@ -287,8 +285,16 @@ def coalesced(
     keys, place = _distinct(records * n_items + items, n_records * n_items)
     uses = uses.to(work_dtype(uses.dtype))
     # PRIVACY: each sum is of one record, so that NaN stays in its row (test_a_record_that_is_not_finite_moves_no_other)
-    vectors = uses.new_zeros(len(keys), uses.shape[1]).index_add_(0, place, uses)
+    vectors = _grouped(uses, place, len(keys))
     return ItemBlock(keys // n_items, keys % n_items, vectors, n_records, n_items)
+
+
+def _grouped(rows: Tensor, groups: Tensor, count: int) -> Tensor:
+    """Returns the sums of the rows of each group, of which `count` is left out."""
+    found: Tensor | None = from_kernel("rows.grouped", rows, groups, count)
+    if found is not None:
+        return found
+    return rows.new_zeros(count + 1, *rows.shape[1:]).index_add_(0, groups, rows)[:count]
 
 
 def _distinct(keys: Tensor, none: int) -> tuple[Tensor, Tensor]:
@@ -340,7 +346,8 @@ class Items(Kept):
 
     def blocks(self, *, weight: bool, bias: bool) -> list[Block]:
         """Returns the block of the weight."""
-        return [self._rows] if weight else []
+        rows = self._rows
+        return [from_kernel("rows.items", rows.vectors, rows) or rows] if weight else []
 
 
 class EmbeddingKind(Kind):

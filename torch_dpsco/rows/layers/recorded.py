@@ -43,6 +43,7 @@ from torch_dpsco.rows.blocks import (
     DenseBlock,
     FactoredBlock,
     SequenceBlock,
+    from_kernel,
     outer_sums,
     work_dtype,
 )
@@ -250,7 +251,10 @@ class Factors(Kept):
         acts, backprops = self._pairs()
         if acts.dim() == 2:
             return [FactoredBlock(acts, backprops, weight=weight, bias=bias, scale=self._scale)]
-        found: list[Block] = [SequenceBlock(acts, backprops, self._shape)] if weight else []
+        given = acts, backprops, self._shape
+        found: list[Block] = []
+        if weight:
+            found.append(from_kernel("rows.sequences", *given) or SequenceBlock(*given))
         sums = _formed(acts, backprops, self._shape, {"weight": False, "bias": bias})
         return found + sums.blocks(weight=False, bias=bias)
 
