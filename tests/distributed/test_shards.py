@@ -352,7 +352,7 @@ class Summed(World):
         self.model, self.others, self.step = model, others, 0
 
     def release(self, oracle: Any, noise: Any) -> Release:
-        total, rows = torch.zeros(oracle.dim, dtype=torch.float64), 0
+        total, rows = torch.zeros(oracle._dim, dtype=torch.float64), 0
         rows += oracle.write_sum(total)
         for part in self.others:
             apart = copy.deepcopy(oracle)

@@ -153,7 +153,7 @@ class Summed(World):
     def release(self, oracle: Any, noise: Any) -> Release:
         copies = [copy.deepcopy(oracle) for _ in self.others]
         summed = oracle.summed()
-        total = torch.zeros(summed.dim, dtype=torch.float64)
+        total = torch.zeros(summed._dim, dtype=torch.float64)
         users = summed.write_sum(total)
         for apart, part in zip(copies, self.others, strict=True):
             self.observe(apart, part[self.step][1])
