@@ -286,6 +286,12 @@ def test_a_step_adds_each_number_up_once_and_sends_it_once(cut: list[dict[str, A
             }
 
 
+def test_how_many_rows_there_are_is_told_to_nobody_but_rank_0(cut: list[dict[str, Any]]) -> None:
+    """Whose noise on the mean would hide no number of rows."""
+    for kind in KINDS:
+        assert all(part[:2].tolist() == [0.0, 0.0] for part in cut[0][kind]["sums"])
+
+
 def test_small_vectors_are_not_cut(cut: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(cut):
         drawn, said = found["small"]

@@ -456,7 +456,8 @@ class Ranks(World):
             try:
                 if group.first and noise is not None and message[0] == group.processes:
                     oracle.require_rows(int(message[1]))
-                    message[:2] = 0  # no coordinates, which get noise all the same
+                    # PRIVACY: they are in the slice (test_how_many_rows_there_are_is_told_to_nobody_but_rank_0)
+                    message[:2] = 0
                     stream_of(noise).fill(bits.key.numpy().data)
             finally:
                 group.send(bits.key)
