@@ -12,6 +12,10 @@
 * graphs: a plain step on one batch, as it is and captured in a CUDA graph, which saves its launches. It decides whether
   to capture steps of ours: they have more launches, but draws, ledger, and noise, whose key must be fresh, stay outside
 * memory: the most that was allocated in three steps, above data and model
+* isolation: of how many records an output, a factor of the row, or its norm has other bits in the same batch again, at
+  other places among the same records, among others, and in batches of other sizes; with torch's algorithms as they are,
+  and deterministic ones. Batches in slots rest on the first three, batches of several sizes on the last as well; what
+  the test of "rounded" says, which refuses devices, stands beside them
 
 Each table ends where its share of the time does. What fails is named, and the rest goes on.
 """
@@ -33,15 +37,20 @@ from typing import TypeVar
 import torch
 from cases import Case, everyday
 from default_time import step_slot
-from defaults import WAYS, Way, opacus
+from defaults import WAYS, Way, opacus, reduced, trained
 from memory import MIB, peak
 from timing import Clock, Figure, Slot, cell, digits, figures, in_process, interleaved, table
+from torch import nn
 from torch.utils.data import TensorDataset
 from variants import Setting, plain_step
 
+import torch_dpsco as dp
 from torch_dpsco import native
 from torch_dpsco.fast import on_device, rows_on_device
 from torch_dpsco.noise import Keystream, Repeatable, add_normal_
+from torch_dpsco.rows.first_step import random_parameters, rows_of_a_pass
+from torch_dpsco.trial import Leaf
+from torch_dpsco.trial.sizes import Trial
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
@@ -56,8 +65,9 @@ GOALS = {"MLP": 1.6, "CNN": 1.7, "transformer": 1.6, "GPT-2": 1.25, "logistic": 
 FIT_GOAL, MEMORY_GOAL = 1.0, 1.2  # of plain; of Opacus ghost
 SHARES = {
     "tests": 0.3,
-    "noise": 0.1,
-    "steps": 0.4,
+    "isolation": 0.08,
+    "noise": 0.07,
+    "steps": 0.35,
     "graphs": 0.05,
     "memory": 0.15,
 }  # of the time
@@ -104,6 +114,84 @@ def run_tests(limit: Time) -> str:
         said = error.stdout or b""
         return f"not over after {error.timeout:.0f} s:\n" + said.decode()[-2000:]
     return "\n".join((done.stdout + done.stderr).splitlines()[-40:])
+
+
+# -- isolation --------------------------------------------------------------------------------------------------------
+
+
+def seen_of(
+    case: Case, model: nn.Module, batch: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """Returns all that a pass makes for each record of a batch: outputs, factors of rows, norms."""
+    inputs, targets = batch
+    out = model(inputs)
+    found = rows_of_a_pass(trained(model), [out], reduced(case, "sum")(out, targets))
+    return [t.detach().clone() for t in found if len(t) == len(out)]
+
+
+def tested(case: Case, model: nn.Module, data: Sequence[torch.Tensor]) -> str:
+    """Returns what the test of "rounded", which loops on the CPU make after their first step, finds on the device."""
+    leaves = [Leaf((1, *t.shape[1:]), t.dtype, t.device, 0) for t in data]
+    trial = Trial(partial(seen_of, case, model), leaves, case.size, 2 * case.size)
+    with random_parameters(model):
+        found = trial._found()  # past the refusal of devices
+    return found if isinstance(found, str) else f"equal in {len(found.sizes)} sizes"
+
+
+def isolation_row(case: Case, deterministic: bool) -> list[str]:
+    """Returns how many records have other bits than in their first batch, and what the library's own test says."""
+    size = case.size
+    data = on(case).tensors
+    model = dp.attach(case.model(), loss_reduction="sum")
+    grid = max(4, min(32, size // 2))
+    place = torch.arange(size, device=data[0].device)
+    orders = {
+        "again": [place],
+        "places": [place.flip(0), place.roll(1), place.roll(size // 3 | 1)],
+        "others": [torch.cat([place[: size // 2], place[size // 2 :] + size])],
+        "sizes": [torch.arange(size + k * grid, device=place.device) for k in range(1, 4)],
+    }
+    found = [case.name, "deterministic" if deterministic else "as they are", str(size)]
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        first = seen_of(case, model, [part[:size] for part in data])
+        for several in orders.values():
+            differ = 0
+            for order in several:
+                seen = seen_of(case, model, [part[order] for part in data])
+                known = order < size
+                other = [
+                    (now[known] != then[order[known]]).reshape(int(known.sum()), -1).any(1)
+                    for now, then in zip(seen, first, strict=True)
+                ]
+                differ = max(differ, int(torch.stack(other).any(0).sum()))
+            found.append(str(differ))
+        found.append(tested(case, model, data))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return found
+
+
+def isolation_table(chosen: Sequence[Case], limit: Time) -> str:
+    """Returns what depends on the place of a record, on others, and on the size of the batch."""
+    rows = []
+    for case in chosen:
+        if not limit.left:
+            ended(f"isolation of {case.name}")
+            continue
+        for deterministic in (False, True):
+            row = tried(f"isolation of {case.name}", partial(isolation_row, case, deterministic))
+            rows += [] if row is None else [row]
+    heads = [
+        "case",
+        "algorithms",
+        "records",
+        "again",
+        "other places",
+        "other records",
+        "other sizes",
+    ]
+    return table(heads, rows)
 
 
 # -- noise ------------------------------------------------------------------------------------------------------------
@@ -328,6 +416,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not (args.cpu or torch.cuda.is_available()):
         sys.exit("no CUDA device: nothing was run (--cpu shows that the script runs)")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic products
     if args.cpu:  # before triton is imported
         os.environ["TRITON_INTERPRET"] = "1"
     warnings.simplefilter("ignore")
@@ -340,6 +429,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(facts(device), flush=True)
     parts: dict[str, Callable[[Time], str]] = {
         "tests": run_tests,
+        "isolation": lambda limit: isolation_table(chosen, limit),
         "noise": lambda limit: noise_table(device, (10, 100) if args.cpu else SIZES, limit),
         "steps": lambda limit: step_table(chosen, 1 if args.cpu else args.rounds, limit),
         "graphs": lambda limit: graph_table(chosen, 1 if args.cpu else args.rounds, limit),

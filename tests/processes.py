@@ -23,6 +23,8 @@ from torch.multiprocessing import start_processes
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from torch_dpsco.noise import SliceStream, Source, stream_of
+from torch_dpsco.step.oracle import ClippedMean, Release
 
 SECONDS = 240  # until ranks are said to hang, on a busy machine too
 N, DIM = 64, 5
@@ -172,6 +174,23 @@ def trajectory(kind: str, **options: Any) -> dict[str, Any]:
     result = train(model, optimizer, optimizer.loader(records(), steps=8, **options))
     optimizer.finalize()
     return result | {"answer": numbers(model), "ledger": optimizer.accountant.ledger.digest()}
+
+
+def released_by_one(
+    oracle: ClippedMean, total: Tensor, rows: int, noise: Source, processes: int
+) -> Release:
+    """What so many ranks release of a sum, by one process: the slices of all of them, under the key of rank 0."""
+    oracle.require_rows(rows)
+    key = bytearray(32)
+    stream_of(noise).fill(memoryview(key))
+    message = torch.cat([total.new_zeros(2), total])
+    answer = torch.empty(0, dtype=oracle._dtype)
+    for rank, part in enumerate(message.split(max(2**16, -(-len(message) // processes)))):
+        bits = SliceStream(rank)
+        bits.key.copy_(torch.tensor(list(key)))
+        answer = torch.cat([answer, oracle.noised(part, bits).to(oracle._dtype)])
+    oracle.discard()
+    return Release(oracle.views(answer[2:]))
 
 
 def empties() -> dict[str, Any]:

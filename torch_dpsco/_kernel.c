@@ -29,6 +29,7 @@
 #define GROUP 4        /* rows that are read together */
 #define CACHED 4096    /* numbers of a block of groups, that stay in cache */
 #define MOST 8         /* groups of a block */
+#define LANES 8        /* blocks of the keystream that are made together */
 #define SOME 512       /* pairs of Gaussians, whose logarithms stay there */
 #define HIGH 6         /* numbers of a backprop, and of an input, whose products are summed in registers */
 #define BROAD 16
@@ -251,6 +252,22 @@ API int64_t dpsco_gaussians(const char *bits, int64_t n, int64_t wide, double sc
                  (float *)out + half + i);
     }
     return outside;
+}
+
+/* Blocks place, place + 1, .. of ChaCha20 (RFC 8439, section 2.3) under a key of 32 bytes. The counter has the lower 32
+   bits of the place; the nonce has the label, 64 bits, then the kind, 0 or 1, plus twice the upper bits of the place. */
+API void dpsco_chacha(const char *key, int64_t label, int64_t kind, int64_t place, int64_t blocks, char *out) {
+    uint32_t start[16] = {0x61707865, 0x3320646e, 0x79622d32, 0x6b206574}; /* words of a little-endian processor */
+    memcpy(start + 4, key, 32);
+    memcpy(start + 13, &label, 8);
+    for (int64_t i = 0, some; i < blocks; i += some) {
+        const int64_t here = place + i, before = ((int64_t)1 << 32) - (here & 0xffffffff);
+        some = blocks - i < LANES ? blocks - i : LANES;
+        if (some > before) some = before; /* where the counter ends, the nonce goes on */
+        start[12] = (uint32_t)here;
+        start[15] = (uint32_t)(kind + (here >> 32) * 2);
+        CALL(chacha, start, some, out + 64 * i);
+    }
 }
 
 /* How many numbers `dpsco_outer` needs besides. */
@@ -1183,6 +1200,34 @@ TARGET static void NAME(classes)(const table_t *x, int64_t from, int64_t end, in
     }
     sums[classes * padded] = (total[0] + total[1]) + (total[2] + total[3]);
 }
+
+#define TURN(v, n) v = v << n | v >> (32 - n)
+#define QUARTER(a, b, c, d)                                                                                              \
+    a += b, d ^= a, TURN(d, 16), c += d, b ^= c, TURN(b, 12), a += b, d ^= a, TURN(d, 8), c += d, b ^= c, TURN(b, 7)
+
+/* A lane is a block; `blocks` of them are written. */
+TARGET static void NAME(chacha)(const uint32_t *start, int64_t blocks, char *out) {
+    u8 x[16], first[16];
+    uint32_t words[LANES][16];
+    for (int k = 0; k < 16; k++) first[k] = start[k] + (u8){0};
+    first[12] += (u8){0, 1, 2, 3, 4, 5, 6, 7};
+    memcpy(x, first, sizeof x);
+    for (int round = 0; round < 10; round++) {
+        QUARTER(x[0], x[4], x[8], x[12]);
+        QUARTER(x[1], x[5], x[9], x[13]);
+        QUARTER(x[2], x[6], x[10], x[14]);
+        QUARTER(x[3], x[7], x[11], x[15]);
+        QUARTER(x[0], x[5], x[10], x[15]);
+        QUARTER(x[1], x[6], x[11], x[12]);
+        QUARTER(x[2], x[7], x[8], x[13]);
+        QUARTER(x[3], x[4], x[9], x[14]);
+    }
+    for (int k = 0; k < 16; k++)
+        for (int lane = 0; lane < LANES; lane++) words[lane][k] = (x[k] + first[k])[lane];
+    memcpy(out, words, 64 * blocks);
+}
+#undef TURN
+#undef QUARTER
 
 TARGET static double NAME(below)(const double *values, const double *weights, int64_t n, double most) {
     const d4 limit = {most, most, most, most};

@@ -16,6 +16,7 @@ errors are smaller, and each row is read by itself. `TORCH_DPSCO_NATIVE=off` in 
 | `gaps` | `sampling.samplers.poisson_positions` |
 | `Table.scored`, `Table.classes` | losses, gradients and curvatures of records: `estimators.objectives` |
 | `logs`, `gaussians` | `noise` |
+| `chacha` | SHAKE256, in `noise.SliceStream` |
 
 How precise torch's own products are is told here as well: float32 sums and the 1/B of a mean loss rely on full
 precision. A mean loss divides each record's gradient by the batch size before the backward, and rows are multiplied by
@@ -84,6 +85,7 @@ _ARGUMENTS = {
     "below": "ppidip",
     "classes": "piiipipippppiiipp",
     "logs": "piddp",
+    "chacha": "piiiip",
     "gaussians": "ciidddppp",
 }
 _Byte = ctypes.c_char * 1
@@ -548,6 +550,37 @@ def gaps(
 def logs(words: npt.NDArray[Any], low: float, high: float, out: npt.NDArray[Any]) -> bool:
     """Writes log V of words of 64 bits into float64 numbers; returns whether all are in (low, high)."""
     return bool(_call("logs", words.ctypes.data, len(words), low, high, out.ctypes.data) == 0)
+
+
+def chacha(
+    key: Tensor,
+    label: int,
+    place: int,
+    blocks: int,
+) -> bytes | None:
+    """Returns blocks of the keystream of ChaCha20 (RFC 8439), of 64 bytes each; None without the accelerator.
+
+    Args:
+        key: (32,) uint8.
+        label: first 64 bits of the nonce.
+        place: of the first block: its counter, whose bits above 32 are in the rest of the nonce.
+        blocks: how many.
+    """
+    if not is_available():
+        return None
+    _require(key, 32, torch.uint8)
+    out = np.empty(64 * blocks, dtype=np.uint8)
+    # PRIVACY: not 0, as on a device (test_no_block_of_a_slice_is_drawn_twice)
+    _call(
+        "chacha",
+        key,
+        label,
+        1,  # of the host
+        place,
+        blocks,
+        out.ctypes.data,
+    )
+    return out.tobytes()
 
 
 def gaussians(

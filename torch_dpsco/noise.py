@@ -27,6 +27,7 @@ easily inverted to, a state of a few thousand bits, and the noise of one release
 |---|---|---|
 | `Keystream` | fresh for every call | noise, batches |
 | `KeyedStream` | a function of 256 secret bits (SHAKE256; 256-bit security) | what is drawn twice alike: ranks, cuts |
+| `SliceStream` | a function of 256 secret bits and the place (ChaCha20; 256-bit security) | noise in slices, on ranks |
 | `Repeatable` | of a generator of the caller's | tests: its seed reveals all |
 
 A type for states that must stay secret: it shows no value, and a checkpoint that holds one says so.
@@ -125,8 +126,8 @@ def add_normals_(outs: Sequence[Tensor], std: float, source: Source) -> None:
 def _drawn_there(parts: Sequence[Tensor], std: float, stream: Stream) -> bool:
     """Returns whether noise was added by the device where all of the tensors are, in float32."""
     return (
-        type(stream)
-        is Keystream  # others are the same bits, and the same noise, on every device
+        # others are the same bits, and the same noise, on every device
+        type(stream) in (Keystream, SliceStream)
         and len({part.device for part in parts}) == 1
         and parts[0].device.type in native.DEVICES
         and all(part.dtype is torch.float32 for part in parts)
@@ -341,6 +342,10 @@ class Stream(ABC):
     def read(self, size: int) -> bytes:
         """Returns the next `size` bytes, uniform and independent of all others."""
 
+    def fill(self, memory: memoryview) -> None:
+        """Writes the next bytes into memory, of bytes."""
+        memory[:] = self.read(memory.nbytes)
+
     def words(self, count: int) -> npt.NDArray[np.int64]:
         """Returns `count` uniform words of 64 bits, signed; read-only."""
         return np.frombuffer(self.read(8 * count), dtype=np.int64)
@@ -392,6 +397,8 @@ class Keystream(Stream):
         device: where the tensors that are filled belong.
     """
 
+    label = 0  # of the first tensor that a device draws by a key
+
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
 
@@ -435,6 +442,46 @@ class KeyedStream(Stream):
         raise PrivacyError(
             "a keyed stream must not be copied or saved: its key is as confidential as the data"
         )
+
+
+class SliceStream(Stream):
+    """The bits for a slice of ONE release, by a key that several processes share: ChaCha20 (RFC 8439), counter = place.
+
+    Slices are told apart by the nonce: see docs/proofs/noise.md#several-processes. Without the accelerator the bits are
+    SHAKE256's. SECRET: it shows no value; `erase` overwrites the key.
+
+    Args:
+        rank: of the process whose slice it is, >= 0.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.key = torch.zeros(32, dtype=torch.uint8)
+        self.label = rank << 20  # of what a device draws, in tensors of 2^30 numbers
+        self._block = 0
+
+    def read(self, size: int) -> bytes:
+        """Returns the next bytes, of blocks that are used once."""
+        blocks = -(-size // 64)
+        bits = native.chacha(self.key, self.label, self._block, blocks)
+        if bits is None:
+            secret = self.key.numpy().tobytes()
+            bits = KeyedStream(secret, f"noise {self.label} {self._block}").read(size)
+        # PRIVACY: (test_no_block_of_a_slice_is_drawn_twice)
+        self._block += blocks
+        return bits[:size]
+
+    def fill(self, memory: memoryview) -> None:
+        """Moves the key to memory, for the device that draws the slice."""
+        np.frombuffer(memory, np.uint8)[:] = self.key.numpy()
+        self.erase()
+
+    def erase(self) -> None:
+        """Overwrites the key; from then on nothing can be drawn."""
+        # PRIVACY: who finds the key can subtract the noise (test_the_key_of_a_release_is_overwritten)
+        self.key.zero_()
+        self.key = self.key[:0]
+
+    __reduce__ = KeyedStream.__reduce__  # it is not copied or saved
 
 
 class Repeatable(Stream):

@@ -173,6 +173,9 @@ def test_the_script_for_a_gpu_prints_its_tables_and_names_what_fails() -> None:
     assert "noise on the device: in use" in printed
     assert re.search(r"^\| 100 \| [\d.]+ \| [\d.]+ \| [\d.]+ \|$", printed, re.MULTILINE)
     rows = re.findall(r"^\| logistic 20/32 \|.*", printed, re.MULTILINE)
+    for algorithms in ("as they are", "deterministic"):
+        known = rf"\| logistic 20/32 \| {algorithms} \| 32 \| 0 \| 0 \| \d+ \| \d+ \| \w+"
+        assert re.match(known, rows.pop(0))
     assert len(rows) == 3
     assert "<= 2.5 | <= 1.0" in rows[0]
     assert rows[1].endswith("| - |")  # nothing is captured on the CPU

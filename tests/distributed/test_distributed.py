@@ -38,6 +38,7 @@ from tests.processes import (
 from tests.streams import gaussians, seeded
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.errors import SequenceError, UnitError, UnknownSamplerError, UtilityWarning
+from torch_dpsco.noise import SliceStream
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.sampling import RankSampler, RecordIds
 from torch_dpsco.step import checks, distributed
@@ -191,15 +192,18 @@ def largest_tensor(n: int) -> tuple[int, int]:
 
 
 def count_noise(optimizer: dp.PrivateOptimizer) -> list[int]:
-    """Returns a list that grows with each release of the oracle on this rank."""
-    release, made = optimizer.oracle.release, [0]
-    made.clear()
+    """Returns a list that grows with each release of the oracle on this rank, and each slice of one."""
+    made: list[int] = []
 
-    def counted(noise: torch.Generator) -> Any:
-        made.append(1)
-        return release(noise)
+    def counting(method: Any) -> Any:
+        def counted(*args: Any) -> Any:
+            made.append(1)
+            return method(*args)
 
-    optimizer.oracle.release = counted
+        return counted
+
+    for name in ("release", "noised"):
+        setattr(optimizer.oracle, name, counting(getattr(optimizer.oracle, name)))
     return made
 
 
@@ -401,10 +405,10 @@ def test_noise_is_drawn_once_and_every_rank_gets_the_same(
     first, second = (rank["noise"] for rank in noises)
     assert torch.equal(first, second)
     check_that_noise_is_of_one_process(first)
-    own = gaussians(len(first), seeded(0), dtype=torch.float32)
-    torch.testing.assert_close(
-        first, own.double(), rtol=1e-5, atol=1e-5
-    )  # of rank 0's generator alone
+    bits = SliceStream(0)
+    seeded(0).fill(bits.key.numpy().data)  # of rank 0's generator alone
+    own = gaussians(2 + len(first), bits, dtype=torch.float32)[2:]
+    torch.testing.assert_close(first, own.double(), rtol=1e-5, atol=1e-5)
 
 
 def test_noise_of_every_rank_is_caught(noises: list[dict[str, Tensor]]) -> None:
@@ -485,12 +489,12 @@ def test_the_rounding_of_a_sum_over_processes_stays_within_the_declared_error(
         gap = float((total - expected).norm()) * batch_size
         assert gap <= room._summation.error / 2
         assert (gap > 1e-9) == float32
-    oracles[0].replace_sum(total, rows)
-    answer = oracles[0].release(torch.Generator()).mean[0]  # without noise
+    oracles[0].require_rows(rows)
+    answer = oracles[0].noised(total, torch.Generator())  # without noise
     torch.testing.assert_close(answer, total.float(), rtol=1e-6, atol=0.0)
     assert f"{processes} processes that trust each other" in oracles[0].assumptions[0]
     with pytest.raises(SequenceError, match="a logical batch must have at most"):
-        oracles[0].replace_sum(total, oracles[0]._summation.max_rows + 1)
+        oracles[0].require_rows(oracles[0]._summation.max_rows + 1)
     with pytest.raises(ValueError, match="processes must be <= 1020"):
         oracles[0].share(1021)
 

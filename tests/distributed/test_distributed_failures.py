@@ -143,8 +143,8 @@ def failed_charge(rank: int) -> dict[str, Any]:
     optimizer = full(model, noise=1.0)
     send, sent = agreement.Group.send, []
 
-    def noted(group: agreement.Group, said: Tensor) -> None:
-        send(group, said)
+    def noted(group: agreement.Group, said: Tensor, of: int = 0) -> None:
+        send(group, said, of)
         sent.append(said.clone())
 
     agreement.Group.send = noted
@@ -156,7 +156,7 @@ def failed_charge(rank: int) -> dict[str, Any]:
         optimizer.accountant.authorize = refuse
     errors = steps_of(model, optimizer, 2)
     agreement.Group.send = send
-    return {"errors": errors, "sent": sent[-1]}
+    return {"errors": errors, "sent": sent[-2:]}
 
 
 def failed_release(rank: int) -> list[str]:
@@ -164,10 +164,10 @@ def failed_release(rank: int) -> list[str]:
     model = layer()
     optimizer = full(model, noise=1.0)
 
-    def refuse(noise: torch.Generator) -> None:
+    def refuse(part: Tensor, bits: Any) -> None:
         raise SequenceError("no noise")
 
-    optimizer.oracle.release = (
+    optimizer.oracle.noised = (
         refuse  # of the object, as a fault would: the class is the one that was checked
     )
     return steps_of(model, optimizer, 1)
@@ -435,8 +435,10 @@ def test_a_rank_that_cannot_charge_makes_all_raise_and_ends_the_run(
 
 def test_a_rank_that_cannot_charge_is_sent_no_sum(failed: list[dict[str, Any]]) -> None:
     for rank in failed:
-        assert len(rank["failed_charge"]["sent"]) == DIM + 1 + 2  # the answer that was not given
-        assert not rank["failed_charge"]["sent"].any()
+        key, answer = rank["failed_charge"]["sent"]
+        assert key.tolist() == [0] * 32  # that was not drawn
+        assert len(answer) == 2 + DIM + 1
+        assert answer.isnan().all()  # that was not given
 
 
 def test_a_rank_that_cannot_make_noise_makes_all_raise(failed: list[dict[str, Any]]) -> None:

@@ -204,7 +204,7 @@ def test_a_shard_is_refused_by_name_whenever_it_comes(
             assert words.startswith(f"ValueError: {place} (got "), way
             assert (
                 "leave fully_shard, FSDP or parallelize_module out and give every process the whole model"
-                in words
+                " (train less of a large one, as LoRA does)" in words
             )
 
 

@@ -33,6 +33,7 @@ from tests.processes import (
     message,
     numbers,
     records,
+    released_by_one,
     run_rank,
     train,
     union,
@@ -237,13 +238,13 @@ def told(rank: int, extra: int) -> list[list[int]]:
         heard.extend(row.tolist() for row in table)
         return table
 
-    def sent(group: distributed.Group, said: Tensor) -> None:
-        send(group, said)
+    def sent(group: distributed.Group, said: Tensor, of: int = 0) -> None:
+        send(group, said, of)
         heard.append(said.tolist())
 
-    def added(group: distributed.Group, said: Tensor) -> None:
+    def added(group: distributed.Group, said: Tensor, to: int = 0) -> None:
         heard.append(said.tolist())
-        add_up(group, said)
+        add_up(group, said, to)
 
     group = distributed.Group
     group.gather, group.send, group.add_up, distributed.sampling_key = (
@@ -352,7 +353,7 @@ class Summed(World):
         self.model, self.others, self.step = model, others, 0
 
     def release(self, oracle: Any, noise: Any) -> Release:
-        total, rows = torch.zeros(oracle.dim, dtype=torch.float64), 0
+        total, rows = torch.zeros(oracle._dim, dtype=torch.float64), 0
         rows += oracle.write_sum(total)
         for part in self.others:
             apart = copy.deepcopy(oracle)
@@ -361,8 +362,7 @@ class Summed(World):
             rows += apart.write_sum(own)
             total += own
         self.step += 1
-        oracle.replace_sum(total, rows)
-        return oracle.release(noise)
+        return released_by_one(oracle, total, rows, noise, 1 + len(self.others))
 
     def observe(self, oracle: Any, positions: list[int]) -> None:
         """Takes the rows of a part at the same parameters."""

@@ -27,7 +27,7 @@ from tests.distributed.user_shards import (
     train,
 )
 from tests.problems import slots_of
-from tests.processes import DIM, launch, layer, numbers, records
+from tests.processes import DIM, launch, layer, numbers, records, released_by_one
 from torch_dpsco.accounting.designs import Draw
 from torch_dpsco.algorithms.oracles import UserClipped
 from torch_dpsco.errors import UnitError
@@ -153,7 +153,7 @@ class Summed(World):
     def release(self, oracle: Any, noise: Any) -> Release:
         copies = [copy.deepcopy(oracle) for _ in self.others]
         summed = oracle.summed()
-        total = torch.zeros(summed.dim, dtype=torch.float64)
+        total = torch.zeros(summed._dim, dtype=torch.float64)
         users = summed.write_sum(total)
         for apart, part in zip(copies, self.others, strict=True):
             self.observe(apart, part[self.step][1])
@@ -161,8 +161,7 @@ class Summed(World):
             users += apart.summed().write_sum(own)
             total += own
         self.step += 1
-        summed.replace_sum(total, users)
-        return summed.release(noise)
+        return released_by_one(summed, total, users, noise, 1 + len(self.others))
 
     def observe(self, oracle: Any, positions: list[int]) -> None:
         """Takes the rows of a part at the same parameters."""

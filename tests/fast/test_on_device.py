@@ -25,7 +25,7 @@ from tests.streams import Counted, seeded
 from torch_dpsco import acts, native
 from torch_dpsco.errors import PrivacyError
 from torch_dpsco.fast import on_device, rows_on_device
-from torch_dpsco.noise import Keystream, add_normal_, normal_
+from torch_dpsco.noise import Keystream, SliceStream, add_normal_, add_normals_, normal_
 from torch_dpsco.rows import DenseBlock, GradBatch
 from torch_dpsco.step.oracle import Clipped
 
@@ -60,6 +60,8 @@ def stream_of_kernel(key: bytes, first: int, nonce: bytes, blocks: int) -> bytes
 
 class Given:
     """A source of one key, which notes the memory that it was written to."""
+
+    label = 0
 
     def __init__(self, key: bytes) -> None:
         self.key = key
@@ -315,6 +317,22 @@ def test_no_release_repeats_the_noise_of_another(here):
     both = torch.cat(numbers).cpu().double().flatten()
     assert len(both.unique()) >= len(both) - 4
     assert abs(stats.pearsonr(*both.view(2, -1).numpy()).statistic) < 0.2
+
+
+def test_a_slice_is_drawn_by_the_key_of_all_ranks_under_labels_of_its_own(here):
+    """And only once: the key goes to the device, which has the same labels for it each time."""
+    key = os.urandom(32)
+    bits = SliceStream(3)
+    bits.key.copy_(torch.tensor(list(key)))
+    outs = [torch.zeros(size, device=DEVICE) for size in (25, 7)]
+    add_normals_(outs, 2.0, bits)
+    for place, out in enumerate(outs):
+        expected = torch.zeros_like(out)
+        on_device.draw(expected, 2.0 * (1.0 + 2.0**-22), ints(key), (3 << 20) + place)
+        assert torch.equal(out, expected)
+    assert here[:2] == [25, 7]
+    with pytest.raises(ValueError, match="broadcast"):
+        add_normals_(outs, 2.0, bits)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -49,13 +49,13 @@ def made(accountant: dp.Accountant | None = None) -> tuple[nn.Module, dp.HolderS
 def releases() -> list[int]:
     """Returns a list that grows by one with each draw of noise in this process."""
     drawn: list[int] = []
-    release = ClippedMean.release
+    noised = ClippedMean.noised
 
-    def counted(self: ClippedMean, noise: Any) -> Any:
+    def counted(self: ClippedMean, part: torch.Tensor, bits: Any) -> Any:
         drawn.append(1)
-        return release(self, noise)
+        return noised(self, part, bits)
 
-    ClippedMean.release = counted  # type: ignore[method-assign]
+    ClippedMean.noised = counted  # type: ignore[method-assign]
     return drawn
 
 

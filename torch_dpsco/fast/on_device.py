@@ -44,6 +44,8 @@ _OFF = 2.0**-18  # how far from these a kernel may be
 class Keys(Protocol):
     """Where keys come from."""
 
+    label: int  # of the first tensor
+
     def fill(self, memory: memoryview) -> None:
         """Writes fresh bytes into memory."""
 
@@ -71,7 +73,8 @@ def add_normal_(outs: Sequence[Tensor], std: float, keys: Keys) -> bool:
     # PRIVACY: float32 would round it down (test_a_standard_deviation_is_not_rounded_down_on_its_way_to_the_kernel)
     scale = std * (1.0 + 2.0**-22)
     with _fresh_key(device, keys) as key:
-        for label, part in enumerate(part for out in outs for part in out.split(_MOST)):
+        parts = (part for out in outs for part in out.split(_MOST))
+        for label, part in enumerate(parts, keys.label):
             draw(part, scale, key, label)
     return True
 

@@ -88,8 +88,8 @@ def listed(params: Any) -> list[Any]:
                 raise ValueError(
                     f"params must be whole (got a shard, {type(tensor).__name__}): rows are clipped"
                     " and noised for whole parameters; leave fully_shard, FSDP or"
-                    " parallelize_module out and give every process the whole model, see"
-                    " docs/distributed.md"
+                    " parallelize_module out and give every process the whole model (train less of"
+                    " a large one, as LoRA does), see docs/distributed.md"
                 )
     if not items:
         raise ValueError(_NOTHING)

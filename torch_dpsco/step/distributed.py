@@ -1,4 +1,4 @@
-"""Several processes, one private run: each clips and sums its own rows, and the noise is drawn once.
+"""Several processes, one private run: each clips and sums its own rows, and draws the noise of its own coordinates.
 
 What the ranks of a run tell each other: one call of torch.distributed for each thing, compared before it is used.
 
@@ -11,7 +11,8 @@ with the whole data set, and its optimizer joins the others by itself. One step:
     1 each rank takes the rows of its part of the draw (`sampling.RankSampler`), clips and adds them
     2 all ranks compare step, draw, settings, clip, noise and ledger (`agreement`); a rank that failed says so
     3 every rank charges the same event to its own ledger
-    4 the sums are added on rank 0 in float64, rank 0 adds the noise, and every rank gets the noisy mean
+    4 the sums are added in float64, a slice on each rank, which adds the noise to it by a key that rank 0 has drawn
+      for this release, and every rank gets the noisy mean
     5 every rank makes the same update, so that the models stay equal to the last bit
 
 A rank that fails in 1 takes part in 2, one that fails in 3 in 4, and then all ranks raise and discard the batch, so
@@ -19,17 +20,18 @@ that none waits for a sum that does not come. A rank that has died breaks the co
 
 Guarantee: that of the optimizer in one process, with the same event: the union of the draws is a draw of the design,
 the sum over ranks is that of one process up to roundings that the declared error covers (`ClippedMean.share`), and the
-noise is that of one process. The ranks trust each other: partial sums without noise and the key of the batches pass
-between them, unencrypted, as torch.distributed sends them. Assumes that every rank reads the same records in the same
-order; for data in memory that is compared. Each may have a shard instead, records of its own: then each record is on
-one rank, which does not depend on its values; where records have ids, that none is on two is compared. Users are on one
-rank with all their records, which is compared; their clipped means are added as rows are.
+noise is that of one process. The ranks trust each other: partial sums without noise and the keys of noise and batches
+pass between them, unencrypted, as torch.distributed sends them. Assumes that every rank reads the same records in the
+same order; for data in memory that is compared. Each may have a shard instead, records of its own: then each record is
+on one rank, which does not depend on its values; where records have ids, that none is on two is compared. Users are on
+one rank with all their records, which is compared; their clipped means are added as rows are.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -44,7 +46,7 @@ from torch_dpsco import native
 from torch_dpsco.accounting.accountant import Accountant
 from torch_dpsco.accounting.designs import Assigned, Draw
 from torch_dpsco.errors import PrivacyError, SequenceError, UnitError, UnknownSamplerError
-from torch_dpsco.noise import Source, sampling_key
+from torch_dpsco.noise import SliceStream, Source, sampling_key, stream_of
 from torch_dpsco.sampling import (
     DesignSampler,
     Partition,
@@ -158,9 +160,13 @@ class Group:
         self._call(dist.all_gather, table, message)
         return table
 
-    def send(self, message: Tensor) -> None:
-        """Overwrites a message by that of rank 0."""
-        self._call(dist.broadcast, message, src=0)
+    def send(self, message: Tensor, of: int = 0) -> None:
+        """Overwrites a message by that of one rank, wherever it is."""
+        there = message.to(self.device)
+        self._call(dist.broadcast, there, src=of)
+        if there is not message:
+            message.copy_(there)
+            there.zero_()  # a key, maybe
 
     def send_object(self, thing: Any) -> Any:
         """Returns the thing of rank 0."""
@@ -168,9 +174,9 @@ class Group:
         self._call(dist.broadcast_object_list, things, src=0, device=self.device)
         return things[0]
 
-    def add_up(self, message: Tensor) -> None:
-        """Leaves the sum of the messages of all ranks on rank 0, and nothing of use on the others."""
-        self._call(dist.reduce, message, dst=0)
+    def add_up(self, message: Tensor, to: int = 0) -> None:
+        """Leaves the sum of the messages of all ranks on one of them, and nothing of use on the others."""
+        self._call(dist.reduce, message, dst=to)
 
     def _call(self, function: Callable[..., Any], *args: Any, **options: Any) -> None:
         try:
@@ -220,6 +226,8 @@ def sight(dataset: Dataset[Any]) -> Iterator[Any]:
             yield tensor.shape
             yield read_bytes(tensor[:: max(1, len(tensor) // _READ_ROWS)])
 
+
+_LEAST = 2**16  # numbers of a slice, of which the noise costs less than a message
 
 # where a step is, and so what the other ranks wait for: nothing yet, this rank's call, its sum
 _COLLECTING = "collecting"
@@ -353,9 +361,7 @@ class Ranks(World):
         self._share(run)
         group = self._group
         fresh = sampling_key() if resume is None else resume.cut.tobytes()[:32]
-        key = torch.tensor(
-            list(fresh if group.first else bytes(32)), dtype=torch.uint8, device=group.device
-        )
+        key = torch.tensor(list(fresh), dtype=torch.uint8)
         group.send(key)
         secret = bytes(key.tolist())
         if ids is not None and not shard and not isinstance(run.design, Assigned):
@@ -429,36 +435,48 @@ class Ranks(World):
         return answer
 
     def _answer(self, oracle: ClippedMean, noise: Source | None) -> list[Tensor]:
-        """Adds the sums of all ranks up and noises them; without `noise` this rank has failed, and so has the step."""
+        """Adds the sums of all ranks up and noises them, a slice on each rank.
+
+        Without `noise` this rank has failed, and so has the step.
+        """
         group = self._group
-        # sum, rows, ranks ready
-        message = torch.zeros(oracle.dim + 2, dtype=torch.float64, device=group.device)
+        # ranks that have charged, rows, sum
+        message = torch.zeros(oracle._dim + 2, dtype=torch.float64, device=group.device)
         if noise is not None:
-            message[-2] = oracle.write_sum(message[:-2])
-            message[-1] = 1
-        group.add_up(message)
-        released = False
+            message[1] = oracle.write_sum(message[2:])
+            message[0] = 1
+        answer = torch.full_like(message, math.nan, dtype=oracle._dtype)
+        width = max(_LEAST, -(-len(message) // group.processes))
+        sums = message.split(width)
+        slices = answer.split(width)
+        bits = SliceStream(group.rank)
+        for rank, part in enumerate(sums):
+            group.add_up(part, rank)
         try:
-            if group.first and noise is not None and message[-1] == group.processes:
-                oracle.replace_sum(message[:-2].to(self._device), int(message[-2]))
+            try:
+                if group.first and noise is not None and message[0] == group.processes:
+                    oracle.require_rows(int(message[1]))
+                    # PRIVACY: they are in the slice (test_how_many_rows_there_are_is_told_to_nobody_but_rank_0)
+                    message[:2] = 0
+                    stream_of(noise).fill(bits.key.numpy().data)
+            finally:
+                group.send(bits.key)
+            # PRIVACY: a sum that gets no noise goes nowhere (test_a_rank_that_cannot_charge_is_sent_no_sum)
+            if bits.key.any() and group.rank < len(sums):
                 # PRIVACY: drawn once, on one rank (test_noise_of_every_rank_is_caught)
-                message[:-2] = torch.cat(
-                    [mean.reshape(-1) for mean in oracle.release(noise).mean]
-                )
-                released = True
+                slices[group.rank].copy_(oracle.noised(sums[group.rank], bits))
         finally:
-            if not released:
-                # PRIVACY: a sum that gets no noise goes nowhere (test_a_rank_that_cannot_charge_is_sent_no_sum)
-                message.zero_()
-            message[-2] = 0
-            message[-1] = released
-            group.send(message)  # on the other ranks it overwrites partial sums
-        if not message[-1]:
+            bits.erase()
+            message.zero_()
+            for rank, part in enumerate(slices):
+                group.send(part, rank)
+        # PRIVACY: a slice without noise is NaN (test_a_rank_that_cannot_make_noise_makes_all_raise)
+        if answer[::width].isnan().any():
             raise SequenceError(
                 "a rank could not charge or release this step, so that no rank makes it: see its"
                 " error"
             )
-        return oracle.views(message[:-2].to(self._device))
+        return oracle.views(answer[2:].to(self._device))
 
     def failed(self, run: Any, *, in_progress: bool) -> None:
         """Takes part in the call that the others wait in, and says that this rank has failed."""

@@ -470,8 +470,7 @@ class ClippedMean(MeanOracle):
         """Clips rows and adds them to the mean."""
         clip = self.clip if self._clip is None else self._clip  # raises before open
         n_rows = self._n_rows + len(rows)
-        if n_rows > self._summation.max_rows:
-            self._refuse_many()
+        self.require_rows(n_rows)
         self.__dict__["_n_rows"] = n_rows
         own = type(self)  # rows that fit have weight 1, and nobody else is to see them
         plain = own.weights is ClippedMean.weights and own.observe is ClippedMean.observe
@@ -538,7 +537,7 @@ class ClippedMean(MeanOracle):
         roundings and the mean of the weighted norms is larger than the planned chain times C: the errors add up to at
         most chain u sum_r m_r C. The sums of the processes are added in float64, by W - 1 roundings more. The planned
         float64 chain, at least 1024 + max_rows, has room for them: that of a process is at most m_r + 4 (tiles of its
-        chunks, then tiles, then chunks), sum_r m_r <= max_rows is enforced by `replace_sum`, and W <= 1020. The last
+        chunks, then tiles, then chunks), sum_r m_r <= max_rows is enforced by `require_rows`, and W <= 1020. The last
         bits of a mean loss depend on the rows of one process, and are bounded by the rows of all, as before. Means of
         users, each of whom is on one process, are such rows (docs/proofs/rounding.md#sums-over-processes).
         """
@@ -587,19 +586,22 @@ class ClippedMean(MeanOracle):
             part.add_(mean)
         return self._n_rows
 
-    def replace_sum(self, total: Tensor, n_rows: int) -> None:
-        """Takes the sum over all processes in place of its own: (d,) float64, of that many rows."""
-        if n_rows > self._summation.max_rows:
-            self._refuse_many()
-        self.__dict__.update(_means=None, _total=total)
+    def require_rows(self, n_rows: int) -> None:
+        """Raises SequenceError for more rows, of all processes, than the error of their sum is declared for."""
+        most = self._summation.max_rows
+        if n_rows > most:
+            raise SequenceError(f"a logical batch must have at most {most} rows")
 
-    def _refuse_many(self) -> NoReturn:
-        raise SequenceError(f"a logical batch must have at most {self._summation.max_rows} rows")
+    def noised(self, part: Tensor, source: Source) -> Tensor:
+        """Returns a part of the mean with its noise, N(0, noise_std^2 I).
 
-    @property
-    def dim(self) -> int:
-        """Coordinates of the means of the open batch."""
-        return self._dim
+        Args:
+            part: (k,) float64, summed over all processes.
+            source: of the bits; each part has its own.
+        """
+        if self._exact:
+            return release_on_grid(part, self._grid, source)
+        return normal_(torch.empty_like(part, dtype=self._dtype), self.noise_std, source, part)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Returns a (d,) vector cut into the shapes of the parameters."""
@@ -620,7 +622,12 @@ class ClippedMean(MeanOracle):
         """Adds N(0, noise_std^2 I) and ends the batch."""
         noise_std = self.noise_std  # raises before open
         if self._exact:
-            return self._release_exact(generator)
+            vector = torch.zeros(self._dim, dtype=torch.float64, device=self._form[0][2])
+            self.write_sum(vector)
+            self.discard()
+            # on its grid; cast to the precision of releases after that
+            found = self.noised(vector, generator)
+            return Release(self.views(self._memory(self._dim).copy_(found)))
         means = self._means or []  # none of linear rows
         # the memory of large sums, which are fresh, is that of the release: their noise stays in cache
         large = [
@@ -648,14 +655,6 @@ class ClippedMean(MeanOracle):
             answer[i] = mean if large[i] else answer[i].add_(mean)
         self.discard()
         return Release(answer)
-
-    def _release_exact(self, generator: Source) -> Release:
-        """Returns the mean on its grid with noise in integers; cast to the precision of releases after that."""
-        vector = torch.zeros(self._dim, dtype=torch.float64, device=self._form[0][2])
-        self.write_sum(vector)
-        self.discard()
-        found = release_on_grid(vector, self._grid, generator)
-        return Release(self.views(self._memory(self._dim).copy_(found)))
 
     def metrics(self) -> dict[str, float]:
         """Returns clip and noise_std of the last batch."""

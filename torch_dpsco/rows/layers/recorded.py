@@ -542,7 +542,7 @@ def require_whole(module: nn.Module, name: str = "") -> None:
         raise ValueError(
             f"model must not be sharded (got {type(module).__name__} {name!r}): rows are clipped"
             " and noised for whole parameters; leave fully_shard, FSDP or parallelize_module out"
-            " and give every process the whole model, see docs/distributed.md"
+            " and give every process the whole model (train less of a large one, as LoRA does), see docs/distributed.md"
         )
 
 
