@@ -45,6 +45,7 @@ _Indices = npt.NDArray[np.int64]
 # rows of a draw that are delivered together; where they are in their batch, None if it has no others; and its size
 _Block = tuple[Any, Tensor | slice | None, int]
 _MOST_WORKERS = 1024  # processes
+_LARGE = 2**25  # parameters of a model, frozen ones too
 
 
 class OneByOne(Dataset[Any]):
@@ -219,6 +220,12 @@ class PrivateLoader:
         if self.slots is not None:
             parts.slots = self.slots.of_size(physical_batch_size)
         return parts
+
+    def part(self, model: nn.Module) -> None:
+        """Lets the draws of a large model come in a public number of batches, if their sizes are still to be tested."""
+        size = sum(p.numel() for p in model.parameters())
+        if self.slots is not None and self.isolation.open and size > _LARGE:
+            self.slots.part()
 
     def contents(self) -> Iterator[Any]:
         """Yields everything that is drawn from, in order."""
@@ -583,9 +590,12 @@ class Isolation:
             return None
         sizes = self.tested.sizes
         largest = sizes[-1 if most is None else bisect_right(sizes, most) - 1]
+        slots = self.slots
+        parts = -(-slots.drawn // largest) if slots is not None and slots.parted else 1
+        step = max(1, min(largest, -(-rows // parts)))
         found: list[_Block] = []
-        for start in range(0, max(1, rows), largest):
-            part = min(largest, rows - start)
+        for start in range(0, max(rows, parts * step), step):
+            part = max(0, min(step, rows - start))
             size = sizes[bisect_left(sizes, part)]
             found.append((slice(start, start + part), slice(0, part), size))
         return found

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 import random
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,12 +37,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torch_dpsco.errors import PrivacyError
 from torch_dpsco.native import HALF
 
 CHECKED = (
     "checked at the first step on made-up records, some of them far out: none reaches another"
 )
 SEED = 5_000_011  # of what is random in the functions, the same in each call
+_PART = 2**18  # numbers that are added up at once
+_LARGE = 2**18  # numbers of a parameter
+_CHANGED = (
+    "a forward must not change frozen weights, also by .data (changed on made-up records: {names}, of which"
+    " no copy is kept, since they are large): load the model again"
+)
 SMALL = 1e-3
 LARGE = 1e4
 _OUTLIERS = {
@@ -394,6 +402,7 @@ def attempt(what: str, call: Callable[[], _T]) -> _T | Refused:
     try:
         return call()
     except Exception as error:
+        traceback.clear_frames(error.__traceback__)  # they hold whole graphs
         return Refused(what, error)
 
 
@@ -407,6 +416,12 @@ def same_values(first: Tensor, second: Tensor) -> bool:
     if first.is_meta or torch.equal(first, second):
         return True
     return bool(((first == second) | ((first != first) & (second != second))).all())
+
+
+def fingerprint(t: Tensor) -> str:
+    """Returns what shows whether the values of a tensor have changed: sums of its parts, as text (NaN equals NaN)."""
+    parts = (part.abs().double() for part in t.detach().reshape(-1).split(_PART))
+    return repr([(float(part.sum()), float(part.square().sum())) for part in parts])
 
 
 def seed_torch(seed: int) -> None:
@@ -515,7 +530,7 @@ class Untouched:
         self._generators = [(g, g.get_state()) for g in generators]
         self._hooks = [(hooks, dict(hooks)) for p in self.params for hooks in _tensor_hooks(p)]
         self._grads = [(p, p.grad, p.requires_grad) for p in self.params]
-        self._values = [(place, t, t.detach().clone()) for place, t in _tensors(self.modules)]
+        self._values = [(place, t, _saved(t)) for place, t in _tensors(self.modules)]
 
     def rewind(self) -> None:
         """Puts attributes and random streams back, but no values of tensors and nothing that is on parameters."""
@@ -529,6 +544,9 @@ class Untouched:
 
         Args:
             moved: other values, by the id of their tensor, instead of those that were saved.
+
+        Raises:
+            PrivacyError: a large frozen parameter has changed, of which there is no copy.
         """
         self.rewind()
         for p, grad, requires_grad in self._grads:
@@ -544,7 +562,10 @@ class Untouched:
             hooks.clear()
             hooks.update(items)
         for _, t, saved in self._values:
-            if t.requires_grad or not same_values(t.detach(), saved):
+            if isinstance(saved, str):
+                if _has_changed(t, saved):
+                    raise PrivacyError(_CHANGED.format(names=self.changed()))
+            elif t.requires_grad or _has_changed(t, saved):
                 # what is frozen may be memory that others read
                 t.data.copy_(moved.get(id(t), saved))
 
@@ -553,9 +574,21 @@ class Untouched:
         names = set()
         for (module, holder, name), t, saved in self._values:
             now = holder.get(name)
-            if not t.requires_grad and (now is None or not same_values(now.detach(), saved)):
+            if not t.requires_grad and (now is None or _has_changed(now, saved)):
                 names.add(f"{type(module).__name__}.{name}")
         return sorted(names)
+
+
+def _saved(t: Tensor) -> Tensor | str:
+    """Returns a copy; of large frozen parameters, which are most of a model that is tuned, a fingerprint."""
+    frozen = isinstance(t, nn.Parameter) and not t.requires_grad
+    return fingerprint(t) if frozen and t.numel() > _LARGE else t.detach().clone()
+
+
+def _has_changed(t: Tensor, saved: Tensor | str) -> bool:
+    if isinstance(saved, str):
+        return fingerprint(t) != saved
+    return not same_values(t.detach(), saved)
 
 
 def _contents(thing: Any) -> list[tuple[Any, Any]]:
