@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from numbers import Number
 from typing import Any
 
@@ -36,7 +37,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.designs import Design, Draw, Full
 from torch_dpsco.compat import tree_leaves, tree_map
-from torch_dpsco.errors import UnitError
+from torch_dpsco.errors import UnitError, outside, warn
 from torch_dpsco.sampling.datasets import Gathered, owned
 from torch_dpsco.sampling.samplers import Chunk, DesignSampler, records_of
 from torch_dpsco.sampling.slots import Slots
@@ -46,6 +47,11 @@ _Indices = npt.NDArray[np.int64]
 _Block = tuple[Any, Tensor | slice | None, int]
 _MOST_WORKERS = 1024  # processes
 _LARGE = 2**25  # parameters of a model, frozen ones too
+_IN_PARTS = (
+    "a draw for a large model comes in several batches: in {} until their sizes are tested, and then in two."
+    " optimizer.step() adds them up, and releases after the last one: move schedules by optimizer.steps, not by"
+    " batches, or give physical_batch_size= to optimizer.loader(...)"
+)
 
 
 class OneByOne(Dataset[Any]):
@@ -223,9 +229,9 @@ class PrivateLoader:
 
     def part(self, model: nn.Module) -> None:
         """Lets the draws of a large model come in a public number of batches, if their sizes are still to be tested."""
-        size = sum(p.numel() for p in model.parameters())
-        if self.slots is not None and self.isolation.open and size > _LARGE:
-            self.slots.part()
+        asked = self.physical_batch_size is not None or not self.isolation.open
+        if not asked and sum(p.numel() for p in model.parameters()) > _LARGE:
+            self.slots.part()  # type: ignore[union-attr]
 
     def contents(self) -> Iterator[Any]:
         """Yields everything that is drawn from, in order."""
@@ -343,6 +349,8 @@ class PrivateLoader:
         log = self.batch_sampler.log
         isolation = self.isolation
         log.restart()
+        if isolation.open and self.slots is not None and self.slots.parts > 1:
+            warn(_IN_PARTS.format(self.slots.parts), outside())
         # of this iteration only: nothing is left over when it is broken off
         chunks: deque[Chunk] = deque()
         over = log.progress.steps >= log.planned
@@ -590,15 +598,13 @@ class Isolation:
             return None
         sizes = self.tested.sizes
         largest = sizes[-1 if most is None else bisect_right(sizes, most) - 1]
-        slots = self.slots
-        parts = -(-slots.drawn // largest) if slots is not None and slots.parted else 1
-        step = max(1, min(largest, -(-rows // parts)))
-        found: list[_Block] = []
-        for start in range(0, max(rows, parts * step), step):
-            part = max(0, min(step, rows - start))
-            size = sizes[bisect_left(sizes, part)]
-            found.append((slice(start, start + part), slice(0, part), size))
-        return found
+        few = 1 if self.slots is None or self.slots.parts == 1 else 2
+        parts = max(few, -(-rows // largest))
+        ends = [rows * k // parts for k in range(parts + 1)]
+        return [
+            (slice(a, b), slice(0, b - a), sizes[bisect_left(sizes, b - a)])
+            for a, b in pairwise(ends)
+        ]
 
     def __str__(self) -> str:
         if self.alone:

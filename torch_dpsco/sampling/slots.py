@@ -28,7 +28,7 @@ _Indices = npt.NDArray[np.int64]
 # a draw has more units than the capacity with probability below 2^-60
 _RARE = 60.0 * math.log(2.0)
 _MULTIPLE = 8  # a friendly number of rows
-_SPARE = 4  # a part of a draw has room for so much of the usual size more
+_SPARE = 4  # a block has room for so much of the usual size more, where draws come in several
 # of blocks of users: rows of a user, rows, numbers of all rows
 _EACH = 4
 _LEAST = 64
@@ -113,10 +113,10 @@ class Slots:
         usual = self.block if of_users else math.ceil(design.batch_size / processes)
         self.usual = min(usual, self.block)
         # a larger draw comes in several batches: four standard deviations are passed by one in 30,000
-        self.drawn = usual + 4 * math.isqrt(usual) + 4
-        self.most = self.block if of_users else min(self.block, self.drawn)
-        self.parted = False  # whether a draw comes in a public number of blocks
-        self._whole = not of_users and physical_batch_size is None
+        self.most = (
+            self.block if of_users else min(self.block, usual + 4 * math.isqrt(usual) + 4)
+        )
+        self.parts = 1  # blocks of a draw at least
         self._rng = sampling_generator()
         self._keeps = isinstance(design, Full)
         self._kept = np.empty(0, dtype=np.int64)
@@ -133,16 +133,14 @@ class Slots:
         part = copy.copy(self)
         part.block = part.most = part._fitting(physical_batch_size)
         part.usual = min(part.usual, part.block)
-        part.parted = part._whole = False
         return part
 
     def part(self) -> None:
-        """Cuts draws into a public number of blocks of about the usual size, unless a size was asked for, or of users."""
-        if self._whole:
-            self._whole = False
-            self.block = self._fitting(self.usual + self.usual // _SPARE)
-            self.most = min(self.block, self.drawn)
-            self.parted = self.block < self.capacity
+        """Cuts draws of records into a public number of blocks of about the usual size."""
+        size = max(_MULTIPLE, self.usual + self.usual // _SPARE)
+        if not self._users and size < self.most:
+            self.block = self.most = self._fitting(size)
+            self.parts = math.ceil(self.capacity / self.block)
 
     def places(self, units: int) -> _Indices:
         """Returns the places of that many units; those past the capacity have the places of another round."""
@@ -155,20 +153,15 @@ class Slots:
         self._kept = np.concatenate(drawn)[:units]
         return self._kept
 
-    def of_records(self, places: _Indices) -> Iterator[tuple[_Indices, _Indices]]:
-        """Yields (records, slots) of each block, each record in the first one in which its slot is free.
-
-        In a public number of blocks its place decides which.
+    def of_records(self, places: _Indices) -> list[tuple[_Indices, _Indices]]:
+        """Returns (records, slots) of each block, each record in the first one in which its slot is free.
 
         Args:
             places: of the records of the draw.
         """
-        if not self.parted:
-            return _first_free(places % self.block)
-        order = np.argsort(places)
-        ends = np.arange(self.block, max(self.capacity, places.max(initial=0) + 1), self.block)
-        found = np.split(order, np.searchsorted(places[order], ends))
-        return ((part, places[part] % self.block) for part in found)
+        made = list(_first_free(places % self.block))
+        nobody = places[:0]
+        return made + [(nobody, nobody)] * (self.parts - len(made))
 
     def of_users(self, sizes: _Indices, places: _Indices) -> Iterator[tuple[_Indices, _Indices]]:
         """Yields (rows, slots) of each block that has any, for rows that are in order of their users.

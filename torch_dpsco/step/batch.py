@@ -20,7 +20,6 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +39,7 @@ from torch_dpsco.errors import (
     warn,
 )
 from torch_dpsco.rows import retire_forwards
-from torch_dpsco.rows.batch import GradBatch, attachments
+from torch_dpsco.rows.batch import GradBatch
 from torch_dpsco.rows.forwards import ONE_MODULE
 from torch_dpsco.sampling import (
     AssignedSampler,
@@ -75,11 +74,6 @@ _SEVERAL = (
     "several backward passes per step need a declared sampling, since a record could be in two of"
     " them: give n= or sampling= to the plan (design= to a PrivateOptimizer) and use"
     f" optimizer.loader(dataset); {ONE_MODULE}"
-)
-_IN_PARTS = (
-    "a draw of a large model comes in several batches, as many as are public: {blocks} until their sizes are tested."
-    " optimizer.step() adds them up, and releases after the last one: move schedules by optimizer.steps, not by batches,"
-    " or give physical_batch_size= to optimizer.loader(...)"
 )
 
 
@@ -156,8 +150,7 @@ class LogicalBatch:
             self._sampler = sampler
             self._made = sampler.so_far.made
             self._loader = loader
-        self._part(loader)
-        self._log.on_restart = partial(self._begin, on_restart, loader)
+        self._log.on_restart = on_restart
         self._log.progress = progress
         self._log.planned = math.inf if planned is None else planned
         self._log.on_delivery = lambda chunk: retire_forwards(
@@ -166,19 +159,6 @@ class LogicalBatch:
         self._draw_rows = 0
         self.opened = False
         return early is not None
-
-    def _begin(self, give_up: Callable[[], None], loader: Any) -> None:
-        give_up()
-        self._part(loader)
-        slots = getattr(loader, "slots", None)
-        if slots is not None and slots.parted and loader.isolation.open:
-            warn(_IN_PARTS.format(blocks=-(-slots.capacity // slots.block)), outside())
-
-    def _part(self, loader: Any) -> None:
-        """Lets draws come in parts that take the memory of a plain step, if the model that is trained is large."""
-        for attachment in attachments(self._params):
-            if isinstance(loader, PrivateLoader):
-                loader.part(attachment.layers[0])
 
     def _require_secret(self, sampler: Any) -> None:
         """Raises UnknownSamplerError unless the draws of an assigned design are fresh, or those of this run."""

@@ -294,6 +294,8 @@ class RunOptimizer(CommonOptimizer):
         for attachment in attachments(self._params):
             attachment.isolation = self._isolation
             attachment.get_ready(None)
+            if own:
+                loader.part(attachment.layers[0])
         if self._isolation.open:
             self._settle_isolation(known=True)
         return loader
