@@ -19,7 +19,8 @@ on using the original and escape the probe. So the probes run on the objects the
 * the values of parameters, buffers and tensor attributes, and `grad`;
 * the global random streams of torch (CPU and CUDA), numpy and python, and torch's generators among the attributes.
 
-What a forward changes elsewhere (a file, a list inside of a list) cannot be undone.
+Of large frozen parameters, most of a model of which little is trained, no copy is made: a change of them is refused. What
+a forward changes elsewhere (a file, a list inside of a list) cannot be undone.
 """
 
 from __future__ import annotations
