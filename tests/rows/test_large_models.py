@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
+from tests.memory import peak
 from tests.problems import make_optimizer
 from torch_dpsco import trial
 from torch_dpsco.accounting.designs import Poisson
@@ -303,19 +302,6 @@ def test_fingerprints_tell_values_apart(dtype: torch.dtype) -> None:
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
-
-
-def peak(run: Callable[[], object]) -> int:
-    """Returns the most bytes of torch's allocator that were in use at once, above those in use before."""
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        run()
-    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
-    in_use = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        in_use += event.nbytes()
-        most = max(most, in_use)
-    return most
 
 
 class Deep(nn.Module):
