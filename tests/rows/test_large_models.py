@@ -294,7 +294,7 @@ def test_of_large_frozen_weights_no_copy_is_made() -> None:
 def test_fingerprints_tell_values_apart(dtype: torch.dtype) -> None:
     t = torch.zeros(3, 7).to(dtype)
     same = fingerprint(t)
-    assert same == fingerprint(t.clone()) == fingerprint(t.T.contiguous().T)
+    assert same == fingerprint(t.clone()) == fingerprint(t.T.contiguous().T)  # columns in memory
     t[2, 5] = 1
     assert fingerprint(t) != same
     nan = torch.full((2,), torch.nan)

@@ -47,11 +47,6 @@ _Indices = npt.NDArray[np.int64]
 _Block = tuple[Any, Tensor | slice | None, int]
 _MOST_WORKERS = 1024  # processes
 _LARGE = 2**25  # parameters of a model, frozen ones too
-_IN_PARTS = (
-    "a draw for a large model comes in several batches: in {} until their sizes are tested, and then in two."
-    " optimizer.step() adds them up, and releases after the last one: move schedules by optimizer.steps, not by"
-    " batches, or give physical_batch_size= to optimizer.loader(...)"
-)
 
 
 class OneByOne(Dataset[Any]):
@@ -229,9 +224,9 @@ class PrivateLoader:
 
     def part(self, model: nn.Module) -> None:
         """Lets the draws of a large model come in a public number of batches, if their sizes are still to be tested."""
-        asked = self.physical_batch_size is not None or not self.isolation.open
-        if not asked and sum(p.numel() for p in model.parameters()) > _LARGE:
-            self.slots.part()  # type: ignore[union-attr]
+        size = sum(p.numel() for p in model.parameters())
+        if self.slots and self.isolation.open and not self.physical_batch_size and size > _LARGE:
+            self.slots.part()
 
     def contents(self) -> Iterator[Any]:
         """Yields everything that is drawn from, in order."""
@@ -349,8 +344,14 @@ class PrivateLoader:
         log = self.batch_sampler.log
         isolation = self.isolation
         log.restart()
-        if isolation.open and self.slots is not None and self.slots.parts > 1:
-            warn(_IN_PARTS.format(self.slots.parts), outside())
+        parts = 1 if self.slots is None else self.slots.parts
+        if isolation.open and parts > 1:
+            warn(
+                f"a draw for a large model comes in several batches: in {parts} until their sizes are tested, and then"
+                " in two. optimizer.step() adds them up, and releases after the last one: move schedules by"
+                " optimizer.steps, not by batches, or give physical_batch_size= to optimizer.loader(...)",
+                outside(),
+            )
         # of this iteration only: nothing is left over when it is broken off
         chunks: deque[Chunk] = deque()
         over = log.progress.steps >= log.planned

@@ -19,12 +19,13 @@ on using the original and escape the probe. So the probes run on the objects the
 * the values of parameters, buffers and tensor attributes, and `grad`;
 * the global random streams of torch (CPU and CUDA), numpy and python, and torch's generators among the attributes.
 
-Of large frozen parameters, most of a model of which little is trained, no copy is made: a change of them is refused. What
-a forward changes elsewhere (a file, a list inside of a list) cannot be undone.
+Of large frozen parameters, most of a model of which little is trained, no copy is made: a change of them is refused.
+What a forward changes elsewhere (a file, a list inside of a list) cannot be undone.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 import traceback
@@ -45,12 +46,7 @@ CHECKED = (
     "checked at the first step on made-up records, some of them far out: none reaches another"
 )
 SEED = 5_000_011  # of what is random in the functions, the same in each call
-_PART = 2**16  # numbers that are added up at once
 _LARGE = 2**18  # numbers of a frozen parameter
-_CHANGED = (
-    "a forward must not change frozen weights, also by .data (on made-up records it has changed large ones, of which"
-    " no copy is kept): load the model again, and write its forward without that"
-)
 SMALL = 1e-3
 LARGE = 1e4
 _OUTLIERS = {
@@ -420,10 +416,9 @@ def same_values(first: Tensor, second: Tensor) -> bool:
 
 
 def fingerprint(t: Tensor) -> str:
-    """Returns what shows whether the values of a tensor have changed: sums of its parts, as text (NaN equals NaN)."""
-    parts = t.detach().reshape(-1).split(_PART)
-    sizes = (part.to(torch.complex128).abs() for part in parts)
-    return str([(float(part.sum()), float(part.square().sum())) for part in sizes])
+    """Returns a digest of the bits of a tensor."""
+    flat = t.detach().cpu().reshape(-1).contiguous()
+    return hashlib.sha256(flat.view(torch.uint8).numpy()).hexdigest()
 
 
 def seed_torch(seed: int) -> None:
@@ -533,8 +528,9 @@ class Untouched:
         self._hooks = [(hooks, dict(hooks)) for p in self.params for hooks in _tensor_hooks(p)]
         self._grads = [(p, p.grad, p.requires_grad) for p in self.params]
         # most of a model of which little is trained: no copy
-        large = [p for p in self.params if not p.requires_grad and p.numel() > _LARGE]
-        self._large = {p: fingerprint(p) for p in large}
+        self._large = {
+            p: fingerprint(p) for p in self.params if not p.requires_grad and p.numel() > _LARGE
+        }
         self._values = [
             (place, t, t.detach().clone())
             for place, t in _tensors(self.modules)
@@ -576,7 +572,10 @@ class Untouched:
                 t.data.copy_(moved.get(id(t), saved))
         if any(fingerprint(t) != saved for t, saved in self._large.items()):
             # PRIVACY: as in a training forward (test_large_frozen_weights_that_made_up_records_change_are_refused)
-            raise PrivacyError(_CHANGED)
+            raise PrivacyError(
+                "a forward must not change frozen weights, also by .data (on made-up records it has changed large"
+                " ones, of which no copy is kept): load the model again, and write its forward without that"
+            )
 
     def changed(self) -> list[str]:
         """Returns the names of the tensors that no optimizer privatizes (buffers, frozen) and whose values changed."""
