@@ -336,7 +336,7 @@ def test_a_model_of_which_little_is_trained_takes_the_memory_of_plain_steps(
         adjacency="add_remove",
         batch_size=8,
         steps=2,
-        lr=0.1,
+        lr=0.5,
     )
     trainer = private_run(tmp_path, model, plan=plan, per_device_train_batch_size=8)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

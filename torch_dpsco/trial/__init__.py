@@ -418,7 +418,7 @@ def same_values(first: Tensor, second: Tensor) -> bool:
 def fingerprint(t: Tensor) -> str:
     """Returns a digest of the bits of a tensor."""
     flat = t.detach().cpu().reshape(-1).contiguous()
-    return hashlib.sha256(flat.view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
 
 
 def seed_torch(seed: int) -> None:
