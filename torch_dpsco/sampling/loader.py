@@ -344,10 +344,10 @@ class PrivateLoader:
         log = self.batch_sampler.log
         isolation = self.isolation
         log.restart()
-        parts = 1 if self.slots is None else self.slots.parts
-        if isolation.open and parts > 1:
+        least = 1 if self.slots is None else self.slots.parts
+        if isolation.open and least > 1:
             warn(
-                f"a draw for a large model comes in several batches: in {parts} until their sizes are tested, and then"
+                f"a draw for a large model comes in several batches: in {least} until their sizes are tested, and then"
                 " in two. optimizer.step() adds them up, and releases after the last one: move schedules by"
                 " optimizer.steps, not by batches, or give physical_batch_size= to optimizer.loader(...)",
                 outside(),
