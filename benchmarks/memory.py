@@ -1,7 +1,8 @@
 """Peak memory of training at default settings, above data and model, beside plain torch SGD and Opacus.
 
     python benchmarks/memory.py            # about half a minute
-    python benchmarks/memory.py --large    # a model of 124 million parameters, of which few are trained; minutes
+    python benchmarks/memory.py --large    # a model of 124 million parameters, of which few are trained; half an hour
+    python benchmarks/memory.py --large --few 60    # the same with a shorter test of sizes; minutes
     python benchmarks/memory.py --smoke
 
 torch's profiler reports every allocation and release of torch's CPU allocator, also those inside of kernels; the peak
@@ -17,15 +18,22 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from cases import Case, everyday, fine_tuned, long
-from defaults import WAYS
+from defaults import WAYS, Way
 from timing import digits, table
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 from variants import Setting
+
+import torch_dpsco as dp
+from torch_dpsco.sampling import loader
+from torch_dpsco.trial import sizes
 
 GOAL = 1.25  # times plain, plus one buffer of the size of the parameters
 MIB = 2**20
@@ -53,7 +61,9 @@ def step_peak(case: Case, name: str) -> int:
     model, data = case.model(), TensorDataset(*case.data)
 
     def run() -> None:
-        for _ in WAYS[name].start(case, model, data, Setting(), STEPS):
+        for _ in (Way(trainer) if name == "PrivateTrainer" else WAYS[name]).start(
+            case, model, data, Setting(), STEPS
+        ):
             pass
 
     return peak(run)
@@ -94,10 +104,17 @@ def tables(*, smoke: bool) -> dict[str, str]:
     return {"memory": table(heads, rows)}
 
 
-def large(*, smoke: bool) -> str:
-    """Returns a table of a large model of which few parameters are trained, itself included."""
+def large(*, smoke: bool, few: int | None = None) -> str:
+    """Returns a table of a large model of which few parameters are trained, itself included.
+
+    Args:
+        smoke: a small one.
+        few: made-up records of the test of sizes; its peak is that of its largest batch, whatever their number.
+    """
     rows = []
-    names = ["plain", "ours, mean", "make_private", "Opacus"]
+    names = ["plain", "ours, mean", "make_private", "PrivateTrainer", "Opacus"]
+    loader._LARGE = 0 if smoke else loader._LARGE
+    sizes._FEWEST = sizes.RECORDS = few or sizes._FEWEST
     for case in fine_tuned(smoke=smoke):
         model = sum(p.numel() * p.element_size() for p in case.model().parameters())
         bytes_of = {name: in_own_process(case, name) for name in names}
@@ -108,6 +125,46 @@ def large(*, smoke: bool) -> str:
     return table(heads, rows)
 
 
+class _Named(Dataset[Any]):
+    """Records as a Trainer takes them."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        words, label = self._data[index]
+        return {"input_ids": words, "labels": label}
+
+
+def trainer(
+    case: Case, model: Any, data: TensorDataset, setting: Setting, steps: int
+) -> Iterator[None]:
+    """A run of `PrivateTrainer`, with the batch size of the case for its rows at once."""
+    from transformers import TrainingArguments
+
+    from torch_dpsco.integrations.transformers import PrivateTrainer
+
+    off: Any = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "use_cpu": True}
+    own: Any = {"optim": "sgd", "lr_scheduler_type": "constant", "learning_rate": setting.lr}
+    rows: Any = {"per_device_train_batch_size": case.size, "max_grad_norm": 0}
+    plan = dp.ClippedSGD.plan(
+        lr=setting.lr,
+        clip=setting.clip,
+        noise_multiplier=setting.noise_multiplier,
+        adjacency="add_remove",
+        batch_size=case.size,
+        n=len(data),
+        steps=steps,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(folder, max_steps=steps, **off, **own, **rows)
+        PrivateTrainer(model.model, args, train_dataset=_Named(data), plan=plan).train()
+    yield
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -116,10 +173,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--large", action="store_true", help="a large model, little of it trained"
     )
+    parser.add_argument("--few", type=int, help="made-up records, of a large model")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     if args.large:
-        print(large(smoke=args.smoke))
+        print(large(smoke=args.smoke, few=args.few))
         return
     print(tables(smoke=args.smoke)["memory"])
 

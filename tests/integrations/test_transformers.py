@@ -33,9 +33,11 @@ from transformers import (
 )
 
 import torch_dpsco as dp
+from tests.memory import peak
 from tests.processes import launch
 from torch_dpsco.errors import PrivacyError, SequenceError, UnknownSamplerError
 from torch_dpsco.integrations.transformers import PrivateTrainer
+from torch_dpsco.trial import sizes
 
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -303,6 +305,46 @@ def test_lora_trains_its_adapters_alone(tmp_path: Path) -> None:
     assert moved
     assert all("lora_" in name or "modules_to_save" in name for name in moved)
     assert all(p.requires_grad == (name in moved) for name, p in model.named_parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "last layer"])
+def test_a_model_of_which_little_is_trained_takes_the_memory_of_plain_steps(
+    lora: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With probes and tests of sizes: frozen weights, most of the model, are not copied."""
+    monkeypatch.setattr(sizes, "_FEWEST", 60)  # one of few records takes no less memory
+    torch.manual_seed(0)
+    shape = {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 2,
+        "vocab_size": 40_000,
+        "n_positions": LENGTH,
+    }
+    undropped = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = GPT2Config(**shape, **undropped, pad_token_id=0, bos_token_id=1, eos_token_id=1)
+    model: Any = GPT2ForSequenceClassification(config).requires_grad_(False)
+    model.score.requires_grad_(True)
+    if lora:
+        model = with_lora(model, "c_attn")
+    weights = sum(4 * p.numel() for p in model.parameters())
+    plan = dp.ClippedSGD.plan(
+        n=N,
+        clip=0.5,
+        noise_multiplier=1.0,
+        adjacency="add_remove",
+        batch_size=8,
+        steps=2,
+        lr=0.5,
+    )
+    trainer = private_run(tmp_path, model, plan=plan, per_device_train_batch_size=8)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    assert peak(trainer.train) < 0.5 * weights
+    assert trainer.optimizer.steps == 2
+    assert all(
+        p.requires_grad or torch.equal(p, before[name]) for name, p in model.named_parameters()
+    )
 
 
 class Pooled(nn.Module):

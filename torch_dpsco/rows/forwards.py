@@ -48,6 +48,7 @@ from torch_dpsco.sampling.loader import (
     is_delivered,
     torch_settings,
 )
+from torch_dpsco.trial import fingerprint
 from torch_dpsco.trial.loss import Watched, plain
 from torch_dpsco.trial.sizes import AUTOCAST, secret_state
 
@@ -490,10 +491,7 @@ def _values(layers: Iterable[nn.Module]) -> list[tuple[str, str]]:
     found = []
     for m, name, t in _everything(layers):
         if not t.requires_grad:
-            sizes = t.detach().abs().double()
-            # text, so that NaN equals NaN
-            fingerprint = f"{float(sizes.sum())!r} {float(sizes.square().sum())!r}"
-            found.append((f"{type(m).__name__}.{name}", fingerprint))
+            found.append((f"{type(m).__name__}.{name}", fingerprint(t)))
     return found
 
 

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from numbers import Number
 from typing import Any
 
@@ -36,7 +37,7 @@ from torch_dpsco import _validate as check
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.designs import Design, Draw, Full
 from torch_dpsco.compat import tree_leaves, tree_map
-from torch_dpsco.errors import UnitError
+from torch_dpsco.errors import UnitError, outside, warn
 from torch_dpsco.sampling.datasets import Gathered, owned
 from torch_dpsco.sampling.samplers import Chunk, DesignSampler, records_of
 from torch_dpsco.sampling.slots import Slots
@@ -45,6 +46,7 @@ _Indices = npt.NDArray[np.int64]
 # rows of a draw that are delivered together; where they are in their batch, None if it has no others; and its size
 _Block = tuple[Any, Tensor | slice | None, int]
 _MOST_WORKERS = 1024  # processes
+_LARGE = 2**25  # parameters of a model, frozen ones too
 
 
 class OneByOne(Dataset[Any]):
@@ -220,6 +222,12 @@ class PrivateLoader:
             parts.slots = self.slots.of_size(physical_batch_size)
         return parts
 
+    def part(self, model: nn.Module) -> None:
+        """Lets the draws of a large model come in a public number of batches, if their sizes are still to be tested."""
+        size = sum(p.numel() for p in model.parameters())
+        if self.slots and self.isolation.open and not self.physical_batch_size and size > _LARGE:
+            self.slots.part()
+
     def contents(self) -> Iterator[Any]:
         """Yields everything that is drawn from, in order."""
         return records_of(self.dataset)
@@ -336,6 +344,14 @@ class PrivateLoader:
         log = self.batch_sampler.log
         isolation = self.isolation
         log.restart()
+        least = 1 if self.slots is None else self.slots.parts
+        if isolation.open and least > 1:
+            warn(
+                f"a draw for a large model comes in several batches: in {least} until their sizes are tested, and then"
+                " in two. optimizer.step() adds them up, and releases after the last one: move schedules by"
+                " optimizer.steps, not by batches, or give physical_batch_size= to optimizer.loader(...)",
+                outside(),
+            )
         # of this iteration only: nothing is left over when it is broken off
         chunks: deque[Chunk] = deque()
         over = log.progress.steps >= log.planned
@@ -583,12 +599,13 @@ class Isolation:
             return None
         sizes = self.tested.sizes
         largest = sizes[-1 if most is None else bisect_right(sizes, most) - 1]
-        found: list[_Block] = []
-        for start in range(0, max(1, rows), largest):
-            part = min(largest, rows - start)
-            size = sizes[bisect_left(sizes, part)]
-            found.append((slice(start, start + part), slice(0, part), size))
-        return found
+        few = 1 if self.slots is None or self.slots.parts == 1 else 2
+        parts = max(few, -(-rows // largest))
+        ends = [rows * k // parts for k in range(parts + 1)]
+        return [
+            (slice(a, b), slice(0, b - a), sizes[bisect_left(sizes, b - a)])
+            for a, b in pairwise(ends)
+        ]
 
     def __str__(self) -> str:
         if self.alone:

@@ -28,6 +28,7 @@ _Indices = npt.NDArray[np.int64]
 # a draw has more units than the capacity with probability below 2^-60
 _RARE = 60.0 * math.log(2.0)
 _MULTIPLE = 8  # a friendly number of rows
+_SPARE = 4  # a block has room for so much of the usual size more, where draws come in several
 # of blocks of users: rows of a user, rows, numbers of all rows
 _EACH = 4
 _LEAST = 64
@@ -115,6 +116,7 @@ class Slots:
         self.most = (
             self.block if of_users else min(self.block, usual + 4 * math.isqrt(usual) + 4)
         )
+        self.parts = 1  # blocks of a draw at least
         self._rng = sampling_generator()
         self._keeps = isinstance(design, Full)
         self._kept = np.empty(0, dtype=np.int64)
@@ -133,6 +135,13 @@ class Slots:
         part.usual = min(part.usual, part.block)
         return part
 
+    def part(self) -> None:
+        """Cuts draws of records into a public number of blocks of about the usual size."""
+        size = max(_MULTIPLE, self.usual + self.usual // _SPARE)
+        if not self._users and size < self.most:
+            self.block = self.most = self._fitting(size)
+            self.parts = math.ceil(self.capacity / self.block)
+
     def places(self, units: int) -> _Indices:
         """Returns the places of that many units; those past the capacity have the places of another round."""
         if self._keeps and len(self._kept) == units:
@@ -144,13 +153,15 @@ class Slots:
         self._kept = np.concatenate(drawn)[:units]
         return self._kept
 
-    def of_records(self, places: _Indices) -> Iterator[tuple[_Indices, _Indices]]:
-        """Yields (records, slots) of each block, each record in the first one in which its slot is free.
+    def of_records(self, places: _Indices) -> list[tuple[_Indices, _Indices]]:
+        """Returns (records, slots) of each block, each record in the first one in which its slot is free.
 
         Args:
             places: of the records of the draw.
         """
-        return _first_free(places % self.block)
+        made = list(_first_free(places % self.block))
+        nobody = places[:0]
+        return made + [(nobody, nobody)] * (self.parts - len(made))
 
     def of_users(self, sizes: _Indices, places: _Indices) -> Iterator[tuple[_Indices, _Indices]]:
         """Yields (rows, slots) of each block that has any, for rows that are in order of their users.

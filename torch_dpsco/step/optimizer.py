@@ -190,7 +190,8 @@ class RunOptimizer(CommonOptimizer):
             resume: for designs of one pass: go on where this run, or its checkpoint, left its partition, instead of
                 drawing another one, which composes with the first.
             physical_batch_size: deliver a draw in chunks of at most that many rows, whose number is private; step()
-                adds them up. In slots a few rows cost least, see docs/performance.md.
+                adds them up. In slots a few rows cost least, see docs/performance.md. Default: one chunk a draw; for a
+                model of more than 2^25 parameters two, and more before sizes are tested, a public number.
             collate_fn: as in DataLoader.
             num_workers: as in DataLoader.
             pin_memory: as in DataLoader; None for parameters on CUDA.
@@ -294,6 +295,8 @@ class RunOptimizer(CommonOptimizer):
         for attachment in attachments(self._params):
             attachment.isolation = self._isolation
             attachment.get_ready(None)
+            if own:
+                loader.part(attachment.layers[0])
         if self._isolation.open:
             self._settle_isolation(known=True)
         return loader

@@ -19,13 +19,16 @@ on using the original and escape the probe. So the probes run on the objects the
 * the values of parameters, buffers and tensor attributes, and `grad`;
 * the global random streams of torch (CPU and CUDA), numpy and python, and torch's generators among the attributes.
 
+Of large frozen parameters, most of a model of which little is trained, no copy is made: a change of them is refused.
 What a forward changes elsewhere (a file, a list inside of a list) cannot be undone.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,12 +39,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torch_dpsco.errors import PrivacyError
 from torch_dpsco.native import HALF
 
 CHECKED = (
     "checked at the first step on made-up records, some of them far out: none reaches another"
 )
 SEED = 5_000_011  # of what is random in the functions, the same in each call
+_LARGE = 2**18  # numbers of a frozen parameter
 SMALL = 1e-3
 LARGE = 1e4
 _OUTLIERS = {
@@ -394,6 +399,7 @@ def attempt(what: str, call: Callable[[], _T]) -> _T | Refused:
     try:
         return call()
     except Exception as error:
+        traceback.clear_frames(error.__traceback__)  # which hold the graphs of forwards
         return Refused(what, error)
 
 
@@ -407,6 +413,12 @@ def same_values(first: Tensor, second: Tensor) -> bool:
     if first.is_meta or torch.equal(first, second):
         return True
     return bool(((first == second) | ((first != first) & (second != second))).all())
+
+
+def fingerprint(t: Tensor) -> str:
+    """Returns a digest of the bits of a tensor."""
+    flat = t.detach().cpu().reshape(-1).contiguous()
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
 
 
 def seed_torch(seed: int) -> None:
@@ -515,7 +527,15 @@ class Untouched:
         self._generators = [(g, g.get_state()) for g in generators]
         self._hooks = [(hooks, dict(hooks)) for p in self.params for hooks in _tensor_hooks(p)]
         self._grads = [(p, p.grad, p.requires_grad) for p in self.params]
-        self._values = [(place, t, t.detach().clone()) for place, t in _tensors(self.modules)]
+        # most of a model of which little is trained: no copy
+        self._large = {
+            p: fingerprint(p) for p in self.params if not p.requires_grad and p.numel() > _LARGE
+        }
+        self._values = [
+            (place, t, t.detach().clone())
+            for place, t in _tensors(self.modules)
+            if t not in self._large
+        ]
 
     def rewind(self) -> None:
         """Puts attributes and random streams back, but no values of tensors and nothing that is on parameters."""
@@ -529,6 +549,9 @@ class Untouched:
 
         Args:
             moved: other values, by the id of their tensor, instead of those that were saved.
+
+        Raises:
+            PrivacyError: a large frozen parameter has changed, of which there is no copy.
         """
         self.rewind()
         for p, grad, requires_grad in self._grads:
@@ -547,6 +570,12 @@ class Untouched:
             if t.requires_grad or not same_values(t.detach(), saved):
                 # what is frozen may be memory that others read
                 t.data.copy_(moved.get(id(t), saved))
+        if any(fingerprint(t) != saved for t, saved in self._large.items()):
+            # PRIVACY: as in a training forward (test_large_frozen_weights_that_made_up_records_change_are_refused)
+            raise PrivacyError(
+                "a forward must not change frozen weights, also by .data (on made-up records it has changed large"
+                " ones, of which no copy is kept): load the model again, and write its forward without that"
+            )
 
     def changed(self) -> list[str]:
         """Returns the names of the tensors that no optimizer privatizes (buffers, frozen) and whose values changed."""
