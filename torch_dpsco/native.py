@@ -375,7 +375,8 @@ class Table:
     def distances(self, center: Tensor) -> Tensor:
         """Returns distances of images from a point, (n,), where rows are cut and not moved; inf for bad rows."""
         plain = [math.inf, 0.0, 0.0, 1.0, *center.tolist(), *[1.0] * len(center)]
-        if self.width != self._rows.shape[1] or self._numbers[0] < math.inf or self._numbers[4]:
+        moved = self._numbers[0] < math.inf or self._numbers[4]
+        if moved or self.width != self._rows.shape[1]:
             raise ValueError("rows must be cut only: no constant, no center and no scale")
         return Table(self._rows, [float(self._numbers[1]), *plain]).norms
 

@@ -501,9 +501,8 @@ def record_bounds(problem: Problem, bias: bool) -> tuple[float | None, float | N
 def require_linear(params: Sequence[nn.Parameter], is_glm: bool, certified: bool) -> bool:
     """Returns whether there is a bias; raises NotCertifiedError for parameters that are not of one Linear layer."""
     shapes = [tuple(p.shape) for p in params]
-    linear = (
-        1 <= len(shapes) <= 2 and len(shapes[0]) == 2 and shapes[1:] in ([], [(shapes[0][0],)])
-    )
+    weight = shapes[0] if shapes else ()
+    linear = len(weight) == 2 and shapes[1:] in ([], [weight[:1]])
     if not linear and certified is not True:
         # PRIVACY: the sensitivity is that of convex losses (test_other_models_need_a_certificate)
         raise NotCertifiedError(

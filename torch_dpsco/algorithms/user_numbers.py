@@ -299,7 +299,8 @@ def pair_radius_iid(
     gamma = check.open_interval(0.0, 1.0, failure=failure)
     if n < 2:
         raise ValueError(f"n_users must be >= 2 (got {n})")
-    spread = math.sqrt(2) + 2 * math.sqrt(math.log(n) + math.log(n - 1) - math.log(2 * gamma))
+    pairs = math.log(n) + math.log(n - 1)
+    spread = math.sqrt(2) + 2 * math.sqrt(pairs - math.log(2 * gamma))
     return min(2 * G, G / math.sqrt(m) * spread)
 
 

@@ -207,7 +207,8 @@ def _epsilon_lower(
     hits: NDArray[np.int64], false_hits: NDArray[np.int64], n: int, delta: float, tail: float
 ) -> Array:
     """Returns for each pair of counts out of n the bound of `audit`, each rate being wrong with probability <= tail."""
-    low = np.where(hits > 0, scipy.stats.beta.ppf(tail, np.maximum(hits, 1), n - hits + 1), 0.0)
+    least = scipy.stats.beta.ppf(tail, np.maximum(hits, 1), n - hits + 1)
+    low = np.where(hits > 0, least, 0.0)
     high = np.where(
         false_hits < n,
         scipy.stats.beta.isf(tail, false_hits + 1, np.maximum(n - false_hits, 1)),

@@ -538,7 +538,8 @@ def broken_promise(script: Script, evidence: Evidence) -> Iterator[Finding]:
     slopes = line.grads @ line.direction
     norms = line.grads.norm(dim=2)
     broken = []
-    if float((slopes[:, :-1] - slopes[:, 1:]).max()) > CLOSE * float(norms.max()):
+    falls = slopes[:, :-1] - slopes[:, 1:]
+    if float(falls.max()) > CLOSE * float(norms.max()):
         broken.append("is not convex")
     if optimizer.bounds[0] is not None:
         # otherwise synthetic records may be beyond bounds that nobody enforces

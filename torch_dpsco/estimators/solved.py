@@ -53,7 +53,8 @@ def linear_shape(params: Any) -> tuple[int, int, bool]:
     given = [p[1] if isinstance(p, tuple) else p for p in items]
     shapes = [tuple(p.shape) for p in given if isinstance(p, Tensor)]
     tensors = len(shapes) == len(given) and 1 <= len(shapes) <= 2
-    if not tensors or len(shapes[0]) != 2 or shapes[1:] not in ([], [shapes[0][:1]]):
+    fits = tensors and len(shapes[0]) == 2
+    if not fits or shapes[1:] not in ([], [shapes[0][:1]]):
         raise ValueError(
             "params must be those of one torch.nn.Linear: weight (K, d), bias (K,) (got shapes"
             f" {shapes})"

@@ -101,7 +101,8 @@ class Attention(OfTorch):
             one = torch.zeros(len(k), 1, dtype=torch.long, device=k.device)
             k = torch.cat([k, self.bias_k(one)], 1)
             v = torch.cat([v, self.bias_v(one)], 1)
-        q, k, v = (t.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (t.unflatten(2, (self.num_heads, -1)) for t in (q, k, v))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if self.add_zero_attn:
             k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
         mask = _mask(attn_mask, key_padding_mask, q, keys)

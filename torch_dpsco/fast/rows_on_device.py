@@ -94,7 +94,9 @@ def _tried(device: torch.device) -> bool:
     # rows that cancel: their terms are 54 times as large
     far = _gram_norms(lefts.float(), rights.float()) / torch.linalg.vector_norm(rows, dim=(1, 2))
     close = (share < 1.0 + 2.0**-13).all() & (far < 1.0 + 2.0**-6).all()
-    return bool((wrong < 1e-3).all() & (share > 1.0).all() & (far > 1.0).all() & close)
+    above = (share > 1.0).all() & (far > 1.0).all()
+    right_sums = (wrong < 1e-3).all()
+    return bool(right_sums & above & close)
 
 
 def norms(rows: Tensor) -> Tensor | None:

@@ -602,10 +602,12 @@ class Isolation:
         few = 1 if self.slots is None or self.slots.parts == 1 else 2
         parts = max(few, -(-rows // largest))
         ends = [rows * k // parts for k in range(parts + 1)]
-        return [
-            (slice(a, b), slice(0, b - a), sizes[bisect_left(sizes, b - a)])
-            for a, b in pairwise(ends)
-        ]
+        found: list[_Block] = []
+        for start, end in pairwise(ends):
+            part = end - start
+            size = sizes[bisect_left(sizes, part)]
+            found.append((slice(start, end), slice(0, part), size))
+        return found
 
     def __str__(self) -> str:
         if self.alone:
@@ -745,4 +747,5 @@ class UserLoader(PrivateLoader):
         ends = self._ends[drawn]
         starts = np.where(drawn > 0, self._ends[drawn - 1], 0)
         pieces = [self._records[a:b] for a, b in zip(starts, ends, strict=True) if a < b]
-        return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64), ends - starts
+        found = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
+        return found, ends - starts

@@ -223,7 +223,8 @@ def _before(group: _Indices) -> _Indices:
     order = np.argsort(group * len(group) + np.arange(len(group)))
     starts = np.flatnonzero(np.diff(group[order], prepend=-1))
     out = np.empty_like(order)
-    out[order] = np.arange(len(group)) - np.repeat(starts, np.diff(starts, append=len(group)))
+    sizes = np.diff(starts, append=len(group))
+    out[order] = np.arange(len(group)) - np.repeat(starts, sizes)
     return out
 
 

@@ -200,7 +200,8 @@ def _spent(report: PrivacyReport) -> plots.Panel:
 
 def _spending(report: PrivacyReport) -> tuple[list[float], list[float]]:
     ends = np.cumsum([count for _, count in report.spent])
-    marks = sorted({1, *(math.ceil(ends[-1] * k / _POINTS) for k in range(1, _POINTS + 1))})
+    even = (math.ceil(ends[-1] * k / _POINTS) for k in range(1, _POINTS + 1))
+    marks = sorted({1, *even})
     ledger = Ledger()
     made = 0
     y = [0.0]

@@ -185,7 +185,9 @@ def _between_shifts(low: int, high: int) -> float:
 
 def _between_orders(low: float, high: float) -> float:
     """Returns the largest (chord of a (a - 1)) / (a (a - 1)) over [low, high]."""
-    return ((low + high - 1) / (math.sqrt(low * high) + math.sqrt((low - 1) * (high - 1)))) ** 2
+    ends = math.sqrt(low * high)
+    below = math.sqrt((low - 1) * (high - 1))
+    return ((low + high - 1) / (ends + below)) ** 2
 
 
 def _concentrated(pair: _Pair) -> float:

@@ -178,14 +178,14 @@ def _sampling_of_pairs(noisy: Counts, variance: float, area: float) -> float:
     """
     first, second = noisy
     least = 0.5 / max(min(first.sum(), second.sum()), 1.0)
-    usual = _hanley(min(max(area, least), 1.0 - least), float(first.sum()), float(second.sum()))
+    inner = min(max(area, least), 1.0 - least)
+    usual = _hanley(inner, float(first.sum()), float(second.sum()))
     rest = _wins(len(first)) - area
     ahead = (rest @ first) ** 2 - variance * (rest**2).sum(1)
     behind = (second @ rest) ** 2 - variance * (rest**2).sum(0)
     seen = float(second @ ahead + first @ behind)
-    most = (
-        area * (1.0 - area) * float(first.sum() * second.sum() * max(first.sum(), second.sum()))
-    )
+    triples = first.sum() * second.sum() * max(first.sum(), second.sum())
+    most = area * (1.0 - area) * float(triples)
     return max(usual, min(seen, most))
 
 

@@ -338,7 +338,8 @@ class Ranks(World):
         if users is not None:
             mine = mine.unique(dim=0)
         counts = [row[2] for row in group.exchange("loader", ready=True, values=[len(mine)])]
-        digests = group.gather(torch.cat([mine, mine.new_zeros(max(counts) - len(mine), 2)]))
+        filling = mine.new_zeros(max(counts) - len(mine), 2)
+        digests = group.gather(torch.cat([mine, filling]))
         every = torch.cat([table[:count] for table, count in zip(digests, counts, strict=True)])
         if len(every.unique(dim=0)) < len(every):
             # PRIVACY: a record, or a user, that two ranks hold moves a sum by two clips

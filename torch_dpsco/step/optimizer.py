@@ -149,8 +149,10 @@ class RunOptimizer(CommonOptimizer):
         self._world = Ranks(device) if checks.world_size() > 1 else checks.World()
         self._world.begin(self)
         if not self.adaptive:
-            endless = self._run.planned is None
-            self.accountant.declare(*((self.ahead(1), None) if endless else (self.ahead(), 1)))
+            if self._run.planned is None:
+                self.accountant.declare(self.ahead(1), None)
+            else:
+                self.accountant.declare(self.ahead(), 1)
         note_owner(self._params, self)
 
     # -- batches ------------------------------------------------------------------------------------------------------

@@ -312,9 +312,9 @@ def clip_weights(norms: Tensor, clip: float) -> Tensor:
 def joint_norm(tensors: Sequence[Tensor]) -> float:
     """Returns an upper bound of the L2 norm of the concatenated tensors; inf if it is not finite."""
     # one row of all tensors, unless a weight and a bias are read faster by themselves
-    flat = (
-        tensors if len(tensors) <= 2 else [torch.cat([t.detach().reshape(-1) for t in tensors])]
-    )
+    flat = tensors
+    if len(tensors) > 2:
+        flat = [torch.cat([t.detach().reshape(-1) for t in tensors])]
     norm = math.hypot(*[row_norm(t.detach()) for t in flat]) * (1.0 + 2.0**-50)
     return norm if math.isfinite(norm) else math.inf
 
@@ -470,7 +470,8 @@ class ClippedMean(MeanOracle):
         """Clips rows and adds them to the mean."""
         clip = self.clip if self._clip is None else self._clip  # raises before open
         n_rows = self._n_rows + len(rows)
-        self.require_rows(n_rows)
+        if n_rows > self._summation.max_rows:
+            self.require_rows(n_rows)  # which raises
         self.__dict__["_n_rows"] = n_rows
         own = type(self)  # rows that fit have weight 1, and nobody else is to see them
         plain = own.weights is ClippedMean.weights and own.observe is ClippedMean.observe

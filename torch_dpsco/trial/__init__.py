@@ -93,7 +93,8 @@ class Answer(NamedTuple):
 def rows_first(t: Tensor, dim: int) -> Answer:
     """Returns the numbers of each record of a tensor that has the records in a dimension."""
     real = torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t.detach()
-    numbers = real.movedim(dim, 0).reshape(t.shape[dim], -1).to("cpu", torch.float64, copy=True)
+    rows = real.movedim(dim, 0).reshape(t.shape[dim], -1)
+    numbers = rows.to("cpu", torch.float64, copy=True)
     if t.dtype in HALF:
         return Answer(numbers, 3e-2)
     return Answer(numbers, 1e-4 if real.dtype is torch.float32 else 1e-8)
@@ -367,9 +368,10 @@ def isolation(answer: Callable[[list[int], bool], Tensor], rows: int) -> Isolati
     gaps = torch.linalg.vector_norm(seen(rows, company=7) - base, dim=1)
     gaps /= torch.linalg.vector_norm(base, dim=1).clamp_min(1e-30)
     of_sizes = [seen(size) for size in _SIZES]
+    equal = all(torch.equal(base[: len(t)], t[: len(base)]) for t in of_sizes)
     return Isolation(
         rows,
-        size=not all(torch.equal(base[: len(t)], t[: len(base)]) for t in of_sizes),
+        size=not equal,
         company=float(gaps.max()),
     )
 
@@ -431,7 +433,8 @@ def seed_torch(seed: int) -> None:
 
 def random_like(p: Tensor, generator: torch.Generator) -> Tensor:
     """Returns a random parameter of the shape of another one, such that outputs are about as large as inputs."""
-    return torch.randn(p.shape, generator=generator).mul_(max(1, p.shape[1:].numel()) ** -0.5)
+    inputs = max(1, p.shape[1:].numel())
+    return torch.randn(p.shape, generator=generator).mul_(inputs**-0.5)
 
 
 class RandomStreams:

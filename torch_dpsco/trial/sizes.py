@@ -314,7 +314,8 @@ class Trial:
             bits = next(passes[1])
             made += 1
             rows = min(len(held[0]), len(bits[0]))
-            if not all(torch.equal(a[:rows], b[:rows]) for a, b in zip(held, bits, strict=True)):
+            pairs = zip(held, bits, strict=True)
+            if not all(torch.equal(a[:rows], b[:rows]) for a, b in pairs):
                 return False
             kept.append(torch.cat([t[:rows, :1].long() for t in bits], dim=1))
             compared += rows

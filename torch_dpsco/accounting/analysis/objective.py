@@ -158,7 +158,9 @@ def _window(
         grid = np.linspace(low, high, 129)
         values = log_f(grid)
         inside = np.flatnonzero(values >= np.max(values) - _DEPTH)
-        nearer = float(grid[max(inside[0] - 1, 0)]), float(grid[min(inside[-1] + 1, 128)])
+        before = max(inside[0] - 1, 0)
+        after = min(inside[-1] + 1, 128)
+        nearer = float(grid[before]), float(grid[after])
         if nearer == (low, high):
             break
         low, high = nearer

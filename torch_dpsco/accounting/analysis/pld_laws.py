@@ -306,7 +306,8 @@ def dots(pair: LossPair, low: float, high: float, grid: float, reach: float) -> 
 
 def _dots(pair: LossPair, low: float, high: float, grid: float, reach: float) -> Dots:
     first, ends = cuts(pair.loss(low), pair.loss(high), grid)
-    borders = np.concatenate([[low], np.clip(pair.positions(ends[1:-1]), low, high), [high]])
+    inner = np.clip(pair.positions(ends[1:-1]), low, high)
+    borders = np.concatenate([[low], inner, [high]])
     mass, excess = pair.integrate(borders, ends[:-1], reach)
     # the first one is p - m e^low so far, of the dot at or below `low`
     excess[0] -= (mass[0] - excess[0]) * math.expm1(-max(ends[0] - first * grid, 0.0))

@@ -282,9 +282,8 @@ def _log_integral(
         weight = weight + np.log1p(np.cos(theta) ** 2 / _kappa(epsilon, dim))
         terms = weight + slopes[:, None] * sine + kernel(epsilon * sine) + _LOG_WEIGHTS
         top = terms.max(axis=1)
-        total: FloatArray = (
-            np.log(np.sum(np.exp(terms - top[:, None]), axis=1)) + top + np.log(high - low)
-        )
+        sums = np.sum(np.exp(terms - top[:, None]), axis=1)
+        total: FloatArray = np.log(sums) + top + np.log(high - low)
     return total
 
 

@@ -552,7 +552,8 @@ def panels(
     panels start at 4 noise^2 and double, so that every panel of half width h has its branch points at a distance of
     at least pi h / 2: outside the Bernstein ellipse of parameter 3.4, where 16 points leave a relative error 1e-17.
     """
-    edges = np.linspace(low, high, 1 + max(1, int(np.ceil((high - low) / (2 * scale)))))
+    panels = int(np.ceil((high - low) / (2 * scale)))
+    edges = np.linspace(low, high, 1 + max(1, panels))
     finest = 4 * noise * noise
     if finest < 2 * scale:
         offsets = finest * 2.0 ** np.arange(int(np.ceil(np.log2(2 * scale / finest))))

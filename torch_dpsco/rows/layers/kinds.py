@@ -93,7 +93,9 @@ def _padded(layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
     """
     x = x.unflatten(1, (layer.groups, -1)).movedim(2, -1)
     pads = [side for pad in reversed(_inner(layer)) for side in (pad, pad)]
-    return (F.pad(x, [0, 0, *pads]) if any(pads) else x).to(dtype).contiguous()
+    if any(pads):
+        x = F.pad(x, [0, 0, *pads])
+    return x.to(dtype).contiguous()
 
 
 def _patches(layer: Any, x: Tensor) -> Tensor:
@@ -404,7 +406,8 @@ def try_rows(layer: Any, x: Tensor) -> None:
     (gradient,) = torch.autograd.grad(seen, made, kind.input_gradient(use))
     found = [out, gradient, *_rows(use, name)]
     params = [layer.get_parameter(part) for part, trained in use.trained.items() if trained]
-    alone = [_alone(layer, made[i : i + 1], grad[i : i + 1], params) for i in range(_RECORDS)]
+    pairs = zip(made.split(1), grad.split(1), strict=True)
+    alone = [_alone(layer, x, g, params) for x, g in pairs]
     expected = [torch.cat(parts) for parts in zip(*alone, strict=True)]
     expected[2:] = [part * use.scale for part in expected[2:]]
     sizes = [float(torch.linalg.vector_norm(part.double())) for part in expected]
@@ -480,7 +483,8 @@ class LayerNormKind(Kind):
         if trained["weight"]:
             # normalized x times grad, summed: the deviations are weights of that sum
             means, inverse = (part.to(dtype).reshape(n_records, times, 1) for part in use.saved)
-            weight = torch.bmm((inverse * use.scale).transpose(1, 2), x.sub(means).mul_(grad))
+            factors = (inverse * use.scale).transpose(1, 2)
+            weight = torch.bmm(factors, x.sub(means).mul_(grad))
             weight = weight.view(n_records, *use.layer.normalized_shape)
         if trained["bias"]:
             bias = grad.sum(1).mul_(use.scale).view(n_records, *use.layer.normalized_shape)
