@@ -619,7 +619,15 @@ def gaussians(
     given = None if logarithms is None else logarithms.ctypes.data
     start = None if mean is None else mean.data_ptr()
     outside: int = library.dpsco_gaussians(
-        bits, n, wide, scale, low, high, given, start, out.data_ptr()
+        bits,
+        n,
+        wide,
+        scale,
+        low,
+        high,
+        given,
+        start,
+        out.data_ptr(),
     )
     return outside
 

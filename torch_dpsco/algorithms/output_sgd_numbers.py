@@ -573,7 +573,12 @@ class _Computed:
         offset = promises.score_offset
         error = promises.gradient_error
         arithmetic = Arithmetic(
-            dim, batch_size, unit_roundoff, offset, projected=bounded, gradient_error=error
+            dim,
+            batch_size,
+            unit_roundoff,
+            offset,
+            projected=bounded,
+            gradient_error=error,
         )
         reach = arithmetic.norm_bound(promises.radius)
         self.grad_bound = promises.grad_bound(

@@ -347,7 +347,13 @@ def calibrate_filter(
         True
     """
     task = _Calibration(
-        n_users, steps, epsilon, delta, pair_radius, score_share, halt_probability
+        n_users,
+        steps,
+        epsilon,
+        delta,
+        pair_radius,
+        score_share,
+        halt_probability,
     )
     best = _search(task)
     if best is None:

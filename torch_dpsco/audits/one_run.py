@@ -477,7 +477,11 @@ def check_training(
         raise ValueError("train must return the epsilon that it claims at delta (got None)")
     scores = loss_scores(model, loss, canaries)
     found = audit.result(
-        scores, delta=delta, confidence=confidence, family=family, claimed=claimed
+        scores,
+        delta=delta,
+        confidence=confidence,
+        family=family,
+        claimed=claimed,
     )
     # PRIVACY: a check that cannot fail is none (test_a_claim_that_no_guesses_refute_is_refused)
     if not found.reach > claimed:

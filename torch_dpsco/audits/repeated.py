@@ -496,7 +496,13 @@ def audit_training(
         return float((flat(_trained(model)) - start) @ direction)
 
     found = audit(
-        run, pair, delta=delta, trials=trials, confidence=confidence, score=float, seed=seed
+        run,
+        pair,
+        delta=delta,
+        trials=trials,
+        confidence=confidence,
+        score=float,
+        seed=seed,
     )
     return replace(found, adjacency=optimizer.adjacency, claimed=claimed)
 
