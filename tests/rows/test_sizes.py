@@ -953,6 +953,23 @@ def test_means_that_are_not_seen_to_be_exact_come_in_powers_of_two() -> None:
     assert set(seen[1:]) <= set(tested.sizes)
 
 
+def test_a_mean_that_is_not_exact_is_not_tried_in_larger_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They would take memory, and be refused again."""
+    tried = []
+    same = Trial._same_bits
+
+    def noted(self: Trial, sizes: list[int], *args: object) -> bool:
+        tried.append((sizes[-1], self.passes.exact_means))
+        return same(self, sizes, *args)
+
+    monkeypatch.setattr(Trial, "_same_bits", noted)
+    looped(net(), lambda s, y: F.cross_entropy(s, y, reduction="none").mean(0), mean=True)
+    assert [exact for _, exact in tried] == [True, False]
+    assert tried[0][0] <= tried[1][0]
+
+
 def test_means_over_powers_of_two_have_the_rows_of_a_sum() -> None:
     x, y = records().tensors
     found = []

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from torch_dpsco.compat import DispatchMode, tree_leaves
+from torch_dpsco.errors import SequenceError
 from torch_dpsco.native import HALF
 from torch_dpsco.sampling.loader import Sizes, torch_settings
 from torch_dpsco.trial import SEED, Leaf, Refused, SyntheticBatches, attempt
@@ -249,9 +250,11 @@ class Trial:
             for grid in _GRIDS:
                 sizes = self._admitted(grid, watched.widths, powers=mean and not exact)
                 same = partial(self._same_bits, sizes, records, watched, kinds)
-                # a loss that is no exact mean is refused
-                if sizes and attempt("batches of several sizes", same) is True:
+                found = attempt("batches of several sizes", same) if sizes else False
+                if found is True:
                     return Sizes(sizes, torch_settings(), records, exact, watched.random)
+                if isinstance(found, Refused) and isinstance(found.error, SequenceError):
+                    break  # the loss is no exact mean, in whatever sizes
         return "bits of a record depend on the number of rows, or on its place"
 
     def _kinds(self, watched: _Watched) -> dict[int, int]:
