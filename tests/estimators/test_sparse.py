@@ -296,6 +296,13 @@ def test_a_plan_is_read_back_as_it_was() -> None:
     assert f"{plan.fit.task.dim} of 60 features" in str(plan)
 
 
+def test_a_plan_says_all_that_is_measured() -> None:
+    plan = plan_of(60)
+    said = [text for _, text in plan.lines() if text.startswith("measured within")]
+    assert plan.task.prepare is not None
+    assert said == [str(plan.task.prepare), str(plan.fit.task.prepare)]
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [

@@ -125,6 +125,19 @@ def test_the_blocks_of_a_draw_hold_each_record_in_the_slot_of_its_place(large: N
     assert len(slots.of_records(slots.places(2 * slots.capacity + 1))) > slots.parts
 
 
+@pytest.mark.parametrize("batch", [3, 6, 7, 9, 10, B, 64, 256])
+def test_two_batches_have_room_for_what_one_had(batch: int) -> None:
+    """Else as many as 1 draw in 1,000 of small batches come in three."""
+    slots = Slots(Poisson(batch, 4096))
+    one = slots.most
+    slots.part()
+    assert 2 * slots.most >= one
+    assert slots.block <= slots.most <= max(13, batch + batch // 4)
+    again = slots.most, slots.block, slots.parts
+    slots.part()
+    assert (slots.most, slots.block, slots.parts) == again
+
+
 @pytest.mark.parametrize("largest", [12, MOST])
 def test_as_many_batches_hold_draws_of_any_number_of_rows(largest: int) -> None:
     slots = Slots(Poisson(B, 4096))
@@ -282,6 +295,21 @@ def test_large_frozen_weights_that_made_up_records_change_are_refused(
     assert torch.equal(model.frozen.weight, before)  # small ones are put back
 
 
+@pytest.mark.parametrize("way", ["exchanged", "written"])
+def test_a_large_frozen_weight_that_a_forward_changes_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(trial, "_LARGE", 50)
+    model = Writes()
+    state = Untouched(model)
+    assert state.changed() == []
+    if way == "exchanged":  # by memory of its own, which is put back
+        model.frozen.weight = nn.Parameter(model.frozen.weight + 1.0, requires_grad=False)
+    else:
+        model.frozen.weight.data.neg_()
+    assert state.changed() == ["Linear.weight"]
+
+
 def test_of_large_frozen_weights_no_copy_is_made() -> None:
     model = nn.Sequential(nn.Linear(1000, 2000).requires_grad_(False), nn.Linear(2000, 10))
     weight = 4 * 2_000_000  # bytes
@@ -297,8 +325,35 @@ def test_fingerprints_tell_values_apart(dtype: torch.dtype) -> None:
     assert same == fingerprint(t.clone()) == fingerprint(t.T.contiguous().T)  # columns in memory
     t[2, 5] = 1
     assert fingerprint(t) != same
+    assert fingerprint(t.to_sparse()) != fingerprint(torch.zeros(3, 7).to(dtype).to_sparse())
+    assert fingerprint(t.to_sparse()) == fingerprint(t.clone().to_sparse())
     nan = torch.full((2,), torch.nan)
     assert fingerprint(nan) == fingerprint(nan.clone())
+
+
+class Fixed(nn.Module):
+    """Multiplies by a constant of another kind than rows of numbers."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        same = torch.eye(20)
+        self.register_buffer(
+            "by", same.to_sparse() if kind == "sparse" else same.cfloat().conj()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.by @ x.T.to(self.by.dtype)).T.abs()
+
+
+@pytest.mark.parametrize("kind", ["sparse", "conjugate"])
+def test_buffers_that_are_no_plain_numbers_are_compared_too(kind: str) -> None:
+    model = nn.Sequential(Fixed(kind), net())
+    optimizer, _, _ = looped(model, steps=2)
+    assert optimizer.steps == 2
+    before = fingerprint(model[0].by)
+    with torch.no_grad():
+        (model[0].by._values() if kind == "sparse" else model[0].by).mul_(2.0)
+    assert fingerprint(model[0].by) != before
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

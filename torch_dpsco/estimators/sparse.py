@@ -84,6 +84,8 @@ class SparsePlan(LinearPlan):
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields what is to be said beside the promise."""
+        if self.task.prepare is not None:
+            yield "first", str(self.task.prepare)
         yield (
             "choices",
             (

@@ -137,9 +137,11 @@ class Slots:
 
     def part(self) -> None:
         """Cuts draws of records into a public number of blocks of about the usual size."""
-        size = max(_MULTIPLE, self.usual + self.usual // _SPARE)
-        if not self._users and size < self.most:
-            self.block = self.most = self._fitting(size)
+        half = -(-self.most // 2)  # two batches have room for what one had
+        size = max(_MULTIPLE, self.usual + self.usual // _SPARE, half)
+        if self.parts == 1 and not self._users and size < self.most:
+            self.block = self._fitting(size)
+            self.most = size
             self.parts = math.ceil(self.capacity / self.block)
 
     def places(self, units: int) -> _Indices:

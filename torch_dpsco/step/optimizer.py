@@ -193,7 +193,8 @@ class RunOptimizer(CommonOptimizer):
                 drawing another one, which composes with the first.
             physical_batch_size: deliver a draw in chunks of at most that many rows, whose number is private; step()
                 adds them up. In slots a few rows cost least, see docs/performance.md. Default: one chunk a draw; for a
-                model of more than 2^25 parameters two, and more before sizes are tested, a public number.
+                model of more than 2^25 parameters more, a public number, until sizes are tested; then two, or three
+                in 1 draw of 30,000.
             collate_fn: as in DataLoader.
             num_workers: as in DataLoader.
             pin_memory: as in DataLoader; None for parameters on CUDA.

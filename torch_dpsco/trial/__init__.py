@@ -412,6 +412,8 @@ def same_values(first: Tensor, second: Tensor) -> bool:
     """Returns whether two tensors hold the same numbers, NaN being equal to NaN."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
+    if first.is_sparse:
+        return fingerprint(first) == fingerprint(second)
     if first.is_meta or torch.equal(first, second):
         return True
     return bool(((first == second) | ((first != first) & (second != second))).all())
@@ -419,8 +421,12 @@ def same_values(first: Tensor, second: Tensor) -> bool:
 
 def fingerprint(t: Tensor) -> str:
     """Returns a digest of the bits of a tensor."""
-    flat = t.detach().cpu().reshape(-1).contiguous()
-    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
+    found = hashlib.sha256()
+    t = t.detach()
+    for part in (t._indices(), t._values()) if t.is_sparse else (t,):
+        flat = part.cpu().resolve_conj().reshape(-1).contiguous()
+        found.update(flat.view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def seed_torch(seed: int) -> None:
@@ -534,11 +540,9 @@ class Untouched:
         self._large = {
             p: fingerprint(p) for p in self.params if not p.requires_grad and p.numel() > _LARGE
         }
-        self._values = [
-            (place, t, t.detach().clone())
-            for place, t in _tensors(self.modules)
-            if t not in self._large
-        ]
+        found = list(_tensors(self.modules))
+        self._values = [(p, t, t.detach().clone()) for p, t in found if t not in self._large]
+        self._places = [(place, t) for place, t in found if t in self._large]
 
     def rewind(self) -> None:
         """Puts attributes and random streams back, but no values of tensors and nothing that is on parameters."""
@@ -586,6 +590,9 @@ class Untouched:
         for (module, holder, name), t, saved in self._values:
             now = holder.get(name)
             if not t.requires_grad and (now is None or not same_values(now.detach(), saved)):
+                names.add(f"{type(module).__name__}.{name}")
+        for (module, holder, name), t in self._places:
+            if holder.get(name) is not t or fingerprint(t) != self._large[t]:
                 names.add(f"{type(module).__name__}.{name}")
         return sorted(names)
 
