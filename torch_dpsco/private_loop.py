@@ -165,7 +165,7 @@ def make_private(
     )
     reduction = reduction_of(loss, loss_reduction) or "mean"
     attach_sound(model, loss, loader, loss_reduction=reduction, rows=rows)
-    loader.part(model)
+    loader._part(model)
     if verbose and is_first():
         print(private.plan)
     return model, private, loader

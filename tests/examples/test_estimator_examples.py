@@ -176,6 +176,14 @@ def test_the_document_names_every_class_and_its_mechanism():
         model = getattr(estimators, name)(n=100_000, bound_x=1.0)
         further = {"bound_y": 1.0} if hasattr(model, "bound_y") else {"classes": (0, 1)}
         model.set_params(**further, **({"n_min": 50_000} if name == "TiltedClassifier" else {}))
+        if name == "Lasso":
+            assert said == "choices of features, then boosted AdaSSP"
+            assert pure == "refused"
+            assert model.plan(2).mechanism == "selection"
+            assert model.plan(2).fit.mechanism == "boosted_adassp"
+            with pytest.raises(ValueError, match="delta must be > 0"):
+                model.set_params(delta=0.0).plan(2)
+            continue
         assert choose_mechanism(model._task(1)) == kinds[said]
         pure_kind = choose_mechanism(model.set_params(delta=0.0)._task(1))
         assert pure_kind == ("objective" if pure in both else kinds[pure])

@@ -458,7 +458,7 @@ def settle_sizes(model: nn.Module, loss: Any, loader: PrivateLoader) -> None:
     """
     if not loader.isolation.open:
         return
-    loader.part(model)
+    loader._part(model)
     script = Script(model, loss, loader, None)
     attachment: Any = model._dpsco
     found: Any = COMPILED

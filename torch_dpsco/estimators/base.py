@@ -309,7 +309,14 @@ class LinearModel(BaseEstimator):
             ValueError: a setting, a shape, or a value, since the data are public.
         """
         return act("model.preview")(
-            self, X_like, y_like, groups, dim=dim, unit=unit, epsilons=epsilons, runs=runs
+            self,
+            X_like,
+            y_like,
+            groups,
+            dim=dim,
+            unit=unit,
+            epsilons=epsilons,
+            runs=runs,
         )
 
     def _unspent(self: _Model, **changes: Any) -> _Model:

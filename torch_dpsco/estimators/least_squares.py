@@ -301,7 +301,12 @@ def plan_preconditioned_gd(task: LinearTask) -> PreconditionedGDPlan:
         )
         return calibrated(draft, _ROBUST_SHARE)
     steps, share, clip = preconditioned_numbers(
-        task.level, task.n, task.width, task.num_scores, _curvature(task), task.residual_clip
+        task.level,
+        task.n,
+        task.width,
+        task.num_scores,
+        _curvature(task),
+        task.residual_clip,
     )
     clip *= task.preparation.bound
     return calibrated(

@@ -284,7 +284,13 @@ class Records:
         assert self._table is not None
         columns, kind, gain = losses
         total = self._table.scored(
-            columns, point, self._rows, bends, kind=kind, gain=gain, scores=scores
+            columns,
+            point,
+            self._rows,
+            bends,
+            kind=kind,
+            gain=gain,
+            scores=scores,
         )
         return total[-1], total[: self.dim]
 

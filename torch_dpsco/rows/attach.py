@@ -205,7 +205,11 @@ def _dense_hooks(
 
     try:
         return DenseHooks(
-            model, factored, passes, batch_first=batch_first, loss_reduction=loss_reduction
+            model,
+            factored,
+            passes,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
         )
     except NotImplementedError as error:
         raise ValueError(

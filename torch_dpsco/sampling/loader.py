@@ -222,7 +222,7 @@ class PrivateLoader:
             parts.slots = self.slots.of_size(physical_batch_size)
         return parts
 
-    def part(self, model: nn.Module) -> None:
+    def _part(self, model: nn.Module) -> None:
         """Lets the draws of a large model come in a public number of batches, if their sizes are still to be tested."""
         size = sum(p.numel() for p in model.parameters())
         if self.slots and self.isolation.open and not self.physical_batch_size and size > _LARGE:

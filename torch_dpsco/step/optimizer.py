@@ -299,7 +299,7 @@ class RunOptimizer(CommonOptimizer):
             attachment.isolation = self._isolation
             attachment.get_ready(None)
             if own:
-                loader.part(attachment.layers[0])
+                loader._part(attachment.layers[0])
         if self._isolation.open:
             self._settle_isolation(known=True)
         return loader
