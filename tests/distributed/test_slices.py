@@ -128,7 +128,7 @@ def small(rank: int) -> tuple[int, list[tuple[str, int, str]]]:
         return seen.drawn, seen.said
 
 
-FAULTS = ("noise of rank 1", "key", "charge of rank 1", "rows")
+FAULTS = ("noise of rank 1", "key", "half of the key", "charge of rank 1", "rows")
 
 
 def spoil(name: str, rank: int, optimizer: dp.ClippedSGD, patch: pytest.MonkeyPatch) -> None:
@@ -141,8 +141,15 @@ def spoil(name: str, rank: int, optimizer: dp.ClippedSGD, patch: pytest.MonkeyPa
         def read(self, size: int) -> bytes:
             return refuse()
 
+    class Half(Broken):
+        def fill(self, memory: memoryview) -> None:
+            memory[:16] = bytes(range(16))
+            refuse()
+
     if name == "key":
         optimizer._noise = Broken()  # which only rank 0 asks
+    elif name == "half of the key":
+        optimizer._noise = Half()
     elif name == "rows" and not rank:
         patch.setattr(Clipped, "require_rows", lambda self, rows: rows <= 4 or refuse())
         patch.setattr(Clipped, "write_sum", lambda self, out: 5)
@@ -323,7 +330,7 @@ def test_a_rank_that_fails_after_the_charge_leaves_it_charged_and_nothing_releas
     assert failed[0][name]["filed"] == 1
 
 
-@pytest.mark.parametrize("name", ["key", "charge of rank 1", "rows"])
+@pytest.mark.parametrize("name", ["key", "half of the key", "charge of rank 1", "rows"])
 def test_without_a_key_of_rank_0_nobody_draws(name: str, failed: list[dict[str, Any]]) -> None:
     for rank in failed:
         assert rank[name]["keys"][0].tolist() == [0] * 32

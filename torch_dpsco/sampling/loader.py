@@ -348,7 +348,7 @@ class PrivateLoader:
         if isolation.open and least > 1:
             warn(
                 f"a draw for a large model comes in several batches: in {least} until their sizes are tested, and then"
-                " in two. optimizer.step() adds them up, and releases after the last one: move schedules by"
+                " in two as a rule. optimizer.step() adds them up, and releases after the last one: move schedules by"
                 " optimizer.steps, not by batches, or give physical_batch_size= to optimizer.loader(...)",
                 outside(),
             )

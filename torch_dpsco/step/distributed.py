@@ -460,6 +460,10 @@ class Ranks(World):
                     # PRIVACY: they are in the slice (test_how_many_rows_there_are_is_told_to_nobody_but_rank_0)
                     message[:2] = 0
                     stream_of(noise).fill(bits.key.numpy().data)
+            except BaseException:
+                # PRIVACY: others would draw by a part of it (test_without_a_key_of_rank_0_nobody_draws)
+                bits.key.zero_()
+                raise
             finally:
                 group.send(bits.key)
             # PRIVACY: a sum that gets no noise goes nowhere (test_a_rank_that_cannot_charge_is_sent_no_sum)
