@@ -61,9 +61,8 @@ _EDGE = 2.0**-20  # V is refined that close to 0 or 1
 _LOW = math.log(_EDGE)
 _HIGH = -_EDGE
 _MORE = 192  # bits
-_UP = (
-    1.0 + 2.0**-22
-)  # by which a standard deviation is none the smaller for being rounded to float32
+# by which a standard deviation is none the smaller for being rounded to float32
+_UP = 1.0 + 2.0**-22
 _SCALES = 2.0**-100, 2.0**100  # of a standard deviation that float32 holds with all its bits
 
 _Floats = npt.NDArray[np.float64]
@@ -196,10 +195,8 @@ def exponential_sum(count: int, source: Source) -> float:
 
 
 MOST_CHOICES = 2**17
-_TOP, _FLOOR = (
-    2.0**44,
-    2**17,
-)  # weight of the best score, and what is added to all, beside which rounding is small
+_TOP = 2.0**44  # weight of the best score
+_FLOOR = 2**17  # added to all weights: rounding is small beside it
 _ROUNDED = 2.0**-14  # of epsilon, for it
 
 

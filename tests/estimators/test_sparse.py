@@ -331,7 +331,7 @@ def test_users_blocks_and_too_many_features_are_refused() -> None:
     X, y = table()
     ledger = dp.Accountant(adjacency="zero_out")
     model = lasso(accountant=ledger)
-    with pytest.raises(ValueError, match="adjacency and unit must be"):
+    with pytest.raises(ValueError, match="unit must be one of example \\(got 'user'\\)"):
         model.fit(X, y, groups=np.arange(N))
     with pytest.raises(ConditionError, match="Lasso, need arrays"):
         model.fit(lambda: iter([(X, y)]))

@@ -262,6 +262,7 @@ def test_the_radius_holds_for_n_max_records() -> None:
         ({"attack_norm": 1.0}, "attack_norm"),
         ({"attack_scale": (1.0, -1.0)}, "attack_scale"),
         ({"attack_scale": (1.0, math.inf)}, "attack_scale"),
+        ({"attack_scale": (1.0, 1e160)}, "attack_scale must be in"),
         ({"attack_scale": (1.0, 1.0, 1.0)}, "attack_scale must have 2 numbers"),
         ({"preparation": Preparation(1.0, center=(0.0,))}, "center"),
         ({"preparation": Preparation(1.0, scale=(1.0, 1.0, 1.0))}, "scale"),

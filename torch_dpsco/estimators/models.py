@@ -605,6 +605,7 @@ class Lasso(Regressor):
         """As in `LinearModel`."""
         for name, only in _ALONE.items():
             check.choice((only,), **{name: getattr(self, name)})
+        check.choice(("example",), unit=unit)  # no groups
         task = self._task(dim, unit)
         rho, features, epsilon = shares(task, self.features)
         fit = Ridge(

@@ -86,14 +86,12 @@ class SparsePlan(LinearPlan):
         """Yields what is to be said beside the promise."""
         if self.task.prepare is not None:
             yield "first", str(self.task.prepare)
-        yield (
-            "choices",
-            (
-                f"{self.fit.task.dim} of {self.task.dim} features, one by one, rho={self.rho:.3g}"
-                f" together, by gradients of {self.task.loss}; entries of rows are clipped to"
-                f" {self.box:g}; then a fit to what is chosen"
-            ),
+        how = (
+            f"{self.fit.task.dim} of {self.task.dim} features, one by one, rho={self.rho:.3g}"
+            f" together, by gradients of {self.task.loss}; entries of rows are clipped to"
+            f" {self.box:g}; then a fit to what is chosen"
         )
+        yield "choices", how
         yield from self.fit.lines()
 
     def draw(self, solved: Records, generator: Source) -> Tensor:

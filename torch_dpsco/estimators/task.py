@@ -147,7 +147,7 @@ class LinearTask:
             if given is not None and len(given) != self.dim:
                 raise ValueError(f"{name} must have {self.dim} numbers (got {len(given)})")
         for value in self.attack_scale or ():
-            check.nonnegative(attack_scale=value)
+            check.between(0, 1e100, attack_scale=value)
         if self.num_scores > 1 and not isinstance(self.loss, SoftmaxCrossEntropy):
             raise ConditionError(
                 f"loss must be of one score, or the softmax cross-entropy (got {self.loss!r})"

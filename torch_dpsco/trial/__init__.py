@@ -413,8 +413,8 @@ def same_values(first: Tensor, second: Tensor) -> bool:
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
     if first.is_sparse:
-        pairs = zip(*((t._indices(), t._values()) for t in (first, second)), strict=True)
-        return all(same_values(one, other) for one, other in pairs)
+        same_places = same_values(first._indices(), second._indices())
+        return same_places and same_values(first._values(), second._values())
     if first.is_meta or torch.equal(first, second):
         return True
     return bool(((first == second) | ((first != first) & (second != second))).all())
