@@ -229,7 +229,8 @@ def choice_law(
     bad = np.asarray(scores, dtype=np.float64)
     if len(bad) > MOST_CHOICES or not (np.abs(bad) < 2.0**53).all():
         raise ValueError(f"scores must be 1 to {MOST_CHOICES} numbers below 2^53")
-    # PRIVACY: less than epsilon, for the rounding (test_the_law_of_a_choice_keeps_its_range_exactly)
+    # PRIVACY: less than epsilon, for the rounding, which is proved up to 2^16
+    # (test_the_law_of_a_choice_keeps_its_range_exactly, test_a_choice_has_a_largest_epsilon)
     own = max(min(epsilon, 2.0**16) - _ROUNDED, 0.0)
     rate = own / check.positive(sensitivity=sensitivity)
     weights = np.exp(-(rate / 2) * (bad - bad.min()))

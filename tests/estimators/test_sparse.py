@@ -20,6 +20,7 @@ from torch_dpsco import noise
 from torch_dpsco.accounting.events import ZCDP
 from torch_dpsco.errors import BudgetExceeded, ConditionError
 from torch_dpsco.estimators import Lasso, sparse
+from torch_dpsco.estimators.records import sum_terms
 from torch_dpsco.estimators.sparse import SparsePlan
 from torch_dpsco.estimators.task import LinearPlan, make_records
 from torch_dpsco.noise import Repeatable
@@ -99,6 +100,12 @@ def test_a_choice_is_drawn_in_proportion_to_its_law() -> None:
     assert (np.abs(counts - 400 * law) <= 6 * np.sqrt(400 * law * (1 - law / 10))).all()
 
 
+def test_a_choice_has_a_largest_epsilon() -> None:
+    scores = [0.0, 2.0**-14]
+    laws = [noise.choice_law(scores, 1.0, 2.0**power).tolist() for power in (15, 16, 17, 40)]
+    assert laws[0] != laws[1] == laws[2] == laws[3]
+
+
 def test_a_choice_of_almost_no_epsilon_is_uniform() -> None:
     law = noise.choice_law([0.0, 1e9], 1.0, 2.0**-14)
     assert law[0] == law[1]
@@ -162,6 +169,11 @@ def test_rounding_is_in_the_sensitivity_of_a_score() -> None:
     room = (plan.sensitivity - 1) / 2
     assert 0 < error <= room
     assert room < plan_of(3, n=10_000, prepare=None, bound_y=1e6).sensitivity / 2 - 0.5
+    # as docs/proofs/sparse.md counts: M (gamma(S + 16) + m gamma(T + 16)), gamma(k) = k u to first order
+    features = plan.fit.task.dim
+    largest = 1e6 / plan.task.loss.knee + features / 2
+    proved = 1000 * 2.0**-53 * (sum_terms(1000) + 16 + largest * (features + 16))
+    assert room == pytest.approx(proved, rel=1e-3)
 
 
 # -- what is charged --------------------------------------------------------------------------------------------------

@@ -64,7 +64,8 @@ class SparsePlan(LinearPlan):
         most = task.most_records
         features = self.fit.task.dim
         miss = (task.bound_y or 0.0) / task.loss.knee + _STEP * features
-        # PRIVACY: sums are rounded, and residuals (test_rounding_is_in_the_sensitivity_of_a_score)
+        # PRIVACY: sums are rounded, and residuals; margin of docs/proofs/sparse.md#what-a-record-moves
+        # (test_rounding_is_in_the_sensitivity_of_a_score)
         error = gamma(sum_terms(most) + 16) + miss * gamma(features + 16)
         return safe(sensitivity_factor(task.adjacency) + 2 * most * error)
 
