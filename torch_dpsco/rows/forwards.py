@@ -200,6 +200,10 @@ class Attachment:
         batch_dim: where the batch is in the inputs.
     """
 
+    sharded = (
+        False  # whether `integrations.fsdp` has cut the weights, and leads rows to their shards
+    )
+
     def __init__(
         self,
         model: nn.Module,
@@ -598,9 +602,8 @@ def _refuse_modules(model: nn.Module) -> NoReturn:
 
 def _require_alone(model: nn.Module) -> None:
     """Raises an error in a forward of an attached model that FSDP has taken, or that DistributedDataParallel makes."""
-    if is_sharded(
-        model
-    ):  # FSDP 1 takes the parameters away, so that no layer would look at them
+    # FSDP 1 takes the parameters away, so that no layer would look at them
+    if is_sharded(model) and not model._dpsco.sharded:  # type: ignore[union-attr]
         require_whole(model)
     if is_replicated(model):
         raise SequenceError(

@@ -444,6 +444,13 @@ class World:
                 "loader must draw whole batches (got the part of one of several processes)"
             )
 
+    def query(self, params: list[nn.Parameter]) -> Sequence[Tensor]:
+        """Returns the public point at which gradients are taken, of whole parameters."""
+        return params
+
+    def require_whole(self, what: str) -> None:
+        """Raises SequenceError for what reads whole parameters, where this process has shards of them."""
+
     def agree(self, run: Any, draw: Draw) -> None:
         """Makes sure that all ranks have the rows of the same step, before anything is charged."""
         self._require_alone()

@@ -63,7 +63,7 @@ from torch_dpsco.step.batch import (
     make_slots,
     who_is_drawn,
 )
-from torch_dpsco.step.distributed import Ranks
+from torch_dpsco.step.distributed import world_of
 from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.run import CommonOptimizer, Paid, Progress, Run, in_turn, new_run, part
 
@@ -146,7 +146,7 @@ class RunOptimizer(CommonOptimizer):
         self.prox.apply_(params, [0.0] * len(params))
         self.oracle.take()
         forget_wrappers(self._params)
-        self._world = Ranks(device) if checks.world_size() > 1 else checks.World()
+        self._world = world_of(self._params, device)
         self._world.begin(self)
         if not self.adaptive:
             if self._run.planned is None:
@@ -493,6 +493,7 @@ class RunOptimizer(CommonOptimizer):
         in which part and a keyed fingerprint of the records, for which all of them are read once. So is a run of
         noisy tests: it keeps their thresholds.
         """
+        self._world.require_whole("a checkpoint")
         self._require_private()  # the iterates that are kept follow at the end of the block
         if self._progress.begun is not None:
             self._give_up()
@@ -555,6 +556,7 @@ class RunOptimizer(CommonOptimizer):
         self._restore(public, private)
 
     def _restore(self, public: dict[str, Any], private: dict[str, Any]) -> None:
+        self._world.require_whole("a checkpoint")
         super().load_state_dict(public)
         places = (i for group in public["param_groups"] for i in group["params"])
         for p, place in zip(self._params, places, strict=True):
@@ -631,6 +633,7 @@ class RunOptimizer(CommonOptimizer):
         )
 
     def __getstate__(self) -> dict[str, Any]:
+        self._world.require_whole("a copy")
         self._require_private()
         if not self.finalized:
             refuse_copy(self._run.sharing)
@@ -650,7 +653,7 @@ class RunOptimizer(CommonOptimizer):
         self._noise = noise_generator(device)
         self._seeded = False
         self._batch = LogicalBatch(self.design, self._params, in_order=self._run.in_order)
-        self._world = Ranks(device) if checks.world_size() > 1 else checks.World()
+        self._world = world_of(self._params, device)
         if partition is not None:
             self._batch.resume(partition)
         self.oracle.discard()

@@ -268,7 +268,7 @@ class PrivateOptimizer(RunOptimizer):
             # PRIVACY: 1/B is rounded, and another B moves ALL rows (test_a_mean_of_a_private_number_is_refused)
             raise SequenceError(_PRIVATE_MEAN)
         if not batch.opened:
-            run.oracle.open(params, self._progress.steps)
+            run.oracle.open(self._world.query(params), self._progress.steps)
             batch.opened = True
         if rows is not None and len(rows):
             run.oracle.observe(
@@ -406,6 +406,7 @@ class PrivateOptimizer(RunOptimizer):
     def moved_in_public(self) -> Iterator[None]:
         """Adds what plain steps in the block move to all that is kept of the iterates; see `public`."""
         self._require_private()
+        self._world.require_whole("dp.public")
         if self._shown or self.in_draw:
             raise SequenceError(
                 "dp.public must not begin inside of released(), or between the parts of a private"

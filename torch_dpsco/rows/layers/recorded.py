@@ -295,7 +295,9 @@ class Tape:
                 raise SequenceError(problem)
         parts = layer._parameters
         self.weight, self.bias = (
-            parts[name] if has else None for name, has in use.trained.items()
+            # where weights are put together of shards, the optimizer has the shard
+            getattr(parts[name], "dpsco_shard", parts[name]) if has else None
+            for name, has in use.trained.items()
         )
         self.uses.append((tag, layer.kind.rows(use)))
         for p in (self.weight, self.bias):

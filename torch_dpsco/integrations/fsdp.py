@@ -1,0 +1,289 @@
+"""`fully_shard` (FSDP 2) for private runs: each process keeps its part of the parameters and of the rule's state.
+
+    model = dp.attach(model, check_first_step=False)  # on every rank, the whole model
+    optimizer = dp.ClippedSGD(fully_shard(model), plan)  # after init_process_group
+    loader = optimizer.loader(dataset, isolation="slots")
+
+The layers run under FSDP, which puts their whole weights together for each forward and backward. A backward leaves rows
+of whole layers, so that norms and clips are those of one process, and gives FSDP no gradient to reduce. The optimizer
+trains this rank's parts alone, plain parameters in the memory of FSDP's shards:
+
+    1 each rank clips and adds the rows of its own records
+    2 all compare step, draw, settings and ledger, and charge, as without shards (`step.distributed`)
+    3 of the sums, part r goes to rank r alone, which adds it up, draws its noise, and moves its shard
+
+Each forward waits for all ranks. So a draw must be one batch of one public size on every rank (slots), whether or not
+the rank has records in it. Weights travel in a process group of their own, so that a rank in a forward and one in a
+step cannot take one message for another.
+
+Guarantee: that of a run of several processes without shards: the same rows, sums, event and noise, each number of which
+is drawn once, by the rank that holds its coordinate (label = rank, counter = place in the shard). Weights are public;
+what they are put together for tells nothing, since all ranks make the same forwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_dpsco._validate import typed
+from torch_dpsco.accounting.designs import Poisson
+from torch_dpsco.errors import SequenceError
+from torch_dpsco.noise import SliceStream, Source, stream_of
+from torch_dpsco.prox import Identity
+from torch_dpsco.rows.attach import is_attached
+from torch_dpsco.rows.batch import attachments
+from torch_dpsco.rows.layers.recorded import is_recorded
+from torch_dpsco.rules import SGD, AdamBC, Momentum
+from torch_dpsco.step.distributed import Group, Ranks, digest, read_bytes
+from torch_dpsco.step.oracle import Clipped, ClippedMean
+
+_WHOLE = "(docs/distributed.md#shards-of-the-model): give every process the whole model, without fully_shard"
+
+
+@typed
+def fully_shard(
+    model: nn.Module, layers: Sequence[nn.Module] = (), *, timeout: timedelta | None = None
+) -> list[nn.Parameter]:
+    """Shards an attached model, in place, and returns what a private optimizer trains: this rank's part of each weight.
+
+    Collective: call it on every rank, after `init_process_group`.
+
+    Args:
+        model: attached with check_first_step=False; all its weights are trained, in layers that record their own rows.
+        layers: modules inside whose weights are put together one after another, so that no rank holds all of them at
+            once; default the children of the model.
+        timeout: until a rank that waits in a forward for another one raises; default that of torch.
+
+    Raises:
+        SequenceError: one process, a model that is not attached, or was used.
+        ValueError: weights that cannot be sharded: frozen, shared, or of layers without rows of their own.
+    """
+    _require_fit(model)
+    attachment: Any = model._dpsco
+    device = attachment.params[0].device
+    together = [m for m in layers or model.children() if any(True for _ in m.parameters())]
+    names = {m: name for name, m in model.named_modules()}
+    if any(m not in names for m in together):
+        raise ValueError("layers must be modules inside of the model (got others)")
+    whole = [thing for p in model.parameters() for thing in (p.shape, read_bytes(p))]
+    # else ranks would put parts of different models together, or wait for different layers
+    Group(device).compare(
+        "construction",
+        settings=digest(*(names[m] for m in together)),
+        parameters=digest(*whole),
+        ledger=0,
+        arithmetic=0,
+    )
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timeout), device.type)
+    for m in (*together, model):
+        fsdp.fully_shard(m, mesh=mesh, reshard_after_forward=True)
+    return _taken_over(model, attachment)
+
+
+def _require_fit(model: nn.Module) -> None:
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        raise SequenceError(
+            "fully_shard needs several processes: call init_process_group before"
+        )
+    if not is_attached(model):
+        raise SequenceError("model must be attached: dp.attach(model, check_first_step=False)")
+    attachment: Any = model._dpsco
+    if attachment.asked:
+        raise SequenceError(
+            "model must be attached with check_first_step=False, since shards cannot be copied for"
+            " the check: dp.doctor, or a step of one process, looks at the same model"
+        )
+    if attachment.passes.number or attachment.sharded:
+        raise SequenceError("model must be sharded once, before its first forward")
+    if any(m.tape.trial is not None for m in model.modules() if is_recorded(m)):
+        raise ValueError(
+            f"all layers must be of the library's own kinds, which need no trial {_WHOLE}"
+        )
+    if attachment.dense or not all(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            "all weights must be trained, each in one layer that records its own rows (got frozen"
+            f" ones, or layers with Opacus' rows) {_WHOLE}"
+        )
+    if any("dpsco_optimizers" in p.__dict__ for p in model.parameters()):
+        raise SequenceError("model must be sharded before its optimizer is made")
+
+
+def _taken_over(model: nn.Module, attachment: Any) -> list[nn.Parameter]:
+    """Returns the shards as plain parameters, to which rows and marks of the weights are led."""
+    modules = [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
+    shards: list[nn.Parameter] = []
+    cut = dict(model.named_parameters())
+    for m in modules:
+        # PRIVACY: no raw gradient leaves its rank, wherever one may come from
+        # (test_a_gradient_that_is_no_row_is_refused_and_stays_on_its_rank)
+        m.set_requires_gradient_sync(False)
+        m.unshard()  # makes the whole weights, which FSDP keeps as objects
+    whole = dict(model.named_parameters())
+    for name, p in cut.items():
+        shard = nn.Parameter(p.data.to_local().detach())
+        shard.dpsco_world = Shards  # type: ignore[attr-defined]
+        shard.dpsco_whole = p  # type: ignore[attr-defined]
+        whole[name].dpsco_shard = shard  # type: ignore[attr-defined]
+        shards.append(shard)
+    attachment.sharded = True
+    attachment.params = [*shards, *cut.values(), *whole.values()]
+    attachment.hook_parameters()
+    for m in reversed(modules):
+        m.reshard()
+    return shards
+
+
+def _parts(whole: Sequence[Tensor], rank: int, processes: int) -> Iterator[Tensor]:
+    """Yields the parts of one rank, cut as FSDP cuts: the first dimension in equal pieces, the last ones smaller."""
+    for t in whole:
+        size = -(-len(t) // processes)
+        start = min(rank * size, len(t))
+        yield t[start : min(start + size, len(t))]
+
+
+class Shards(Ranks):
+    """The ranks of a run whose parameters are shards."""
+
+    def begin(self, run: Any) -> None:
+        """Raises SequenceError for a run that reads whole vectors; else as `Ranks.begin`."""
+        self._params = run._params
+        if problem := _problem(run):
+            raise SequenceError(f"{problem} {_WHOLE}")
+        self._shapes = [p.dpsco_whole.shape for p in self._params]
+        self._require_shared()
+        super().begin(run)
+
+    def _require_shared(self) -> None:
+        for p in self._params:
+            there = p.dpsco_whole._local_tensor
+            if there.shape != p.shape or there.data_ptr() != p.data_ptr():
+                raise SequenceError(
+                    "weights of a sharded model must stay where they are (got ones that were moved"
+                    " or exchanged, by model.to or load_state_dict(assign=True)): load them before"
+                    " fully_shard"
+                )
+
+    def query(self, params: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Returns tensors of the shapes of the whole parameters, in no memory; clips are fixed, and read no value."""
+        return [
+            p.new_zeros(()).expand(shape) for p, shape in zip(params, self._shapes, strict=True)
+        ]
+
+    def require_whole(self, what: str) -> None:
+        """Raises SequenceError for what needs whole vectors."""
+        raise SequenceError(f"{what} needs whole parameters {_WHOLE}")
+
+    def sampler(self, run: Any, *args: Any, shard: bool = False, **options: Any) -> Any:
+        """Refuses records of each rank's own, whose batches may differ in size; else as `Ranks.sampler`."""
+        if shard:
+            self.require_whole("shard=")
+        return super().sampler(run, *args, **options)
+
+    def require_own_draws(self, loader: Any) -> None:
+        """Refuses loaders whose number of batches is private; else as `Ranks.require_own_draws`."""
+        super().require_own_draws(loader)
+        isolation = getattr(loader, "isolation", None)
+        slots = getattr(isolation, "slots", None)
+        # PRIVACY: every batch is a forward, which all ranks see (test_a_private_number_of_forwards_is_refused)
+        if slots is None or isolation.open or slots.block * slots.parts < slots.capacity:
+            raise SequenceError(
+                "each draw must be as many batches on every rank: use optimizer.loader(dataset,"
+                " isolation='slots') without physical_batch_size"
+            )
+
+    def agree(self, run: Any, draw: Any) -> None:
+        """As `Ranks.agree`, for shards that are where they were."""
+        self._require_shared()
+        if self._params[0].dpsco.first.compiled:
+            self.require_whole("torch.compile")
+        if run._isolation.slots is None:
+            self.require_whole("a draw in parts (BatchMemoryManager)")
+        super().agree(run, draw)
+
+    def _whole(self, run: Any) -> dict[str, Any]:
+        # shards are different by design
+        return {**super()._whole(run), "parameters": digest(*self._shapes)}
+
+    def _answer(self, oracle: ClippedMean, noise: Source | None) -> list[Tensor]:
+        """Adds part r of all sums up on rank r, which noises it; without `noise` this rank has failed."""
+        group = self._group
+        total = torch.zeros(oracle._dim, dtype=torch.float64, device=group.device)
+        rows = 0 if noise is None else oracle.write_sum(total)
+        mine = self._reduced(oracle, total, rows, charged=noise is not None)
+        bits = SliceStream(group.rank)
+        answer: Tensor | None = None
+        try:
+            try:
+                if group.first and noise is not None and mine[0] == group.processes:
+                    oracle.require_rows(int(mine[1]))
+                    stream_of(noise).fill(bits.key.numpy().data)
+            finally:
+                group.send(bits.key)
+            # PRIVACY: a sum that gets no noise goes nowhere (test_a_rank_that_cannot_charge_moves_no_shard)
+            if noise is not None and bits.key.any():
+                answer = oracle.noised(mine[2:].clone(), bits)
+        finally:
+            bits.erase()
+            mine.zero_()
+            made = group.gather(torch.tensor([answer is not None]).long())
+        if answer is None or not all(map(bool, made)):
+            raise SequenceError(
+                "a rank could not charge or release this step, so that no rank makes it: see its"
+                " error"
+            )
+        sizes = [math.prod(p.shape) for p in self._params]
+        parts = answer.to(self._device).split(sizes)
+        return [part.view(p.shape) for part, p in zip(parts, self._params, strict=True)]
+
+    def _reduced(
+        self, oracle: ClippedMean, total: Tensor, rows: int, *, charged: bool
+    ) -> Tensor:
+        """Returns this rank's part of the sum, behind two numbers for rank 0 alone: ranks that charged, and rows."""
+        group = self._group
+        mine = total.new_zeros(0)
+        head = total.new_tensor([float(charged), float(rows)])
+        for rank in range(group.processes):
+            parts = _parts(oracle.views(total), rank, group.processes)
+            message = torch.cat([head * (rank == 0), *(part.reshape(-1) for part in parts)])
+            group.add_up(message, rank)
+            if rank == group.rank:
+                mine = message
+            else:
+                message.zero_()
+        total.zero_()
+        return mine
+
+
+def _problem(run: Any) -> str:
+    """Returns what of a run needs whole vectors, "" if nothing does."""
+    held = run._run
+    whole = {
+        "oracle must be Clipped, at a fixed clip": type(held.oracle) is Clipped,
+        "rule must be SGD, Momentum or AdamBC without an average": (
+            type(held.rule) in (SGD, Momentum, AdamBC) and held.rule.average == "last"
+        ),
+        "design must be Poisson batches": type(held.design) is Poisson,
+        "prox must be None": isinstance(held.prox, Identity),
+        "reg must be 0": not held.reg,
+        "secure must be None": held.secure is None,
+        "the schedule must have one phase": len(held.schedule.phases) == 1,
+        "params must be what fully_shard returned, all of them": (
+            {id(p) for p in run._params} == _shards_beside(run._params)
+        ),
+    }
+    return next((f"{what} in a run on shards" for what, right in whole.items() if not right), "")
+
+
+def _shards_beside(params: Sequence[nn.Parameter]) -> set[int]:
+    """Returns the shards, by their ids, of all models of which some are given."""
+    beside = (p for attachment in attachments(params) for p in attachment.params)
+    return {id(p) for p in beside if hasattr(p, "dpsco_whole")}
