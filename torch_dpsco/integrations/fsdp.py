@@ -83,7 +83,8 @@ def fully_shard(
         ledger=0,
         arithmetic=0,
     )
-    mesh = DeviceMesh.from_group(dist.new_group(timeout=timeout), device.type)
+    group: Any = dist.new_group(timeout=timeout)
+    mesh = DeviceMesh.from_group(group, device.type)
     for m in (*together, model):
         fsdp.fully_shard(m, mesh=mesh, reshard_after_forward=True)
     return _taken_over(model, attachment)
@@ -104,7 +105,8 @@ def _require_fit(model: nn.Module) -> None:
         )
     if attachment.passes.number or attachment.sharded:
         raise SequenceError("model must be sharded once, before its first forward")
-    if any(m.tape.trial is not None for m in model.modules() if is_recorded(m)):
+    tapes: list[Any] = [m.tape for m in model.modules() if is_recorded(m)]
+    if any(tape.trial is not None for tape in tapes):
         raise ValueError(
             f"all layers must be of the library's own kinds, which need no trial {_WHOLE}"
         )
@@ -121,7 +123,7 @@ def _taken_over(model: nn.Module, attachment: Any) -> list[nn.Parameter]:
     """Returns the shards as plain parameters, to which rows and marks of the weights are led."""
     modules = [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
     shards: list[nn.Parameter] = []
-    cut = dict(model.named_parameters())
+    cut: dict[str, Any] = dict(model.named_parameters())
     for m in modules:
         # PRIVACY: no raw gradient leaves its rank, wherever one may come from
         # (test_a_gradient_that_is_no_row_is_refused_and_stays_on_its_rank)
@@ -191,7 +193,7 @@ class Shards(Ranks):
     def require_own_draws(self, loader: Any) -> None:
         """Refuses loaders whose number of batches is private; else as `Ranks.require_own_draws`."""
         super().require_own_draws(loader)
-        isolation = getattr(loader, "isolation", None)
+        isolation: Any = getattr(loader, "isolation", None)
         slots = getattr(isolation, "slots", None)
         # PRIVACY: every batch is a forward, which all ranks see (test_a_private_number_of_forwards_is_refused)
         if slots is None or isolation.open or slots.block * slots.parts < slots.capacity:
