@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any
@@ -271,7 +272,7 @@ def refusals(rank: int) -> dict[str, tuple[str, int]]:
         found[name] = message(errors, call), charged
 
     def made(**options: Any) -> Callable[[], Any]:
-        own = {k: options.pop(k) for k in ("rule", "prox", "secure", "reg") if k in options}
+        own = {k: options.pop(k) for k in ("rule", "prox", "reg") if k in options}
         return lambda: dp.ClippedSGD(cut(), plan(**options), **own)
 
     problem = dp.losses.Squared().problem(bound_x=3.0, bound_y=2.0)
@@ -283,7 +284,8 @@ def refusals(rank: int) -> dict[str, tuple[str, int]]:
     note("allocated", made(sampling="allocated"))
     note("average", made(rule=rules.SGD(average="uniform")))
     note("another rule", made(rule=rules.Accelerated()))
-    note("prox", made(prox=dp.prox.L2Ball(1.0)))
+    note("prox", made(prox=dp.prox.Ball(1.0)))
+    note("reg", made(reg=0.1))
     note("exact", made(secure="exact"))
     note("some shards", lambda: dp.ClippedSGD(cut()[:2], plan()))
     other = nn.Parameter(torch.zeros(2, dtype=torch.float64))
@@ -313,8 +315,11 @@ def refusals(rank: int) -> dict[str, tuple[str, int]]:
         "chunks": {"isolation": "slots", "physical_batch_size": 4},
         "own records": {"isolation": "slots", "shard": N},
     }
+    half = TensorDataset(*(t[rank::2] for t in data.tensors))
     for name, options in loaders.items():
-        note(name, lambda options=options: optimizer.loader(data, **options), optimizer)
+        held = half if "shard" in options else data
+        call = partial(optimizer.loader, held, **options)
+        note(name, call, optimizer)
     two = TensorDataset(*data.tensors[:2])
     note("fit", lambda: dp.fit(model, optimizer, two, loss, steps=1), optimizer)
     note("state", optimizer.state_dict, optimizer)
@@ -490,6 +495,7 @@ WORDS_OF = {
     "average": "without an average",
     "another rule": "rule must be SGD, Momentum or AdamBC",
     "prox": "prox must be None",
+    "reg": "reg must be 0",
     "exact": "secure must be None",
     "some shards": "all of them",
     "shards and others": "all of them",

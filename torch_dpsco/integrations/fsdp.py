@@ -40,7 +40,7 @@ from torch_dpsco.errors import SequenceError
 from torch_dpsco.noise import SliceStream, Source, stream_of
 from torch_dpsco.prox import Identity
 from torch_dpsco.rows.attach import is_attached
-from torch_dpsco.rows.batch import attachments
+from torch_dpsco.rows.batch import OWNERS, Owners, attachments
 from torch_dpsco.rows.layers.recorded import is_recorded
 from torch_dpsco.rules import SGD, AdamBC, Momentum
 from torch_dpsco.step.distributed import Group, Ranks, digest, read_bytes
@@ -115,7 +115,7 @@ def _require_fit(model: nn.Module) -> None:
             "all weights must be trained, each in one layer that records its own rows (got frozen"
             f" ones, or layers with Opacus' rows) {_WHOLE}"
         )
-    if any("dpsco_optimizers" in p.__dict__ for p in model.parameters()):
+    if any(OWNERS in p.__dict__ for p in model.parameters()):
         raise SequenceError("model must be sharded before its optimizer is made")
 
 
@@ -135,6 +135,9 @@ def _taken_over(model: nn.Module, attachment: Any) -> list[nn.Parameter]:
         shard.dpsco_world = Shards  # type: ignore[attr-defined]
         shard.dpsco_whole = p  # type: ignore[attr-defined]
         whole[name].dpsco_shard = shard  # type: ignore[attr-defined]
+        owned = Owners()  # so that whoever asks for the run of a weight finds that of its shard
+        for t in (shard, p, whole[name]):
+            t.__dict__[OWNERS] = owned
         shards.append(shard)
     attachment.sharded = True
     attachment.params = [*shards, *cut.values(), *whole.values()]

@@ -491,7 +491,7 @@ def batch_sizes(inputs: Any, dim: int) -> frozenset[int] | None:
     return frozenset(found)
 
 
-_OWNERS = "dpsco_optimizers"  # attribute of parameters
+OWNERS = "dpsco_optimizers"  # attribute of parameters
 
 
 class Owners:
@@ -507,15 +507,15 @@ class Owners:
 def note_owner(params: Iterable[nn.Parameter], optimizer: Any) -> None:
     """Notes on parameters that a private optimizer trains them."""
     for p in params:
-        p.__dict__.setdefault(_OWNERS, Owners()).alive.add(optimizer)
+        p.__dict__.setdefault(OWNERS, Owners()).alive.add(optimizer)
 
 
 def owners(params: Iterable[nn.Parameter]) -> list[Any]:
     """Returns the private optimizers that train some of the parameters."""
     found: dict[int, Any] = {}
     for p in params:
-        if _OWNERS in p.__dict__:
-            found.update((id(owner), owner) for owner in p.__dict__[_OWNERS].alive)
+        if OWNERS in p.__dict__:
+            found.update((id(owner), owner) for owner in p.__dict__[OWNERS].alive)
     return list(found.values())
 
 
