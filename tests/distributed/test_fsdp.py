@@ -359,6 +359,20 @@ def leaking(rank: int) -> dict[str, Any]:
     return found
 
 
+def shown(rank: int) -> dict[str, Any]:
+    """What the block of docs/distributed.md leaves."""
+    page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text(encoding="utf-8")
+    block = page.split("## Shards of the model")[1].split("```python\n")[1].split("```")[0]
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    scope: dict[str, Any] = {"nn": nn, "dp": dp, "dim": 3, "loss": loss}
+    scope |= {"dataset": TensorDataset(x, x[:, :1]), "budget": dp.Budget(4.0, 1e-3)}
+    torch.manual_seed(0)
+    exec(block, scope)
+    optimizer = scope["optimizer"]
+    said = " ".join(str(optimizer.report(1e-3)).split())
+    return {"steps": optimizer.steps, "charged": len(optimizer.accountant), "said": said}
+
+
 # -- tests ------------------------------------------------------------------------------------------------------------
 
 
@@ -531,6 +545,12 @@ def test_a_gradient_that_is_no_row_is_refused_and_stays_on_its_rank(tmp_path: Pa
     for found in launch(leaking, 2, tmp_path):
         assert found.keys() == {"term", "eval"}
         assert all(dropped for _, dropped in found.values())
+
+
+def test_the_page_shows_a_run(tmp_path: Path) -> None:
+    for found in launch(shown, 2, tmp_path):
+        assert found["steps"] == found["charged"] == 4
+        assert "2 processes that trust each other" in found["said"]
 
 
 def test_one_process_needs_no_shards() -> None:

@@ -18,7 +18,8 @@ step cannot take one message for another.
 
 Guarantee: that of a run of several processes without shards: the same rows, sums, event and noise, each number of which
 is drawn once, by the rank that holds its coordinate (label = rank, counter = place in the shard). Weights are public;
-what they are put together for tells nothing, since all ranks make the same forwards.
+what they are put together for tells nothing, since all ranks make the same forwards. Should ranks take weights of one
+layer for those of another, as after an error in a forward, rows are still those of public weights, and clipped.
 """
 
 from __future__ import annotations
@@ -70,9 +71,9 @@ def fully_shard(
     _require_fit(model)
     attachment: Any = model._dpsco
     device = attachment.params[0].device
-    together = [m for m in layers or model.children() if any(True for _ in m.parameters())]
+    together = [m for m in layers or model.children() if list(m.parameters())]
     names = {m: name for name, m in model.named_modules()}
-    if any(m not in names for m in together):
+    if not names.keys() >= {*together}:
         raise ValueError("layers must be modules inside of the model (got others)")
     whole = [thing for p in model.parameters() for thing in (p.shape, read_bytes(p))]
     # else ranks would put parts of different models together, or wait for different layers
@@ -151,8 +152,7 @@ def _parts(whole: Sequence[Tensor], rank: int, processes: int) -> Iterator[Tenso
     """Yields the parts of one rank, cut as FSDP cuts: the first dimension in equal pieces, the last ones smaller."""
     for t in whole:
         size = -(-len(t) // processes)
-        start = min(rank * size, len(t))
-        yield t[start : min(start + size, len(t))]
+        yield t[rank * size : (rank + 1) * size]
 
 
 class Shards(Ranks):
@@ -240,7 +240,7 @@ class Shards(Ranks):
             bits.erase()
             mine.zero_()
             made = group.gather(torch.tensor([answer is not None]).long())
-        if answer is None or not all(map(bool, made)):
+        if answer is None or not all(made):
             raise SequenceError(
                 "a rank could not charge or release this step, so that no rank makes it: see its"
                 " error"
@@ -258,7 +258,8 @@ class Shards(Ranks):
         head = total.new_tensor([float(charged), float(rows)])
         for rank in range(group.processes):
             parts = _parts(oracle.views(total), rank, group.processes)
-            message = torch.cat([head * (rank == 0), *(part.reshape(-1) for part in parts)])
+            flat = [part.reshape(-1) for part in parts]
+            message = torch.cat([head * (rank == 0), *flat])
             group.add_up(message, rank)
             if rank == group.rank:
                 mine = message
@@ -285,7 +286,10 @@ def _problem(run: Any) -> str:
             {id(p) for p in run._params} == _shards_beside(run._params)
         ),
     }
-    return next((f"{what} in a run on shards" for what, right in whole.items() if not right), "")
+    for what, right in whole.items():
+        if not right:
+            return f"{what} in a run on shards"
+    return ""
 
 
 def _shards_beside(params: Sequence[nn.Parameter]) -> set[int]:
