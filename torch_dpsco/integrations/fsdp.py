@@ -74,7 +74,10 @@ def fully_shard(
     together = [m for m in layers or model.children() if list(m.parameters())]
     names = {m: name for name, m in model.named_modules()}
     if not names.keys() >= {*together}:
-        raise ValueError("layers must be modules inside of the model (got others)")
+        raise ValueError(
+            "layers must be modules inside of the model (got others): name children of it, or"
+            " modules inside of these"
+        )
     whole = [thing for p in model.parameters() for thing in (p.shape, read_bytes(p))]
     # else ranks would put parts of different models together, or wait for different layers
     Group(device).compare(
@@ -97,7 +100,9 @@ def _require_fit(model: nn.Module) -> None:
             "fully_shard needs several processes: call init_process_group before"
         )
     if not is_attached(model):
-        raise SequenceError("model must be attached: dp.attach(model, check_first_step=False)")
+        raise SequenceError(
+            "model must be attached: call dp.attach(model, check_first_step=False) on every rank"
+        )
     attachment: Any = model._dpsco
     if attachment.asked:
         raise SequenceError(
@@ -105,7 +110,10 @@ def _require_fit(model: nn.Module) -> None:
             " the check: dp.doctor, or a step of one process, looks at the same model"
         )
     if attachment.passes.number or attachment.sharded:
-        raise SequenceError("model must be sharded once, before its first forward")
+        raise SequenceError(
+            "model must be sharded once, and before its first forward: attach a new one, load the"
+            " weights, and shard it"
+        )
     tapes: list[Any] = [m.tape for m in model.modules() if is_recorded(m)]
     if any(tape.trial is not None for tape in tapes):
         raise ValueError(
@@ -117,7 +125,10 @@ def _require_fit(model: nn.Module) -> None:
             f" ones, or layers with Opacus' rows) {_WHOLE}"
         )
     if any(OWNERS in p.__dict__ for p in model.parameters()):
-        raise SequenceError("model must be sharded before its optimizer is made")
+        raise SequenceError(
+            "model must be sharded before its optimizer is made, which trains what fully_shard"
+            " returns"
+        )
 
 
 def _taken_over(model: nn.Module, attachment: Any) -> list[nn.Parameter]:
