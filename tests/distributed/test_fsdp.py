@@ -58,6 +58,35 @@ def plain() -> Words:
     return Words().double()
 
 
+class Adapted(nn.Module):
+    """Frozen weights, one of them used in two layers, and trained ones beside them, as with LoRA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.Embedding(WORDS, 6)
+        self.block = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh())
+        self.back = nn.Linear(6, WORDS, bias=False)
+        self.back.weight = self.items.weight
+        self.requires_grad_(False)
+        self.down = nn.Linear(6, 2, bias=False)
+        self.up = nn.Linear(2, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.items(x)
+        out = self.block(out) + self.up(self.down(out))
+        found: Tensor = self.back(out).mean(dim=1).mean(dim=1, keepdim=True)
+        return found
+
+
+def unattached() -> Adapted:
+    torch.manual_seed(0)
+    return Adapted().double()
+
+
+def adapted() -> nn.Module:
+    return dp.attach(unattached(), check_first_step=False)
+
+
 def attached() -> nn.Module:
     return dp.attach(plain(), check_first_step=False)
 
@@ -139,6 +168,39 @@ def trained(rank: int) -> dict[str, Any]:
                 "ledger": len(optimizer.accountant),
             }
     return found
+
+
+def in_parts(rank: int) -> dict[str, Any]:
+    """An adapter on frozen weights, draws in parts of five rows, of which this rank has more in some draws."""
+    model = adapted()
+    old = [weakref.ref(p) for p in model.parameters()]
+    optimizer = run_on(model, layers=[model.block, model.down])
+    loader = optimizer.loader(records(), steps=STEPS, isolation="slots", physical_batch_size=5)
+    path: list[Any] = []
+    batches: list[int] = []
+    drawn: list[int] = []
+    before = shards_of(optimizer)
+    for k, (x, y, position) in enumerate(loader, start=1):
+        drawn += position[x.any(dim=1)].tolist()
+        backward(model, x, y)
+        optimizer.step()
+        if optimizer.steps > len(path):
+            grads = [p.grad.clone() for p in optimizer.param_groups[0]["params"]]
+            path.append((drawn, before, grads))
+            batches.append(k)
+            drawn, before = [], shards_of(optimizer)
+    parts: list[Any] = [*model.named_parameters()]
+    gc.collect()
+    return {
+        "path": path,
+        "batches": batches,
+        "smaller": loader.in_parts(3).slots.parts,
+        "room": loader.slots.capacity,
+        "held": sum(p.to_local().numel() for _, p in parts),
+        "whole": sum(p.numel() for _, p in parts),
+        "after": {name: p.full_tensor().detach() for name, p in parts},
+        "old": sum(ref() is not None for ref in old),
+    }
 
 
 def noised(rank: int) -> list[dict[str, Any]]:
@@ -290,14 +352,17 @@ def refusals(rank: int) -> dict[str, tuple[str, int]]:
     note("some shards", lambda: dp.ClippedSGD(cut()[:2], plan()))
     other = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     note("shards and others", lambda: dp.ClippedSGD([other, *cut()], plan()))
-    frozen = plain()
-    frozen.head.bias.requires_grad_(False)
+    tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    tied[0].weight = tied[1].weight
     checked = dp.attach(plain())
     note("checked", lambda: cut(checked))
-    note("frozen", lambda: cut(dp.attach(frozen, check_first_step=False)))
     note("plain", lambda: cut(plain()))
+    note("tied", lambda: cut(dp.attach(tied, check_first_step=False)))
     dense = dp.attach(plain(), rows="dense", check_first_step=False)
     note("dense", lambda: cut(dense))
+    share = adapted()
+    note("layers", lambda: fsdp.fully_shard(share, [share.items, share.back]))
+    note("others", lambda: fsdp.fully_shard(attached(), [nn.Linear(2, 2)]))
     twice = attached()
     cut(twice)
     note("twice", lambda: cut(twice))
@@ -312,7 +377,6 @@ def refusals(rank: int) -> dict[str, tuple[str, int]]:
     loaders = {
         "default isolation": {},
         "no isolation": {"isolation": "none"},
-        "chunks": {"isolation": "slots", "physical_batch_size": 4},
         "own records": {"isolation": "slots", "shard": N},
     }
     half = TensorDataset(*(t[rank::2] for t in data.tensors))
@@ -380,22 +444,33 @@ def joined(parts: list[list[Tensor]]) -> list[Tensor]:
     return [torch.cat(pair) for pair in zip(*parts, strict=True)]
 
 
-def clipped_mean(weights: list[Tensor], drawn: list[int]) -> list[Tensor]:
+def clipped_mean(model: nn.Module, weights: list[Tensor], drawn: list[int]) -> list[Tensor]:
     """The clipped sum, record by record, over the batch size."""
-    model = plain()
+    trained = [p for p in model.parameters() if p.requires_grad]
     with torch.no_grad():
-        for p, w in zip(model.parameters(), weights, strict=True):
+        for p, w in zip(trained, weights, strict=True):
             p.copy_(w)
-    total = [torch.zeros_like(p) for p in model.parameters()]
+    total = [torch.zeros_like(p) for p in trained]
     x, y, _ = records().tensors
     for i in drawn:
-        grads = torch.autograd.grad(
-            loss(model(x[i : i + 1]), y[i : i + 1]), [*model.parameters()]
-        )
+        grads = torch.autograd.grad(loss(model(x[i : i + 1]), y[i : i + 1]), trained)
         norm = float(torch.cat([g.flatten() for g in grads]).norm())
         for t, g in zip(total, grads, strict=True):
             t += g * min(1.0, CLIP / norm) / BATCH
     return total
+
+
+def require_sums(paths: list[list[Any]], model: nn.Module) -> None:
+    drawn = 0
+    for parts in zip(*paths, strict=True):
+        both = [i for own, _, _ in parts for i in own]
+        assert len(set(both)) == len(both)
+        drawn += len(both)
+        expected = clipped_mean(model, joined([before for _, before, _ in parts]), both)
+        released = joined([grads for _, _, grads in parts])
+        for a, b in zip(released, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    assert drawn > 0
 
 
 @pytest.fixture(scope="module")
@@ -410,16 +485,7 @@ KINDS = [f"{how}, {rule}" for how in LAYERS for rule in RULES]
 def test_the_released_sums_are_those_of_one_process(
     kind: str, runs: list[dict[str, Any]]
 ) -> None:
-    drawn = 0
-    for parts in zip(*(run[kind]["path"] for run in runs), strict=True):
-        records_of_both = [i for own, _, _ in parts for i in own]
-        assert len(set(records_of_both)) == len(records_of_both)
-        drawn += len(records_of_both)
-        expected = clipped_mean(joined([before for _, before, _ in parts]), records_of_both)
-        released = joined([grads for _, _, grads in parts])
-        for a, b in zip(released, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
-    assert drawn > 0
+    require_sums([run[kind]["path"] for run in runs], plain())
     assert [run[kind]["ledger"] for run in runs] == [STEPS] * 2
 
 
@@ -443,6 +509,26 @@ def test_a_rank_holds_its_shards_alone(kind: str, runs: list[dict[str, Any]]) ->
         assert bool(run[kind]["state"]) == ("sgd" not in kind)
         assert not run[kind]["old"]
         assert not run[kind]["memory"]
+
+
+def test_the_number_of_forwards_is_public(tmp_path: Path) -> None:
+    ranks = launch(in_parts, 2, tmp_path)
+    for run in ranks:
+        each = -(-run["room"] // 5)
+        assert run["batches"] == [each * k for k in range(1, STEPS + 1)]
+        assert run["smaller"] == -(-run["room"] // 3) > each
+    require_sums([run["path"] for run in ranks], unattached())
+
+
+def test_frozen_weights_are_sharded_and_stay(tmp_path: Path) -> None:
+    ranks = launch(in_parts, 2, tmp_path)
+    start = dict(unattached().named_parameters())
+    for run in ranks:
+        assert run["after"].keys() == start.keys()
+        for name, value in run["after"].items():
+            assert torch.equal(value, start[name]) != start[name].requires_grad, name
+        assert run["held"] < 0.7 * run["whole"]
+        assert not run["old"]
 
 
 def test_each_number_of_the_noise_is_drawn_once_by_the_key_of_rank_0(tmp_path: Path) -> None:
@@ -514,15 +600,16 @@ WORDS_OF = {
     "some shards": "all of them",
     "shards and others": "all of them",
     "checked": "check_first_step=False",
-    "frozen": "all weights must be trained",
     "plain": "model must be attached",
-    "dense": "all weights must be trained",
+    "tied": "trained weights must be each in one layer",
+    "dense": "trained weights must be each in one layer",
+    "layers": "layers must have no weights in common",
+    "others": "layers must be modules inside of the model",
     "twice": "model must be sharded once",
     "other weights": "parameters must be equal on all ranks",
     "its weights": "params must be whole",
     "default isolation": "as many batches on every rank",
     "no isolation": "as many batches on every rank",
-    "chunks": "as many batches on every rank",
     "own records": "shard= needs whole parameters",
     "fit": "model must not be sharded",
     "state": "a checkpoint needs whole parameters",

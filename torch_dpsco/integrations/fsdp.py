@@ -24,7 +24,6 @@ layer for those of another, as after an error in a forward, rows are still those
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -71,27 +70,47 @@ def fully_shard(
     _require_fit(model)
     attachment: Any = model._dpsco
     device = attachment.params[0].device
-    together = [m for m in layers or model.children() if list(m.parameters())]
+    together = _together(model, layers or list(model.children()))
     names = {m: name for name, m in model.named_modules()}
-    if not names.keys() >= {*together}:
-        raise ValueError(
-            "layers must be modules inside of the model (got others): name children of it, or"
-            " modules inside of these"
-        )
-    whole = [thing for p in model.parameters() for thing in (p.shape, read_bytes(p))]
+    weights = [digest(p.shape, p.requires_grad, read_bytes(p)) for p in model.parameters()]
     # else ranks would put parts of different models together, or wait for different layers
     Group(device).compare(
         "construction",
         settings=digest(*(names[m] for m in together)),
-        parameters=digest(*whole),
+        parameters=digest(*weights),
         ledger=0,
         arithmetic=0,
     )
     group: Any = dist.new_group(timeout=timeout)
     mesh = DeviceMesh.from_group(group, device.type)
-    for m in (*together, model):
+    for m in together:
         fsdp.fully_shard(m, mesh=mesh, reshard_after_forward=True)
     return _taken_over(model, attachment)
+
+
+def _together(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Returns the modules whose weights are put together one after another, the inner ones first, the model last."""
+    depth = {m: name.count(".") for name, m in model.named_modules()}
+    if not depth.keys() >= {*layers}:
+        raise ValueError(
+            "layers must be modules inside of the model (got others): name children of it, or"
+            " modules inside of these"
+        )
+    inner = sorted(dict.fromkeys(layers), key=lambda m: -depth[m])
+    found = [m for m in inner if m is not model and list(m.parameters())]
+    held: dict[nn.Module, nn.Module] = {}
+    for outer in (*found, model):
+        for m in outer.modules():
+            held.setdefault(m, outer)
+    homes: dict[Tensor, nn.Module] = {}
+    for m in model.modules():
+        for name, p in m._parameters.items():
+            if p is not None and homes.setdefault(p, held[m]) is not held[m]:
+                raise ValueError(
+                    f"layers must have no weights in common (got {name} of a {type(m).__name__}): name a"
+                    " module that has all uses of it inside, or none of them, layers=..."
+                )
+    return [*found, model]
 
 
 def _require_fit(model: nn.Module) -> None:
@@ -119,10 +138,10 @@ def _require_fit(model: nn.Module) -> None:
         raise ValueError(
             f"all layers must be of the library's own kinds, which need no trial {_WHOLE}"
         )
-    if attachment.dense or not all(p.requires_grad for p in model.parameters()):
+    if attachment.dense:
         raise ValueError(
-            "all weights must be trained, each in one layer that records its own rows (got frozen"
-            f" ones, or layers with Opacus' rows) {_WHOLE}"
+            "trained weights must be each in one layer, which records its own rows (got layers with Opacus'"
+            f" rows, or shared weights) {_WHOLE}"
         )
     if any(OWNERS in p.__dict__ for p in model.parameters()):
         raise SequenceError(
@@ -135,13 +154,13 @@ def _taken_over(model: nn.Module, attachment: Any) -> list[nn.Parameter]:
     """Returns the shards as plain parameters, to which rows and marks of the weights are led."""
     modules = [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
     shards: list[nn.Parameter] = []
-    cut: dict[str, Any] = dict(model.named_parameters())
+    cut: dict[str, Any] = {n: p for n, p in model.named_parameters() if p.requires_grad}
     for m in modules:
         # PRIVACY: no raw gradient leaves its rank, wherever one may come from
         # (test_a_gradient_that_is_no_row_is_refused_and_stays_on_its_rank)
         m.set_requires_gradient_sync(False)
         m.unshard()  # makes the whole weights, which FSDP keeps as objects
-    whole = dict(model.named_parameters())
+    whole = {name: p for name, p in model.named_parameters() if name in cut}
     for name, p in cut.items():
         shard = nn.Parameter(p.data.to_local().detach())
         shard.dpsco_world = Shards  # type: ignore[attr-defined]
@@ -169,13 +188,16 @@ def _parts(whole: Sequence[Tensor], rank: int, processes: int) -> Iterator[Tenso
 class Shards(Ranks):
     """The ranks of a run whose parameters are shards."""
 
+    query: list[Tensor]
+
     def begin(self, run: Any) -> None:
         """Raises SequenceError for a run that reads whole vectors; else as `Ranks.begin`."""
         self._params = run._params
         if problem := _problem(run):
             raise SequenceError(f"{problem} {_WHOLE}")
-        self._shapes = [p.dpsco_whole.shape for p in self._params]
         self._require_shared()
+        # in no memory; a clip that is fixed reads no values
+        self.query = [p.new_zeros(()).expand(p.dpsco_whole.shape) for p in self._params]
         super().begin(run)
 
     def _require_shared(self) -> None:
@@ -188,12 +210,6 @@ class Shards(Ranks):
                     " fully_shard"
                 )
 
-    def query(self, params: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Returns tensors of the shapes of the whole parameters, in no memory; clips are fixed, and read no value."""
-        return [
-            p.new_zeros(()).expand(shape) for p, shape in zip(params, self._shapes, strict=True)
-        ]
-
     def require_whole(self, what: str) -> None:
         """Raises SequenceError for what needs whole vectors."""
         raise SequenceError(f"{what} needs whole parameters {_WHOLE}")
@@ -205,16 +221,17 @@ class Shards(Ranks):
         return super().sampler(run, *args, **options)
 
     def require_own_draws(self, loader: Any) -> None:
-        """Refuses loaders whose number of batches is private; else as `Ranks.require_own_draws`."""
+        """As `Ranks.require_own_draws`, and lets all draws come in a public number of batches."""
         super().require_own_draws(loader)
         isolation: Any = getattr(loader, "isolation", None)
         slots = getattr(isolation, "slots", None)
-        # PRIVACY: every batch is a forward, which all ranks see (test_a_private_number_of_forwards_is_refused)
-        if slots is None or isolation.open or slots.block * slots.parts < slots.capacity:
+        if slots is None or isolation.open:
             raise SequenceError(
                 "each draw must be as many batches on every rank: use optimizer.loader(dataset,"
-                " isolation='slots') without physical_batch_size"
+                " isolation='slots')"
             )
+        # PRIVACY: every batch is a forward, which all ranks see (test_the_number_of_forwards_is_public)
+        slots.public = True
 
     def agree(self, run: Any, draw: Any) -> None:
         """As `Ranks.agree`, for shards that are where they were."""
@@ -227,7 +244,7 @@ class Shards(Ranks):
 
     def _whole(self, run: Any) -> dict[str, Any]:
         # shards are different by design
-        return {**super()._whole(run), "parameters": digest(*self._shapes)}
+        return {**super()._whole(run), "parameters": digest(*(t.shape for t in self.query))}
 
     def _answer(self, oracle: ClippedMean, noise: Source | None) -> list[Tensor]:
         """Adds part r of all sums up on rank r, which noises it; without `noise` this rank has failed."""
@@ -256,8 +273,7 @@ class Shards(Ranks):
                 "a rank could not charge or release this step, so that no rank makes it: see its"
                 " error"
             )
-        sizes = [math.prod(p.shape) for p in self._params]
-        parts = answer.to(self._device).split(sizes)
+        parts = answer.to(self._device).split([p.numel() for p in self._params])
         return [part.view(p.shape) for part, p in zip(parts, self._params, strict=True)]
 
     def _reduced(

@@ -344,12 +344,11 @@ class PrivateLoader:
         log = self.batch_sampler.log
         isolation = self.isolation
         log.restart()
-        least = 1 if self.slots is None else self.slots.parts
-        if isolation.open and least > 1:
+        if self.slots is not None and self.slots.public and isolation.open:
             warn(
-                f"a draw for a large model comes in several batches: in {least} until their sizes are tested, and then"
-                " in two as a rule. optimizer.step() adds them up, and releases after the last one: move schedules by"
-                " optimizer.steps, not by batches, or give physical_batch_size= to optimizer.loader(...)",
+                f"a draw for a large model comes in several batches: in {self.slots.parts} until their sizes are tested,"
+                " and then in two as a rule. optimizer.step() adds them up, and releases after the last one: move"
+                " schedules by optimizer.steps, not by batches, or give physical_batch_size= to optimizer.loader(...)",
                 outside(),
             )
         # of this iteration only: nothing is left over when it is broken off
@@ -599,7 +598,7 @@ class Isolation:
             return None
         sizes = self.tested.sizes
         largest = sizes[-1 if most is None else bisect_right(sizes, most) - 1]
-        few = 1 if self.slots is None or self.slots.parts == 1 else 2
+        few = 2 if self.slots is not None and self.slots.public else 1
         parts = max(few, -(-rows // largest))
         ends = [rows * k // parts for k in range(parts + 1)]
         found: list[_Block] = []

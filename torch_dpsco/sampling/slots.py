@@ -116,10 +116,15 @@ class Slots:
         self.most = (
             self.block if of_users else min(self.block, usual + 4 * math.isqrt(usual) + 4)
         )
-        self.parts = 1  # blocks of a draw at least
+        self.public = False  # whether all draws come in as many blocks, some of them empty
         self._rng = sampling_generator()
         self._keeps = isinstance(design, Full)
         self._kept = np.empty(0, dtype=np.int64)
+
+    @property
+    def parts(self) -> int:
+        """Blocks of a draw at least."""
+        return math.ceil(self.capacity / self.block) if self.public else 1
 
     def _fitting(self, most: int | None) -> int:
         if self._users:
@@ -139,10 +144,10 @@ class Slots:
         """Cuts draws of records into a public number of blocks of about the usual size."""
         half = -(-self.most // 2)  # two batches have room for what one had
         size = max(_MULTIPLE, self.usual + self.usual // _SPARE, half)
-        if self.parts == 1 and not self._users and size < self.most:
+        if not self.public and not self._users and size < self.most:
             self.block = self._fitting(size)
             self.most = size
-            self.parts = math.ceil(self.capacity / self.block)
+            self.public = True
 
     def places(self, units: int) -> _Indices:
         """Returns the places of that many units; those past the capacity have the places of another round."""

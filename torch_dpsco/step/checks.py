@@ -392,6 +392,9 @@ class World:
     """The processes that make one run together: this one alone. `Ranks` replaces every method where there are more."""
 
     alone = True
+    query: Sequence[Tensor] | None = (
+        None  # shapes of the whole parameters, where these are shards
+    )
 
     def begin(self, run: Any) -> None:
         """Makes sure that all ranks have built the same optimizer on the same parameters."""
@@ -444,10 +447,6 @@ class World:
                 "loader must draw whole batches (got the part of one of several processes)"
             )
 
-    def query(self, params: list[nn.Parameter]) -> Sequence[Tensor]:
-        """Returns the public point at which gradients are taken, of whole parameters."""
-        return params
-
     def require_whole(self, what: str) -> None:
         """Raises SequenceError for what reads whole parameters, where this process has shards of them."""
 
@@ -473,3 +472,11 @@ class World:
                 f"world_size must be 1 for an optimizer made in one process (got {world_size()}):"
                 " call torch.distributed.init_process_group before the optimizer is made"
             )
+
+
+def world_of(params: Sequence[Any], device: torch.device, several: type[Any]) -> World:
+    """Returns the processes of a run: of a kind that parameters which are shards know, of `several`, or this one."""
+    kinds: list[Any] = [p.dpsco_world for p in params if hasattr(p, "dpsco_world")]
+    if world_size() > 1:
+        kinds.append(several)
+    return kinds[0](device) if kinds else World()

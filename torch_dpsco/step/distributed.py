@@ -56,7 +56,7 @@ from torch_dpsco.sampling import (
     require_divisible,
 )
 from torch_dpsco.sampling.samplers import SEVERAL, SPREAD
-from torch_dpsco.step.checks import World, world_size
+from torch_dpsco.step.checks import World
 from torch_dpsco.step.oracle import ClippedMean, MeanOracle, Release
 
 _READ_ROWS = 1024  # of a data set in memory are compared over the ranks, at equal distances
@@ -527,12 +527,3 @@ class Ranks(World):
                 type(run).__name__, json.dumps(run.settings(), sort_keys=True), groups
             )
         return self._settings
-
-
-def world_of(params: Sequence[Tensor], device: torch.device) -> World:
-    """Returns the processes of a run on these parameters; shards say of what kind they are."""
-    if world_size() == 1:
-        return World()
-    kinds = [p.__dict__["dpsco_world"] for p in params if "dpsco_world" in p.__dict__]
-    made: World = kinds[0](device) if kinds else Ranks(device)
-    return made

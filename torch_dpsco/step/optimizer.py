@@ -63,7 +63,7 @@ from torch_dpsco.step.batch import (
     make_slots,
     who_is_drawn,
 )
-from torch_dpsco.step.distributed import world_of
+from torch_dpsco.step.distributed import Ranks
 from torch_dpsco.step.oracle import MeanOracle
 from torch_dpsco.step.run import CommonOptimizer, Paid, Progress, Run, in_turn, new_run, part
 
@@ -146,7 +146,7 @@ class RunOptimizer(CommonOptimizer):
         self.prox.apply_(params, [0.0] * len(params))
         self.oracle.take()
         forget_wrappers(self._params)
-        self._world = world_of(self._params, device)
+        self._world = checks.world_of(self._params, device, Ranks)
         self._world.begin(self)
         if not self.adaptive:
             if self._run.planned is None:
@@ -653,7 +653,7 @@ class RunOptimizer(CommonOptimizer):
         self._noise = noise_generator(device)
         self._seeded = False
         self._batch = LogicalBatch(self.design, self._params, in_order=self._run.in_order)
-        self._world = world_of(self._params, device)
+        self._world = checks.world_of(self._params, device, Ranks)
         if partition is not None:
             self._batch.resume(partition)
         self.oracle.discard()

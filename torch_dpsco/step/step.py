@@ -268,7 +268,7 @@ class PrivateOptimizer(RunOptimizer):
             # PRIVACY: 1/B is rounded, and another B moves ALL rows (test_a_mean_of_a_private_number_is_refused)
             raise SequenceError(_PRIVATE_MEAN)
         if not batch.opened:
-            run.oracle.open(self._world.query(params), self._progress.steps)
+            run.oracle.open(self._world.query or params, self._progress.steps)
             batch.opened = True
         if rows is not None and len(rows):
             run.oracle.observe(
