@@ -242,6 +242,50 @@ def noised(rank: int) -> list[dict[str, Any]]:
     return found
 
 
+def continued(rank: int, folder: str) -> dict[str, Any]:
+    """A run of three steps, one of them after its processes have started anew."""
+
+    def begun(weights: dict[str, Tensor] | None = None) -> tuple[Any, Any]:
+        whole = plain()
+        if weights is not None:
+            whole.load_state_dict(weights)
+        model = dp.attach(whole, check_first_step=False)
+        path = Path(f"{folder}/spent") if rank == 0 else None
+        accountant = dp.Accountant(ledger_path=path)
+        return model, run_on(model, 1.0, rule=RULES["adam"](), accountant=accountant)
+
+    def numbers(optimizer: Any) -> list[Tensor]:
+        kept = [*optimizer.state.values()]
+        return [t.clone() for held in kept for t in held.values() if isinstance(t, Tensor)]
+
+    def train(model: Any, optimizer: Any, steps: int) -> None:
+        loader = optimizer.loader(records(), steps=steps, isolation="slots", resume=True)
+        for x, y, _ in loader:
+            backward(model, x, y)
+            optimizer.step()
+
+    model, optimizer = begun()
+    train(model, optimizer, 2)
+    before = numbers(optimizer) + shards_of(optimizer)
+    weights = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+    torch.save(optimizer.state_dict(), f"{folder}/state {rank}")
+    dist.barrier()
+    optimizer.accountant.close()
+    model, optimizer = begun(weights)
+    other = torch.load(f"{folder}/state {1 - rank}")
+    said = message(ValueError, lambda: optimizer.resume(other))
+    lost = optimizer.resume(torch.load(f"{folder}/state {rank}"))
+    after = numbers(optimizer) + shards_of(optimizer)
+    train(model, optimizer, 1)
+    return {
+        "said": said,
+        "lost": lost,
+        "same": all(map(torch.equal, before, after)) and len(before) == len(after),
+        "steps": optimizer.steps,
+        "charged": len(optimizer.accountant),
+    }
+
+
 FAULTS = ("charge of rank 1", "noise of rank 1", "key", "rows of rank 1", "moved weights")
 
 
@@ -386,7 +430,6 @@ def refusals(rank: int) -> dict[str, tuple[str, int]]:
         note(name, call, optimizer)
     two = TensorDataset(*data.tensors[:2])
     note("fit", lambda: dp.fit(model, optimizer, two, loss, steps=1), optimizer)
-    note("state", optimizer.state_dict, optimizer)
     note("copy", lambda: copy.deepcopy(optimizer), optimizer)
 
     def public() -> None:
@@ -560,6 +603,14 @@ def test_each_number_of_the_noise_is_drawn_once_by_the_key_of_rank_0(tmp_path: P
             assert abs(float((a * b).mean())) < 6.0 / math.sqrt(n)
 
 
+def test_each_rank_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
+    for rank, run in enumerate(launch(continued, 2, tmp_path, str(tmp_path))):
+        assert f"shards: '{rank} of 2' here, '{1 - rank} of 2' there" in run["said"]
+        assert run["same"]
+        assert run["steps"] == 2 + run["lost"] + 1
+        assert run["charged"] >= run["steps"]
+
+
 def test_a_rank_that_fails_moves_no_shard_and_the_ledger_knows(tmp_path: Path) -> None:
     ranks = launch(failing, 2, tmp_path, str(tmp_path))
     before = {"rows of rank 1": 0, "moved weights": 0}  # all ranks find out before they charge
@@ -603,7 +654,7 @@ WORDS_OF = {
     "plain": "model must be attached",
     "tied": "trained weights must be each in one layer",
     "dense": "trained weights must be each in one layer",
-    "layers": "layers must have no weights in common",
+    "layers": "layers must have no weight in common",
     "others": "layers must be modules inside of the model",
     "twice": "model must be sharded once",
     "other weights": "parameters must be equal on all ranks",
@@ -612,7 +663,6 @@ WORDS_OF = {
     "no isolation": "as many batches on every rank",
     "own records": "shard= needs whole parameters",
     "fit": "model must not be sharded",
-    "state": "a checkpoint needs whole parameters",
     "copy": "a copy needs whole parameters",
     "public": "dp.public needs whole parameters",
     "plain step": "a plain optimizer must not step",

@@ -203,8 +203,8 @@ def test_a_shard_is_refused_by_name_whenever_it_comes(
             )
             assert words.startswith(f"ValueError: {place} (got "), way
             assert (
-                "leave fully_shard, FSDP or parallelize_module out and give every process the whole model"
-                " (train less of a large one, as LoRA does)" in words
+                "give every process the whole model, without FSDP or parallelize_module, or cut it by"
+                " torch_dpsco.integrations.fsdp.fully_shard" in words
             )
 
 

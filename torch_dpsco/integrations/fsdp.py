@@ -58,20 +58,20 @@ def fully_shard(
     Collective: call it on every rank, after `init_process_group`.
 
     Args:
-        model: attached with check_first_step=False; all its weights are trained, in layers that record their own rows.
+        model: attached with check_first_step=False; its trained weights are in layers that record their own rows.
         layers: modules inside whose weights are put together one after another, so that no rank holds all of them at
-            once; default the children of the model.
+            once, as the blocks of a transformer; default the children of the model.
         timeout: until a rank that waits in a forward for another one raises; default that of torch.
 
     Raises:
         SequenceError: one process, a model that is not attached, or was used.
-        ValueError: weights that cannot be sharded: frozen, shared, or of layers without rows of their own.
+        ValueError: trained weights that are shared or in layers without rows of their own, or layers that share one.
     """
     _require_fit(model)
     attachment: Any = model._dpsco
     device = attachment.params[0].device
-    together = _together(model, layers or list(model.children()))
     names = {m: name for name, m in model.named_modules()}
+    together = _together(names, layers or list(model.children()))
     weights = [digest(p.shape, p.requires_grad, read_bytes(p)) for p in model.parameters()]
     # else ranks would put parts of different models together, or wait for different layers
     Group(device).compare(
@@ -88,29 +88,34 @@ def fully_shard(
     return _taken_over(model, attachment)
 
 
-def _together(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Returns the modules whose weights are put together one after another, the inner ones first, the model last."""
-    depth = {m: name.count(".") for name, m in model.named_modules()}
-    if not depth.keys() >= {*layers}:
+def _together(names: dict[nn.Module, str], layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Returns the modules whose weights are put together one after another: inner ones before outer ones, all last.
+
+    Args:
+        names: of all modules of the model, itself the first.
+        layers: as given.
+    """
+    if not names.keys() >= {*layers}:
         raise ValueError(
             "layers must be modules inside of the model (got others): name children of it, or"
             " modules inside of these"
         )
-    inner = sorted(dict.fromkeys(layers), key=lambda m: -depth[m])
-    found = [m for m in inner if m is not model and list(m.parameters())]
+    model = next(iter(names))
+    inner = sorted(dict.fromkeys(layers), key=lambda m: names[m].count("."), reverse=True)
+    found = [m for m in inner if m is not model and list(m.parameters())] + [model]
     held: dict[nn.Module, nn.Module] = {}
-    for outer in (*found, model):
+    for outer in found:
         for m in outer.modules():
             held.setdefault(m, outer)
     homes: dict[Tensor, nn.Module] = {}
-    for m in model.modules():
+    for m, outer in held.items():
         for name, p in m._parameters.items():
-            if p is not None and homes.setdefault(p, held[m]) is not held[m]:
+            if p is not None and homes.setdefault(p, outer) is not outer:
                 raise ValueError(
-                    f"layers must have no weights in common (got {name} of a {type(m).__name__}): name a"
-                    " module that has all uses of it inside, or none of them, layers=..."
+                    f"layers must have no weight in common (got {name!r} of {names[m]!r}): name a"
+                    " module that has all uses of it inside, or none that has one"
                 )
-    return [*found, model]
+    return found
 
 
 def _require_fit(model: nn.Module) -> None:
@@ -196,6 +201,7 @@ class Shards(Ranks):
         if problem := _problem(run):
             raise SequenceError(f"{problem} {_WHOLE}")
         self._require_shared()
+        self.own = {"shards": f"{self._group.rank} of {self._group.processes}"}
         # in no memory; a clip that is fixed reads no values
         self.query = [p.new_zeros(()).expand(p.dpsco_whole.shape) for p in self._params]
         super().begin(run)
@@ -232,6 +238,15 @@ class Shards(Ranks):
             )
         # PRIVACY: every batch is a forward, which all ranks see (test_the_number_of_forwards_is_public)
         slots.public = True
+
+    def common(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns rank 0's checkpoint, whose ledger is that of the file, with what this rank's rule has kept."""
+        if len({int(steps) for steps in self._group.gather(torch.tensor([state["steps"]]))}) > 1:
+            raise SequenceError(
+                "state_dict must be of the same step on all ranks: load the newest one that all have"
+            )
+        first: dict[str, Any] = self._group.send_object(state)
+        return first | {"rule": state["rule"]}
 
     def agree(self, run: Any, draw: Any) -> None:
         """As `Ranks.agree`, for shards that are where they were."""

@@ -346,7 +346,7 @@ class PrivateLoader:
         log.restart()
         if self.slots is not None and self.slots.public and isolation.open:
             warn(
-                f"a draw for a large model comes in several batches: in {self.slots.parts} until their sizes are tested,"
+                f"a draw for a large model comes in several batches: in {self.slots.parts} until sizes are tested,"
                 " and then in two as a rule. optimizer.step() adds them up, and releases after the last one: move"
                 " schedules by optimizer.steps, not by batches, or give physical_batch_size= to optimizer.loader(...)",
                 outside(),

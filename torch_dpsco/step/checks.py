@@ -87,9 +87,9 @@ def listed(params: Any) -> list[Any]:
             if compat.is_sharded(tensor):
                 raise ValueError(
                     f"params must be whole (got a shard, {type(tensor).__name__}): rows are clipped"
-                    " and noised for whole parameters; leave fully_shard, FSDP or"
-                    " parallelize_module out and give every process the whole model (train less of"
-                    " a large one, as LoRA does), see docs/distributed.md"
+                    " and noised for whole parameters; give every process the whole"
+                    " model, without FSDP or parallelize_module, or cut it by"
+                    " torch_dpsco.integrations.fsdp.fully_shard, see docs/distributed.md"
                 )
     if not items:
         raise ValueError(_NOTHING)
@@ -392,6 +392,7 @@ class World:
     """The processes that make one run together: this one alone. `Ranks` replaces every method where there are more."""
 
     alone = True
+    own: Mapping[str, Any] = {}  # settings of this process alone
     query: Sequence[Tensor] | None = (
         None  # shapes of the whole parameters, where these are shards
     )
@@ -449,6 +450,10 @@ class World:
 
     def require_whole(self, what: str) -> None:
         """Raises SequenceError for what reads whole parameters, where this process has shards of them."""
+
+    def common(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns the private part of a checkpoint, as all processes know it."""
+        return state
 
     def agree(self, run: Any, draw: Draw) -> None:
         """Makes sure that all ranks have the rows of the same step, before anything is charged."""

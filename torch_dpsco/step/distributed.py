@@ -524,6 +524,6 @@ class Ranks(World):
                 for g in run.param_groups
             ]
             self._settings = digest(
-                type(run).__name__, json.dumps(run.settings(), sort_keys=True), groups
+                type(run).__name__, json.dumps(run._run.settings(), sort_keys=True), groups
             )
         return self._settings

@@ -482,7 +482,7 @@ class RunOptimizer(CommonOptimizer):
 
     def settings(self) -> dict[str, Any]:
         """Returns the public constants that fix the mechanism; checkpoints of other ones are refused."""
-        return self._run.settings()
+        return {**self._run.settings(), **self._world.own}
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -493,7 +493,6 @@ class RunOptimizer(CommonOptimizer):
         in which part and a keyed fingerprint of the records, for which all of them are read once. So is a run of
         noisy tests: it keeps their thresholds.
         """
-        self._world.require_whole("a checkpoint")
         self._require_private()  # the iterates that are kept follow at the end of the block
         if self._progress.begun is not None:
             self._give_up()
@@ -541,6 +540,7 @@ class RunOptimizer(CommonOptimizer):
         """
         run = self._run
         public, private = split(state_dict, self.settings(), shared=bool(run.sharing))
+        private = self._world.common(private)
         if private["steps"] and not private["finalized"]:
             refuse_load(run.sharing)
         self.discard()
@@ -556,7 +556,6 @@ class RunOptimizer(CommonOptimizer):
         self._restore(public, private)
 
     def _restore(self, public: dict[str, Any], private: dict[str, Any]) -> None:
-        self._world.require_whole("a checkpoint")
         super().load_state_dict(public)
         places = (i for group in public["param_groups"] for i in group["params"])
         for p, place in zip(self._params, places, strict=True):
@@ -598,6 +597,7 @@ class RunOptimizer(CommonOptimizer):
         run = self._run
         batch = self._batch
         public, private = split(state_dict, self.settings(), shared=bool(run.sharing))
+        private = self._world.common(private)
         # PRIVACY: only its own ledger knows what was released since
         # (test_a_run_is_resumed_with_its_own_ledger_file_only)
         marked = self.accountant.continue_from(private["ledger"])

@@ -543,8 +543,8 @@ def require_whole(module: nn.Module, name: str = "") -> None:
     ):
         raise ValueError(
             f"model must not be sharded (got {type(module).__name__} {name!r}): rows are clipped"
-            " and noised for whole parameters; leave fully_shard, FSDP or parallelize_module out"
-            " and give every process the whole model (train less of a large one, as LoRA does), see docs/distributed.md"
+            " and noised for whole parameters; give every process the whole model, without FSDP or"
+            " parallelize_module, or cut it by torch_dpsco.integrations.fsdp.fully_shard, see docs/distributed.md"
         )
 
 
