@@ -71,9 +71,7 @@ def train(steps: int) -> None:
 def join(rank: int, folder: str, steps: int) -> None:
     """Makes one of the processes that this script starts."""
     store = f"file://{folder}/store"
-    dist.init_process_group(
-        "gloo", store, rank=rank, world_size=PROCESSES, timeout=timedelta(minutes=2)
-    )
+    dist.init_process_group("gloo", store, rank=rank, world_size=PROCESSES, timeout=timedelta(minutes=2))
     train(steps)
     dist.destroy_process_group()
 

@@ -107,7 +107,14 @@ RULES: dict[str, Callable[[], Any]] = {
 LAYERS: dict[str, Callable[[Any], list[nn.Module]]] = {
     "children": lambda model: [],
     "block": lambda model: [model.block],  # the other weights are in the group of the root
-    "each": lambda model: [model.items, *model.block, model.head],
+    "each": lambda model: [
+        model.items,
+        model.block,
+        *model.block,
+        model.head,
+        model,
+        model.head,
+    ],
 }
 
 
@@ -286,10 +293,19 @@ def continued(rank: int, folder: str) -> dict[str, Any]:
     }
 
 
-FAULTS = ("charge of rank 1", "noise of rank 1", "key", "rows of rank 1", "moved weights")
+FAULTS = (
+    "charge of rank 1",
+    "noise of rank 1",
+    "key",
+    "rows of rank 1",
+    "moved weights",
+    "exchanged weights",
+)
 
 
-def spoil(fault: str, rank: int, optimizer: dp.ClippedSGD, patch: pytest.MonkeyPatch) -> None:
+def spoil(
+    fault: str, rank: int, model: Any, optimizer: dp.ClippedSGD, patch: pytest.MonkeyPatch
+) -> None:
     def refuse(*args: Any, **options: Any) -> Any:
         raise SequenceError(f"no {fault}")
 
@@ -304,6 +320,9 @@ def spoil(fault: str, rank: int, optimizer: dp.ClippedSGD, patch: pytest.MonkeyP
     if rank == 1 and fault == "moved weights":
         p = optimizer.param_groups[0]["params"][0]
         p.data = p.data.clone()
+    if rank == 1 and fault == "exchanged weights":
+        new = {name: p.detach().clone() for name, p in model.state_dict().items()}
+        model.load_state_dict(new, assign=True)
 
 
 def failing(rank: int, folder: str) -> dict[str, Any]:
@@ -318,7 +337,7 @@ def failing(rank: int, folder: str) -> dict[str, Any]:
         (x, y, _), *_ = optimizer.loader(records(), steps=1, isolation="slots")
         backward(model, x, y)
         with pytest.MonkeyPatch.context() as patch:
-            spoil(fault, rank, optimizer, patch)
+            spoil(fault, rank, model, optimizer, patch)
             said = message((SequenceError, PrivacyError, AttributeError), optimizer.step)
         after = shards_of(optimizer)
         charged = len(accountant)
@@ -330,6 +349,122 @@ def failing(rank: int, folder: str) -> dict[str, Any]:
             "moved": not all(map(torch.equal, before, after)),
         }
     return found
+
+
+class Boom(Exception):
+    """What a script raises."""
+
+
+def recovered(rank: int) -> dict[str, Any]:
+    """Errors in a forward and in a backward of all ranks, after which the same loop goes on."""
+    fail = ""
+
+    def stop(grad: Tensor) -> None:
+        raise Boom
+
+    def spoil(module: Any, args: Any, output: Tensor) -> None:
+        if fail == "forward":
+            raise Boom
+        if fail == "backward":
+            output.register_hook(stop)
+
+    found = {}
+    for fault in ("forward", "backward"):
+        model = attached()
+        model.block[1].register_forward_hook(spoil)
+        optimizer = run_on(model, layers=[model.items, *model.block, model.head])
+        path = []
+        loader = optimizer.loader(records(), steps=STEPS, isolation="slots")
+        for k, (x, y, position) in enumerate(loader):
+            if k == 1:
+                fail = fault
+                with pytest.raises(Boom):
+                    backward(model, x, y)
+                fail = ""
+                optimizer.zero_grad()
+            drawn = position[x.any(dim=1)].tolist()
+            before = shards_of(optimizer)
+            backward(model, x, y)
+            optimizer.step()
+            path.append((drawn, before, [p.grad.clone() for p in optimizer._params]))
+        found[fault] = path
+    return found
+
+
+class Writer(nn.Module):
+    """Writes the sign of the batch to a weight of its layer."""
+
+    def __init__(self, *, trained: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1).requires_grad_(trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.layer.weight.mul_(x.sum().sign())
+        out: Tensor = self.layer(x)
+        return out
+
+
+def written(rank: int) -> list[tuple[str, int]]:
+    found = []
+    for trained in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 1), Writer(trained=trained))
+        optimizer = run_on(dp.attach(model, check_first_step=False))
+        x = torch.ones(N, 5)
+        (a, b), *_ = optimizer.loader(TensorDataset(x, x[:, :1]), steps=1, isolation="slots")
+        said = message(PrivacyError, lambda: backward(model, a, b))  # noqa: B023
+        found.append((said, len(optimizer.accountant)))
+    return found
+
+
+def interrupted(rank: int) -> dict[str, Any]:
+    """Rank 1 is interrupted before it has its noise, and after all know that the others have theirs."""
+    warnings.filterwarnings("ignore", ".*was charged and did not end")
+    found = {}
+    errors = SequenceError, KeyboardInterrupt
+
+    def interrupt(*args: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    for place in ((ClippedMean, "noised"), (dp.ClippedSGD, "_move")):
+        model = attached()
+        optimizer = run_on(model, noise=1.0)
+        before = shards_of(optimizer)
+        said = []
+        moved = []
+        for again in (False, True):
+            (x, y, _), *_ = optimizer.loader(records(), steps=1, isolation="slots")
+            backward(model, x, y)
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 1 and not again:
+                    patch.setattr(*place, interrupt)
+                try:
+                    optimizer.step()
+                    said.append("made")
+                except errors as error:
+                    said.append(f"{type(error).__name__}: {error}")
+            moved.append(not all(map(torch.equal, before, shards_of(optimizer))))
+            dist.barrier()
+        found[place[1]] = said, moved, len(optimizer.accountant)
+    return found
+
+
+def swapped(rank: int) -> tuple[str, str]:
+    """Weights of one shape in another order on rank 1, and a model that rank 1 has used."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    params = fsdp.fully_shard(dp.attach(model, check_first_step=False), timeout=WAIT)
+    plan = dp.ClippedSGD.plan(
+        lr=0.1, clip=CLIP, noise_multiplier=1.0, n=N, batch_size=6, steps=2, sampling="poisson"
+    )
+    order = params[::-1] if rank else params
+    said = message(SequenceError, lambda: dp.ClippedSGD(order, plan))
+    used = attached()
+    if rank:
+        used(torch.ones(2, TIMES, dtype=torch.int64))
+    return said, message(SequenceError, lambda: fsdp.fully_shard(used))
 
 
 def dying(rank: int, folder: str, where: str) -> None:
@@ -390,7 +525,11 @@ def refusals(rank: int) -> dict[str, tuple[str, int]]:
     note("allocated", made(sampling="allocated"))
     note("average", made(rule=rules.SGD(average="uniform")))
     note("another rule", made(rule=rules.Accelerated()))
-    note("prox", made(prox=dp.prox.Ball(1.0)))
+    far = attached()
+    parts = cut(far)
+    old = [p.detach().clone() for p in parts]
+    note("prox", lambda: dp.ClippedSGD(parts, plan(), prox=dp.prox.Ball(1e-3)))
+    assert all(map(torch.equal, old, parts))
     note("reg", made(reg=0.1))
     note("exact", made(secure="exact"))
     note("some shards", lambda: dp.ClippedSGD(cut()[:2], plan()))
@@ -406,6 +545,7 @@ def refusals(rank: int) -> dict[str, tuple[str, int]]:
     note("dense", lambda: cut(dense))
     share = adapted()
     note("layers", lambda: fsdp.fully_shard(share, [share.items, share.back]))
+    note("children", lambda: fsdp.fully_shard(share, [share.back, nn.ModuleList([share.items])]))
     note("others", lambda: fsdp.fully_shard(attached(), [nn.Linear(2, 2)]))
     twice = attached()
     cut(twice)
@@ -430,6 +570,8 @@ def refusals(rank: int) -> dict[str, tuple[str, int]]:
         note(name, call, optimizer)
     two = TensorDataset(*data.tensors[:2])
     note("fit", lambda: dp.fit(model, optimizer, two, loss, steps=1), optimizer)
+    note("detach", lambda: dp.detach(model), optimizer)
+    note("doctor", lambda: dp.doctor(model, loss, None, optimizer), optimizer)
     note("copy", lambda: copy.deepcopy(optimizer), optimizer)
 
     def public() -> None:
@@ -611,9 +753,48 @@ def test_each_rank_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
         assert run["charged"] >= run["steps"]
 
 
+def test_after_an_error_in_forward_or_backward_the_same_loop_is_right(tmp_path: Path) -> None:
+    ranks = launch(recovered, 2, tmp_path)
+    for fault in ("forward", "backward"):
+        require_sums([run[fault] for run in ranks], plain())
+
+
+def test_a_forward_that_writes_to_weights_in_shards_is_refused(tmp_path: Path) -> None:
+    for found in launch(written, 2, tmp_path):
+        for said, charged in found:
+            assert "a training forward must not change buffers or weights" in said
+            assert not charged
+
+
+def test_an_interrupted_rank_is_not_left_behind(tmp_path: Path) -> None:
+    first, other = launch(interrupted, 2, tmp_path)
+    (said, _), moved, charged = first["noised"]
+    assert "a rank could not charge or release this step" in said
+    assert moved == [False, True]
+    assert charged == 2
+    assert other["noised"] == (["KeyboardInterrupt: ", "made"], moved, 2)
+    said, moved, charged = first["_move"]
+    assert said[0] == "made"
+    assert "steps must be equal on all ranks" in said[1]
+    assert moved == [True, True]  # by the first step alone
+    assert other["_move"][0][0] == "KeyboardInterrupt: "
+    assert "steps must be equal on all ranks" in other["_move"][0][1]
+    assert other["_move"][1] == [False, False]
+    assert charged == other["_move"][2] == 1
+
+
+def test_ranks_with_other_parts_or_models_are_refused_on_all(tmp_path: Path) -> None:
+    (first, used), (other, own) = launch(swapped, 2, tmp_path)
+    assert "parameters must be equal on all ranks" in first
+    assert first == other
+    assert "rank 1 has given this construction up" in used
+    assert "model must be sharded once, and before its first forward" in own
+
+
 def test_a_rank_that_fails_moves_no_shard_and_the_ledger_knows(tmp_path: Path) -> None:
     ranks = launch(failing, 2, tmp_path, str(tmp_path))
-    before = {"rows of rank 1": 0, "moved weights": 0}  # all ranks find out before they charge
+    found = ("rows of rank 1", "moved weights", "exchanged weights")
+    before = dict.fromkeys(found, 0)  # all ranks find out before they charge
     for fault in FAULTS:
         for rank, run in enumerate(ranks):
             assert not run[fault]["moved"], fault
@@ -652,9 +833,10 @@ WORDS_OF = {
     "shards and others": "all of them",
     "checked": "check_first_step=False",
     "plain": "model must be attached",
-    "tied": "trained weights must be each in one layer",
-    "dense": "trained weights must be each in one layer",
+    "tied": "each trained weight must be in one layer",
+    "dense": "each trained weight must be in one layer",
     "layers": "layers must have no weight in common",
+    "children": "layers must have no weight in common",
     "others": "layers must be modules inside of the model",
     "twice": "model must be sharded once",
     "other weights": "parameters must be equal on all ranks",
@@ -663,6 +845,8 @@ WORDS_OF = {
     "no isolation": "as many batches on every rank",
     "own records": "shard= needs whole parameters",
     "fit": "model must not be sharded",
+    "detach": "a model in shards must stay attached",
+    "doctor": "model must not be sharded",
     "copy": "a copy needs whole parameters",
     "public": "dp.public needs whole parameters",
     "plain step": "a plain optimizer must not step",

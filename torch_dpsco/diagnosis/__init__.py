@@ -25,6 +25,7 @@ from torch_dpsco.diagnosis.probe import examine
 from torch_dpsco.diagnosis.script import NO_RECORD, Diagnosis, Finding, Script
 from torch_dpsco.estimators.solved import SolvedOptimizer
 from torch_dpsco.rows.attach import first_step_of
+from torch_dpsco.rows.layers.recorded import require_whole
 
 __all__ = ["Diagnosis", "Finding", "doctor"]
 
@@ -71,6 +72,7 @@ def doctor(
         healthy: nothing found
     """
     check.made(loss=loss)
+    require_whole(model)
     if isinstance(loader, str) or not (
         loader is None or hasattr(loader, "__iter__") or hasattr(loader, "__enter__")
     ):

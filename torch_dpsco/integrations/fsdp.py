@@ -24,6 +24,7 @@ layer for those of another, as after an error in a forward, rows are still those
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -36,17 +37,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_dpsco._validate import typed
 from torch_dpsco.accounting.designs import Poisson
+from torch_dpsco.compat import backward_number
 from torch_dpsco.errors import SequenceError
 from torch_dpsco.noise import SliceStream, Source, stream_of
 from torch_dpsco.prox import Identity
 from torch_dpsco.rows.attach import is_attached
 from torch_dpsco.rows.batch import OWNERS, Owners, attachments
-from torch_dpsco.rows.layers.recorded import is_recorded
+from torch_dpsco.rows.layers.recorded import is_recorded, require_whole
 from torch_dpsco.rules import SGD, AdamBC, Momentum
 from torch_dpsco.step.distributed import Group, Ranks, digest, read_bytes
 from torch_dpsco.step.oracle import Clipped, ClippedMean
 
-_WHOLE = "(docs/distributed.md#shards-of-the-model): give every process the whole model, without fully_shard"
+_PAGE = "see docs/distributed.md#shards-of-the-model"
+_WHOLE = f"to be sharded: give every process the whole model, without fully_shard ({_PAGE})"
+_NUMBERS = (
+    itertools.count()
+)  # of the models that this process has sharded, in the order of all ranks
 
 
 @typed
@@ -67,15 +73,30 @@ def fully_shard(
         SequenceError: one process, a model that is not attached, or was used.
         ValueError: trained weights that are shared or in layers without rows of their own, or layers that share one.
     """
-    _require_fit(model)
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        raise SequenceError(
+            "fully_shard needs several processes: call init_process_group before"
+        )
+    if not is_attached(model):
+        raise SequenceError(
+            "model must be attached: call dp.attach(model, check_first_step=False) on every rank"
+        )
     attachment: Any = model._dpsco
     device = attachment.params[0].device
     names = {m: name for name, m in model.named_modules()}
-    together = _together(names, layers or list(model.children()))
-    weights = [digest(p.shape, p.requires_grad, read_bytes(p)) for p in model.parameters()]
+    together: list[nn.Module] = []
+    problem = ""
+    try:
+        _require_fit(model, attachment)
+        together = _together(names, layers or [*model.children()])
+    except (SequenceError, ValueError) as error:
+        problem = str(error)
+    params = [] if problem else list(model.parameters())
+    weights = [digest(p.shape, p.requires_grad, read_bytes(p)) for p in params]
     # else ranks would put parts of different models together, or wait for different layers
     Group(device).compare(
         "construction",
+        problem,
         settings=digest(*(names[m] for m in together)),
         parameters=digest(*weights),
         ledger=0,
@@ -85,7 +106,14 @@ def fully_shard(
     mesh = DeviceMesh.from_group(group, device.type)
     for m in together:
         fsdp.fully_shard(m, mesh=mesh, reshard_after_forward=True)
+    model.register_forward_pre_hook(_start_anew, prepend=True)
     return _taken_over(model, attachment)
+
+
+def _start_anew(model: Any, args: Any) -> None:
+    """Lets a forward begin with no layer's weights together: an error in the last backward may have left some so."""
+    if model._dpsco.passes.number and backward_number() == -1:
+        model.reset_iter_state()
 
 
 def _together(names: dict[nn.Module, str], layers: Sequence[nn.Module]) -> list[nn.Module]:
@@ -101,7 +129,8 @@ def _together(names: dict[nn.Module, str], layers: Sequence[nn.Module]) -> list[
             " modules inside of these"
         )
     model = next(iter(names))
-    inner = sorted(dict.fromkeys(layers), key=lambda m: names[m].count("."), reverse=True)
+    called = [m for layer in layers for m in _called(layer)]
+    inner = sorted(dict.fromkeys(called), key=lambda m: names[m].count("."), reverse=True)
     found = [m for m in inner if m is not model and list(m.parameters())] + [model]
     held: dict[nn.Module, nn.Module] = {}
     for outer in found:
@@ -118,35 +147,40 @@ def _together(names: dict[nn.Module, str], layers: Sequence[nn.Module]) -> list[
     return found
 
 
-def _require_fit(model: nn.Module) -> None:
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
+def _called(module: nn.Module) -> list[nn.Module]:
+    """Returns a module, or those in a container that is never called itself."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return [m for child in module.children() for m in _called(child)]
+    return [module]
+
+
+def _require_fit(model: nn.Module, attachment: Any) -> None:
+    if not hasattr(fsdp.FSDPModule, "reset_iter_state"):
         raise SequenceError(
-            "fully_shard needs several processes: call init_process_group before"
+            f"fully_shard needs a newer torch (got {torch.__version__}): 2.14.1 is tested"
         )
-    if not is_attached(model):
-        raise SequenceError(
-            "model must be attached: call dp.attach(model, check_first_step=False) on every rank"
-        )
-    attachment: Any = model._dpsco
     if attachment.asked:
         raise SequenceError(
             "model must be attached with check_first_step=False, since shards cannot be copied for"
             " the check: dp.doctor, or a step of one process, looks at the same model"
         )
-    if attachment.passes.number or attachment.sharded:
+    if attachment.passes.number or attachment.cut:
         raise SequenceError(
             "model must be sharded once, and before its first forward: attach a new one, load the"
             " weights, and shard it"
         )
-    tapes: list[Any] = [m.tape for m in model.modules() if is_recorded(m)]
-    if any(tape.trial is not None for tape in tapes):
-        raise ValueError(
-            f"all layers must be of the library's own kinds, which need no trial {_WHOLE}"
-        )
+    for name, m in model.named_modules():
+        require_whole(m, name)
+        tape: Any = getattr(m, "tape", None)
+        if is_recorded(m) and tape.trial is not None:
+            raise ValueError(
+                f"all trained layers must be of the library's own kinds (got {type(m).__name__} {name!r}),"
+                f" which need no trial {_WHOLE}"
+            )
     if attachment.dense:
         raise ValueError(
-            "trained weights must be each in one layer, which records its own rows (got layers with Opacus'"
-            f" rows, or shared weights) {_WHOLE}"
+            "each trained weight must be in one layer, which records its own rows (got a weight of several"
+            f" layers, or of one with Opacus' rows) {_WHOLE}"
         )
     if any(OWNERS in p.__dict__ for p in model.parameters()):
         raise SequenceError(
@@ -157,29 +191,35 @@ def _require_fit(model: nn.Module) -> None:
 
 def _taken_over(model: nn.Module, attachment: Any) -> list[nn.Parameter]:
     """Returns the shards as plain parameters, to which rows and marks of the weights are led."""
-    modules = [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
+    cut: dict[str, Any] = dict(model.named_parameters())
+    whole: dict[str, Any] = {}
+    for m in model.modules():
+        if isinstance(m, fsdp.FSDPModule):
+            # PRIVACY: no raw gradient leaves its rank, wherever one may come from
+            # (test_a_gradient_that_is_no_row_is_refused_and_stays_on_its_rank)
+            m.set_requires_gradient_sync(False)
+            m.unshard()  # makes the whole weights of its layers, which FSDP keeps as objects
+            now = model.named_parameters()
+            whole |= {name: p for name, p in now if p is not cut[name]}
+            m.reshard()
     shards: list[nn.Parameter] = []
-    cut: dict[str, Any] = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    for m in modules:
-        # PRIVACY: no raw gradient leaves its rank, wherever one may come from
-        # (test_a_gradient_that_is_no_row_is_refused_and_stays_on_its_rank)
-        m.set_requires_gradient_sync(False)
-        m.unshard()  # makes the whole weights, which FSDP keeps as objects
-    whole = {name: p for name, p in model.named_parameters() if name in cut}
+    number = next(_NUMBERS)
     for name, p in cut.items():
+        if not p.requires_grad:
+            continue
         shard = nn.Parameter(p.data.to_local().detach())
         shard.dpsco_world = Shards  # type: ignore[attr-defined]
         shard.dpsco_whole = p  # type: ignore[attr-defined]
-        whole[name].dpsco_shard = shard  # type: ignore[attr-defined]
+        shard.dpsco_name = number, name  # type: ignore[attr-defined]
+        whole[name].dpsco_shard = shard
         owned = Owners()  # so that whoever asks for the run of a weight finds that of its shard
         for t in (shard, p, whole[name]):
             t.__dict__[OWNERS] = owned
         shards.append(shard)
-    attachment.sharded = True
-    attachment.params = [*shards, *cut.values(), *whole.values()]
+    attachment.cut = (*shards, *cut.values(), *whole.values())
+    attachment.watched = ("_buffers",)  # the weights of a layer are exchanged within its forward
+    attachment.params = [t for t in attachment.cut if t.requires_grad]
     attachment.hook_parameters()
-    for m in reversed(modules):
-        m.reshard()
     return shards
 
 
@@ -199,7 +239,7 @@ class Shards(Ranks):
         """Raises SequenceError for a run that reads whole vectors; else as `Ranks.begin`."""
         self._params = run._params
         if problem := _problem(run):
-            raise SequenceError(f"{problem} {_WHOLE}")
+            raise SequenceError(f"{problem} in a run on shards ({_PAGE})")
         self._require_shared()
         self.own = {"shards": f"{self._group.rank} of {self._group.processes}"}
         # in no memory; a clip that is fixed reads no values
@@ -207,18 +247,23 @@ class Shards(Ranks):
         super().begin(run)
 
     def _require_shared(self) -> None:
-        for p in self._params:
-            there = p.dpsco_whole._local_tensor
-            if there.shape != p.shape or there.data_ptr() != p.data_ptr():
-                raise SequenceError(
-                    "weights of a sharded model must stay where they are (got ones that were moved"
-                    " or exchanged, by model.to or load_state_dict(assign=True)): load them before"
-                    " fully_shard"
-                )
+        there = [p.dpsco_whole._local_tensor for p in self._params]
+        moved = [t.data_ptr() != p.data_ptr() for t, p in zip(there, self._params, strict=True)]
+        for attachment in attachments(self._params):
+            known = {id(t) for t in attachment.cut}
+            moved += [id(q) not in known for q in attachment.layers[0].parameters()]
+        if any(moved):
+            raise SequenceError(
+                "weights of a sharded model must stay where they are (got ones that were moved or"
+                " exchanged, by model.to or load_state_dict(assign=True)): load them before"
+                " fully_shard"
+            )
 
     def require_whole(self, what: str) -> None:
         """Raises SequenceError for what needs whole vectors."""
-        raise SequenceError(f"{what} needs whole parameters {_WHOLE}")
+        raise SequenceError(
+            f"{what} needs whole parameters, and must be left out in a run on shards ({_PAGE})"
+        )
 
     def sampler(self, run: Any, *args: Any, shard: bool = False, **options: Any) -> Any:
         """Refuses records of each rank's own, whose batches may differ in size; else as `Ranks.sampler`."""
@@ -258,15 +303,16 @@ class Shards(Ranks):
         super().agree(run, draw)
 
     def _whole(self, run: Any) -> dict[str, Any]:
-        # shards are different by design
-        return {**super()._whole(run), "parameters": digest(*(t.shape for t in self.query))}
+        # shards are different by design, but each must be of the same weight, in the same group
+        weights = [
+            (i, p.dpsco_name) for i, g in enumerate(run.param_groups) for p in g["params"]
+        ]
+        return {**super()._whole(run), "parameters": digest(*weights)}
 
     def _answer(self, oracle: ClippedMean, noise: Source | None) -> list[Tensor]:
         """Adds part r of all sums up on rank r, which noises it; without `noise` this rank has failed."""
         group = self._group
-        total = torch.zeros(oracle._dim, dtype=torch.float64, device=group.device)
-        rows = 0 if noise is None else oracle.write_sum(total)
-        mine = self._reduced(oracle, total, rows, charged=noise is not None)
+        mine = self._reduced(oracle, charged=noise is not None)
         bits = SliceStream(group.rank)
         answer: Tensor | None = None
         try:
@@ -278,12 +324,12 @@ class Shards(Ranks):
                 group.send(bits.key)
             # PRIVACY: a sum that gets no noise goes nowhere (test_a_rank_that_cannot_charge_moves_no_shard)
             if noise is not None and bits.key.any():
-                answer = oracle.noised(mine[2:].clone(), bits)
+                answer = oracle.noised(mine[2:], bits)
         finally:
             bits.erase()
             mine.zero_()
-            made = group.gather(torch.tensor([answer is not None]).long())
-        if answer is None or not all(made):
+            said = group.exchange("release", ready=answer is not None)
+        if answer is None or any(row[:2] != said[group.rank][:2] for row in said):
             raise SequenceError(
                 "a rank could not charge or release this step, so that no rank makes it: see its"
                 " error"
@@ -291,11 +337,12 @@ class Shards(Ranks):
         parts = answer.to(self._device).split([p.numel() for p in self._params])
         return [part.view(p.shape) for part, p in zip(parts, self._params, strict=True)]
 
-    def _reduced(
-        self, oracle: ClippedMean, total: Tensor, rows: int, *, charged: bool
-    ) -> Tensor:
+    def _reduced(self, oracle: ClippedMean, *, charged: bool) -> Tensor:
         """Returns this rank's part of the sum, behind two numbers for rank 0 alone: ranks that charged, and rows."""
         group = self._group
+        total = torch.zeros(oracle._dim, dtype=torch.float64, device=group.device)
+        rows = oracle.write_sum(total) if charged else 0
+        oracle.discard()
         mine = total.new_zeros(0)
         head = total.new_tensor([float(charged), float(rows)])
         for rank in range(group.processes):
@@ -330,7 +377,7 @@ def _problem(run: Any) -> str:
     }
     for what, right in whole.items():
         if not right:
-            return f"{what} in a run on shards"
+            return what
     return ""
 
 

@@ -225,6 +225,12 @@ def detach(model: _Model) -> _Model:
     if not is_attached(model):
         raise SequenceError("model is not attached: nothing to detach")
     attachment: Attachment = model._dpsco  # type: ignore[assignment]
+    if attachment.cut:
+        # PRIVACY: rows wait on the shards (test_a_model_in_shards_stays_attached)
+        raise SequenceError(
+            "a model in shards must stay attached, as FSDP adds no gradients of it up: load its weights,"
+            " p.full_tensor(), into a model of its own"
+        )
     # PRIVACY: inputs that a forward left would be saved with the model (test_a_detached_model_holds_no_data)
     attachment.reset()
     clear_rows(list(model.parameters()))

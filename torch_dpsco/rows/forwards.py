@@ -200,9 +200,8 @@ class Attachment:
         batch_dim: where the batch is in the inputs.
     """
 
-    sharded = (
-        False  # whether `integrations.fsdp` has cut the weights, and leads rows to their shards
-    )
+    cut: tuple[Tensor, ...] = ()  # weights that `integrations.fsdp` has cut, whole and in parts
+    watched: tuple[str, ...] = ("_buffers", "_parameters")  # what else a forward must not change
 
     def __init__(
         self,
@@ -267,7 +266,7 @@ class Attachment:
     def begin(self) -> None:
         """Makes stacks, and takes values to compare, in the first forward."""
         act("rows.stacks")(self.layers)
-        self.values = _values(self.layers)
+        self.values = _values(self)
         self.compared = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -476,24 +475,26 @@ class _Drop:
         return _Drop, (None,)
 
 
-def _everything(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    for m in layers:
-        for tensors in (m._buffers, m._parameters):
-            for name, t in tensors.items():
+def _everything(attachment: Attachment) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for m in attachment.layers:
+        for kind in attachment.watched:
+            for name, t in getattr(m, kind).items():
                 if t is not None:
                     yield m, name, t
 
 
-def _states(layers: Iterable[nn.Module]) -> list[tuple[int, int]]:
+def _states(attachment: Attachment) -> list[tuple[int, int]]:
     """Returns what tells whether a forward has written to a buffer or to a parameter, trained ones included."""
-    tensors = [t for m in layers for held in (m._buffers, m._parameters) for t in held.values()]
-    return [(id(t), t._version) for t in tensors if t is not None]
+    tensors = [t for _, _, t in _everything(attachment)]
+    # PRIVACY: the whole weights of a layer are gone after its forward
+    # (test_a_forward_that_writes_to_weights_in_shards_is_refused)
+    return [(id(t), t._version) for t in (*tensors, *attachment.cut)]
 
 
-def _values(layers: Iterable[nn.Module]) -> list[tuple[str, str]]:
+def _values(attachment: Attachment) -> list[tuple[str, str]]:
     """Returns what no optimizer privatizes, buffers and frozen parameters: the name of each, and a fingerprint."""
     found = []
-    for m, name, t in _everything(layers):
+    for m, name, t in _everything(attachment):
         if not t.requires_grad:
             found.append((f"{type(m).__name__}.{name}", fingerprint(t)))
     return found
@@ -506,16 +507,16 @@ def _require_unchanged(attachment: Attachment) -> None:
     """
     changed: set[str] = set()
     if attachment.values is not None:
-        pairs = zip(attachment.values, _values(attachment.layers), strict=False)
+        pairs = zip(attachment.values, _values(attachment), strict=False)
         changed = {name for (_, old), (name, new) in pairs if old != new}
         attachment.values = None
-    if _states(attachment.layers) != attachment.buffers:
+    if _states(attachment) != attachment.buffers:
         found = {
             f"{type(m).__name__}.{name}"
-            for m, name, t in _everything(attachment.layers)
+            for m, name, t in _everything(attachment)
             if (id(t), t._version) not in attachment.buffers
         }
-        changed |= found or {"tensors removed or exchanged"}
+        changed |= found or {"tensors removed or exchanged, or weights in shards"}
     if changed:
         # PRIVACY: running statistics are released un-noised with the model (test_changing_buffers_are_refused)
         raise PrivacyError(
@@ -561,7 +562,7 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         _make_ready(attachment.dense)
     passes.differentiated = passes.differentiated and passes.number > passes.used
     passes.begin(batch_sizes((*args, *kwargs.values()), attachment.batch_dim))
-    attachment.buffers = _states(layers)
+    attachment.buffers = _states(attachment)
     if passes.secret_masks:
         # PRIVACY: masks of others would depend on how many rows there are (test_masks_of_a_model_are_secret)
         passes.random_state = torch.get_rng_state()
@@ -603,7 +604,7 @@ def _refuse_modules(model: nn.Module) -> NoReturn:
 def _require_alone(model: nn.Module) -> None:
     """Raises an error in a forward of an attached model that FSDP has taken, or that DistributedDataParallel makes."""
     # FSDP 1 takes the parameters away, so that no layer would look at them
-    if is_sharded(model) and not model._dpsco.sharded:  # type: ignore[union-attr]
+    if is_sharded(model) and not model._dpsco.cut:  # type: ignore[union-attr]
         require_whole(model)
     if is_replicated(model):
         raise SequenceError(
@@ -646,7 +647,7 @@ def _looked(model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) ->
         return None
     sizes = passes.sizes
     passes.tag = passes.sizes = None
-    if attachment.values is not None or _states(attachment.layers) != attachment.buffers:
+    if attachment.values is not None or _states(attachment) != attachment.buffers:
         _require_unchanged(attachment)
     attachment.looks = attachment.looks and attachment.first.waits
     if output is None:  # it was called after an error

@@ -66,6 +66,7 @@ _CALLS = {
     "construction": ("settings", "parameters", "ledger", "arithmetic"),
     "loader": ("steps", "data"),
     "step": ("settings", "steps", "draw", "charges", "mechanism"),
+    "release": (),
     "finalize": ("settings", "steps", "parameters", "ledger"),
 }
 # and what to do where it differs
@@ -415,7 +416,7 @@ class Ranks(World):
         self._group.compare(
             "step",
             settings=self._digest_of_settings(run),
-            steps=run.steps,
+            steps=digest(run.steps, run._progress.stills),
             draw=draw.index,
             charges=len(run.accountant),
             mechanism=digest(

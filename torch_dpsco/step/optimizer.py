@@ -143,11 +143,11 @@ class RunOptimizer(CommonOptimizer):
         params = self._trained()
         sizes = [float(group["lr"]) for group in self.param_groups for _ in trained(group)]
         self.prox.apply_([p.detach().clone() for p in params], sizes)
-        self.prox.apply_(params, [0.0] * len(params))
         self.oracle.take()
         forget_wrappers(self._params)
         self._world = checks.world_of(self._params, device, Ranks)
         self._world.begin(self)
+        self.prox.apply_(params, [0.0] * len(params))
         if not self.adaptive:
             if self._run.planned is None:
                 self.accountant.declare(self.ahead(1), None)

@@ -47,7 +47,6 @@ CHECKED = (
 )
 SEED = 5_000_011  # of what is random in the functions, the same in each call
 _LARGE = 2**18  # numbers of a frozen parameter
-_PIECE = 2**20  # bytes
 SMALL = 1e-3
 LARGE = 1e4
 _OUTLIERS = {
@@ -422,13 +421,12 @@ def same_values(first: Tensor, second: Tensor) -> bool:
 
 
 def fingerprint(t: Tensor) -> str:
-    """Returns a digest of the bits of a tensor, of a shard those of this process."""
+    """Returns a digest of the bits of a tensor."""
     found = hashlib.sha256()
-    t = getattr(t.detach(), "_local_tensor", t.detach())
+    t = t.detach()
     for part in (t._indices(), t._values()) if t.is_sparse else (t,):
         flat = part.cpu().resolve_conj().reshape(-1).contiguous()
-        for piece in flat.view(torch.uint8).split(_PIECE):
-            found.update(piece.clone().numpy().data)  # FSDP frees no memory that numpy has seen
+        found.update(flat.view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
