@@ -18,9 +18,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from adult import load_adult
+from adult import Adult, load_adult
 from torch import nn
-from torch.multiprocessing import spawn
+from torch.multiprocessing import start_processes
 from torch.utils.data import TensorDataset
 
 import torch_dpsco as dp
@@ -32,9 +32,8 @@ WIDTH = 512
 PROCESSES = 2
 
 
-def train(steps: int) -> None:
+def train(data: Adult, steps: int) -> None:
     """Trains in the process group that is there, and prints on the first rank."""
-    data = load_adult()
     labels = data.train_labels[:, None].float()
     dataset = TensorDataset(data.train_features.float(), labels)  # the whole data set, on every rank
     torch.manual_seed(0)  # ranks must start from the same weights; noise and batches do not come from this seed
@@ -53,7 +52,7 @@ def train(steps: int) -> None:
     parts = fully_shard(model)  # the layers of each child are put together for its forward and its backward
     optimizer = dp.ClippedSGD(parts, plan, rule=dp.rules.AdamBC(0.003))
     criterion = nn.BCEWithLogitsLoss()
-    for x, y in optimizer.loader(dataset, isolation="slots"):
+    for x, y in optimizer.loader(dataset, steps=steps, isolation="slots"):
         optimizer.zero_grad()
         criterion(model(x), y).backward()
         optimizer.step()
@@ -68,11 +67,11 @@ def train(steps: int) -> None:
         print(f"spent: epsilon {optimizer.report().figures.epsilon:.4f} at delta {DELTA:g}, add_remove")
 
 
-def join(rank: int, folder: str, steps: int) -> None:
+def join(rank: int, folder: str, data: Adult, steps: int) -> None:
     """Makes one of the processes that this script starts."""
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", store, rank=rank, world_size=PROCESSES, timeout=timedelta(minutes=2))
-    train(steps)
+    train(data, steps)
     dist.destroy_process_group()
 
 
@@ -81,12 +80,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few steps")
     steps = QUICK_STEPS if parser.parse_args(argv).quick else STEPS
+    data = load_adult()
     if not dist.is_torchelastic_launched():
         with tempfile.TemporaryDirectory() as folder:
-            spawn(join, (folder, steps), nprocs=PROCESSES)
+            start_processes(join, (folder, data, steps), nprocs=PROCESSES, start_method="fork")
         return
     dist.init_process_group("gloo")  # before the model is cut
-    train(steps)
+    train(data, steps)
     dist.destroy_process_group()
 
 

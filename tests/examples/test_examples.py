@@ -34,7 +34,7 @@ NAMES = ["existing_loop", "logistic_regression"]
 TESTED_ELSEWHERE = {
     *("adult", "flights", "from_opacus", "linear_regression", "quantile_regression", "svm"),
     *("heavy_tailed_regression", "lasso", "shuffle_model", "user_level"),
-    *("torchrun", "ray_train", "spark"),  # tests/integrations/test_launchers.py
+    *("torchrun", "ray_train", "spark", "shards"),  # tests/integrations/test_launchers.py
     *("accelerate_loop", "hf_trainer", "lightning_module"),
     *(
         "study",

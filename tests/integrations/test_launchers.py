@@ -154,3 +154,14 @@ def test_the_torchrun_example_needs_no_launcher() -> None:
     done = run(str(ROOT / "examples" / "torchrun.py"), "--quick")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "\n1 processes, 192 steps\n" in done.stdout
+
+
+def test_the_example_of_shards_starts_its_own_processes() -> None:
+    done = run(str(ROOT / "examples" / "shards.py"), "--quick")
+    assert done.returncode == 0, done.stderr[-3000:]
+    processes, weights, accuracy, spent = done.stdout.splitlines()
+    assert processes == "2 processes, 3 steps"
+    whole, held = (int(n.replace(",", "")) for n in (weights.split()[1], weights.split()[-1]))
+    assert 0.5 * whole <= held < 0.51 * whole
+    assert float(accuracy.split()[-1]) > 0.7
+    assert 0.99 < float(spent.split()[2]) <= 1.0

@@ -182,6 +182,10 @@ def _require_fit(model: nn.Module, attachment: Any) -> None:
             "each trained weight must be in one layer, which records its own rows (got a weight of several"
             f" layers, or of one with Opacus' rows) {_WHOLE}"
         )
+    if len(kinds := {str(p.dtype) for p in attachment.params}) > 1:
+        raise ValueError(
+            f"trained weights must be of one dtype (got {', '.join(sorted(kinds))})"
+        )
     if any(OWNERS in p.__dict__ for p in model.parameters()):
         raise SequenceError(
             "model must be sharded before its optimizer is made, which trains what fully_shard"

@@ -485,10 +485,11 @@ def _everything(attachment: Attachment) -> Iterator[tuple[nn.Module, str, Tensor
 
 def _states(attachment: Attachment) -> list[tuple[int, int]]:
     """Returns what tells whether a forward has written to a buffer or to a parameter, trained ones included."""
-    tensors = [t for _, _, t in _everything(attachment)]
+    kinds = attachment.watched
+    tensors = [t for m in attachment.layers for kind in kinds for t in getattr(m, kind).values()]
     # PRIVACY: the whole weights of a layer are gone after its forward
     # (test_a_forward_that_writes_to_weights_in_shards_is_refused)
-    return [(id(t), t._version) for t in (*tensors, *attachment.cut)]
+    return [(id(t), t._version) for t in (*tensors, *attachment.cut) if t is not None]
 
 
 def _values(attachment: Attachment) -> list[tuple[str, str]]:
