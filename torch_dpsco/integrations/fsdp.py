@@ -12,8 +12,8 @@ trains this rank's parts alone, plain parameters in the memory of FSDP's shards:
     2 all compare step, draw, settings and ledger, and charge, as without shards (`step.distributed`)
     3 of the sums, part r goes to rank r alone, which adds it up, draws its noise, and moves its shard
 
-Each forward waits for all ranks. So a draw must be one batch of one public size on every rank (slots), whether or not
-the rank has records in it. Weights travel in a process group of their own, so that a rank in a forward and one in a
+Each forward waits for all ranks. So a draw comes in a public number of batches of a public size on every rank (slots),
+whether or not the rank has records in them. Weights travel in a process group of their own, so that a rank in a forward and one in a
 step cannot take one message for another.
 
 Guarantee: that of a run of several processes without shards: the same rows, sums, event and noise, each number of which
@@ -50,9 +50,7 @@ from torch_dpsco.step.oracle import Clipped, ClippedMean
 
 _PAGE = "see docs/distributed.md#shards-of-the-model"
 _WHOLE = f"to be sharded: give every process the whole model, without fully_shard ({_PAGE})"
-_NUMBERS = (
-    itertools.count()
-)  # of the models that this process has sharded, in the order of all ranks
+_NUMBERS = itertools.count()  # of the models that are sharded, the same on all ranks
 
 
 @typed
@@ -70,8 +68,8 @@ def fully_shard(
         timeout: until a rank that waits in a forward for another one raises; default that of torch.
 
     Raises:
-        SequenceError: one process, a model that is not attached, or was used.
-        ValueError: trained weights that are shared or in layers without rows of their own, or layers that share one.
+        SequenceError: one process, or, on all ranks: a model that is not attached as above or was used, other weights on
+            some rank, trained weights that are shared or in layers without rows of their own, layers that share one.
     """
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         raise SequenceError(
