@@ -852,12 +852,21 @@ WORDS_OF = {
 }
 
 
-def test_what_needs_whole_vectors_is_refused_by_name_before_a_charge(tmp_path: Path) -> None:
-    for found in launch(refusals, 2, tmp_path):
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[str, int]]]:
+    return launch(refusals, 2, tmp_path_factory.mktemp("refused"))
+
+
+def test_what_needs_whole_vectors_is_refused_by_name_before_a_charge(refused: Any) -> None:
+    for found in refused:
         assert found.keys() == WORDS_OF.keys()
         for name, (said, charged) in found.items():
             assert WORDS_OF[name] in said, (name, said)
             assert not charged, name
+
+
+def test_a_model_in_shards_stays_attached(refused: Any) -> None:
+    assert all(found["detach"][0].startswith("SequenceError: a model in") for found in refused)
 
 
 def test_a_gradient_that_is_no_row_is_refused_and_stays_on_its_rank(tmp_path: Path) -> None:
