@@ -13,8 +13,8 @@ trains this rank's parts alone, plain parameters in the memory of FSDP's shards:
     3 of the sums, part r goes to rank r alone, which adds it up, draws its noise, and moves its shard
 
 Each forward waits for all ranks. So a draw comes in a public number of batches of a public size on every rank (slots),
-whether or not the rank has records in them. Weights travel in a process group of their own, so that a rank in a forward and one in a
-step cannot take one message for another.
+whether or not the rank has records in them. Weights travel in a process group of their own, so that a rank in a forward
+and one in a step cannot take one message for another.
 
 Guarantee: that of a run of several processes without shards: the same rows, sums, event and noise, each number of which
 is drawn once, by the rank that holds its coordinate (label = rank, counter = place in the shard). Weights are public;
@@ -39,7 +39,7 @@ from torch_dpsco._validate import typed
 from torch_dpsco.accounting.designs import Poisson
 from torch_dpsco.compat import backward_number
 from torch_dpsco.errors import SequenceError
-from torch_dpsco.noise import SliceStream, Source, stream_of
+from torch_dpsco.noise import SliceStream, Source
 from torch_dpsco.prox import Identity
 from torch_dpsco.rows.attach import is_attached
 from torch_dpsco.rows.batch import OWNERS, Owners, attachments
@@ -68,8 +68,8 @@ def fully_shard(
         timeout: until a rank that waits in a forward for another one raises; default that of torch.
 
     Raises:
-        SequenceError: one process, or, on all ranks: a model that is not attached as above or was used, other weights on
-            some rank, trained weights that are shared or in layers without rows of their own, layers that share one.
+        SequenceError: one process, or, on all ranks: a model that is not attached as above or was used, other weights
+            on some rank, trained weights that are shared or in layers without own rows, layers that share a weight.
     """
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         raise SequenceError(
@@ -318,13 +318,9 @@ class Shards(Ranks):
         bits = SliceStream(group.rank)
         answer: Tensor | None = None
         try:
-            try:
-                if group.first and noise is not None and mine[0] == group.processes:
-                    oracle.require_rows(int(mine[1]))
-                    stream_of(noise).fill(bits.key.numpy().data)
-            finally:
-                group.send(bits.key)
-            # PRIVACY: a sum that gets no noise goes nowhere (test_a_rank_that_cannot_charge_moves_no_shard)
+            self._send_key(bits, mine[:2], oracle, noise)
+            # PRIVACY: a sum that gets no noise goes nowhere
+            # (test_a_rank_that_fails_moves_no_shard_and_the_ledger_knows)
             if noise is not None and bits.key.any():
                 answer = oracle.noised(mine[2:], bits)
         finally:

@@ -455,18 +455,7 @@ class Ranks(World):
         for rank, part in enumerate(sums):
             group.add_up(part, rank)
         try:
-            try:
-                if group.first and noise is not None and message[0] == group.processes:
-                    oracle.require_rows(int(message[1]))
-                    # PRIVACY: they are in the slice (test_how_many_rows_there_are_is_told_to_nobody_but_rank_0)
-                    message[:2] = 0
-                    stream_of(noise).fill(bits.key.numpy().data)
-            except BaseException:
-                # PRIVACY: others would draw by a part of it (test_without_a_key_of_rank_0_nobody_draws)
-                bits.key.zero_()
-                raise
-            finally:
-                group.send(bits.key)
+            self._send_key(bits, message[:2], oracle, noise)
             # PRIVACY: a sum that gets no noise goes nowhere (test_a_rank_that_cannot_charge_is_sent_no_sum)
             if bits.key.any() and group.rank < len(sums):
                 # PRIVACY: drawn once, on one rank (test_noise_of_every_rank_is_caught)
@@ -483,6 +472,31 @@ class Ranks(World):
                 " error"
             )
         return oracle.views(answer[2:].to(self._device))
+
+    def _send_key(
+        self, bits: SliceStream, head: Tensor, oracle: ClippedMean, noise: Source | None
+    ) -> None:
+        """Gives all ranks the key that rank 0 draws for this release, of zeros if a rank has not charged.
+
+        Args:
+            bits: to which it is written.
+            head: on rank 0: how many ranks have charged, and the rows of all.
+            oracle: of the sum.
+            noise: of this rank; None if it has failed.
+        """
+        group = self._group
+        try:
+            if group.first and noise is not None and head[0] == group.processes:
+                oracle.require_rows(int(head[1]))
+                # PRIVACY: they are in the slice (test_how_many_rows_there_are_is_told_to_nobody_but_rank_0)
+                head.zero_()
+                stream_of(noise).fill(bits.key.numpy().data)
+        except BaseException:
+            # PRIVACY: others would draw by a part of it (test_without_a_key_of_rank_0_nobody_draws)
+            bits.key.zero_()
+            raise
+        finally:
+            group.send(bits.key)
 
     def failed(self, run: Any, *, in_progress: bool) -> None:
         """Takes part in the call that the others wait in, and says that this rank has failed."""
