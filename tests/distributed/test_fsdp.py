@@ -604,6 +604,12 @@ def leaking(rank: int) -> dict[str, Any]:
         said = message(SequenceError, spoiled)
         found[name] = said, all(p.grad is None for p in model._dpsco.params)
         dist.barrier()
+    model = attached()
+    fsdp.fully_shard(model, timeout=WAIT)
+    for handle in model._dpsco.handles:  # nothing of ours drops or refuses a gradient then
+        handle.remove()
+    backward(model.eval(), *records().tensors[:2])
+    found["nothing dropped"] = "", all(p.grad is None for p in model.parameters())
     return found
 
 
@@ -871,7 +877,7 @@ def test_a_model_in_shards_stays_attached(refused: Any) -> None:
 
 def test_a_gradient_that_is_no_row_is_refused_and_stays_on_its_rank(tmp_path: Path) -> None:
     for found in launch(leaking, 2, tmp_path):
-        assert found.keys() == {"term", "eval"}
+        assert found.keys() == {"term", "eval", "nothing dropped"}
         assert all(dropped for _, dropped in found.values())
 
 
