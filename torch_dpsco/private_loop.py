@@ -305,7 +305,7 @@ WEIGHTS = (
 _WAYS_OUT = {
     SubsetRandomSampler: PART,
     WeightedRandomSampler: WEIGHTS,
-    DistributedSampler: "leave it away, optimizers divide their draws among processes",
+    DistributedSampler: "leave it out, optimizers divide their draws among processes",
     RandomSampler: f"shuffle=True, and say by epochs= or steps= how long a run is; {PART}",
 }
 

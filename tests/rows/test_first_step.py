@@ -73,7 +73,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 SOUND: dict[str, Loss] = {
     "mse": nn.MSELoss(),
-    "bce": lambda out, y: nn.BCEWithLogitsLoss()(out, (y > 0).float()),
+    "bce": lambda out, y: nn.BCEWithLogitsLoss(reduction="sum")(out, (y > 0).float()),
     "classes": lambda out, y: functional.cross_entropy(
         torch.cat([out, -out], 1), (y[:, 0] > 0).long()
     ),
@@ -782,6 +782,10 @@ BY_RECORD = {
     "per_record": lambda reduction: dp.per_record(nn.BCEWithLogitsLoss, reduction=reduction),
     "a loss of the library": lambda reduction: (
         lambda out, y: dp.losses.Logistic()(out, y, reduction=reduction)
+    ),
+    "a criterion of torch": lambda reduction: nn.BCEWithLogitsLoss(reduction=reduction),
+    "a function of torch": lambda reduction: (
+        lambda out, y: functional.mse_loss(out, y, reduction=reduction)
     ),
 }
 
