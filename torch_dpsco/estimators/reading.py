@@ -315,7 +315,7 @@ def require_dtype(y: Any, classes: Sequence[Any] | None) -> None:
     kind = "f" if isinstance(y, Tensor) else getattr(dtype, "kind", "O")
     if getattr(dtype, "type", None) is str:  # text of pandas
         kind = "U"
-    if classes is None and kind in ("U", "S"):
+    if classes is None and kind in "US":
         raise TypeError(
             f"y must have a dtype of numbers (got {y.dtype}): convert each value by a public rule"
         )

@@ -203,7 +203,7 @@ class Trace:
         self._number = step.forwards
         self._loss = RepeatedLoss()
         self._device = "cpu"
-        self.reductions: dict[int, str] = {}  # of what was computed with one, by place
+        self.reductions: dict[int, Any] = {}  # of what was computed with one, by place
         # their nodes in the graph of gradients, and those of what they took
         self.through: dict[Any, list[Any]] = {}
         self.ends: set[Any] = set()  # nodes of the outputs in the graph of gradients
@@ -309,7 +309,7 @@ class Trace:
         if len(self._loss.calls) < _MOST_CALLS:
             args, kwargs = spec
             self._loss.calls.append(Call(func, args, kwargs, places))
-            self.reductions |= dict.fromkeys(places, kwargs.get("reduction", "none"))
+            self.reductions |= dict.fromkeys(places, kwargs.get("reduction"))
 
     def check(self, loss: Traced, *, weighted: bool) -> None:
         """Repeats the operations on synthetic outputs.
@@ -372,7 +372,7 @@ class Trace:
         return False
 
     def _require_reduction(self, loss: Traced) -> None:
-        reduction = self.reductions.get(loss._place, "none")
+        reduction = self.reductions.get(loss._place)
         attached = self._step.reduction
         if {reduction, attached} == {"mean", "sum"}:
             # PRIVACY: in a mean one record more makes the rows of all others shorter, which only attach(mean) undoes
