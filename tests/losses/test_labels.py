@@ -156,7 +156,9 @@ def test_a_class_that_does_not_exist_makes_a_null_record(name: str, bad: int) ->
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.NLLLoss(), nn.MultiMarginLoss()])
 def test_a_single_column_is_no_output_for_classes(loss: nn.Module) -> None:
     """Label 1 would be no class, and label 0 always right: nothing would be learned, without a word."""
-    with pytest.raises(ValueError, match=r"two or more, for \w+Loss \(got 1\): nn.BCEWithLogits"):
+    with pytest.raises(
+        ValueError, match=r"two or more, for \w+Loss \(got 1\): nn.BCEWithLogits"
+    ):
         dp.per_record(loss)(torch.randn(N, 1), ONES.long())
     net = nn.Linear(D, 1)
     accountant = dp.Accountant(dp.Budget(3.0, 1e-3))
