@@ -504,11 +504,10 @@ class LinearPlan(Plan):
     def warn_if_buried(self) -> None:
         """Warns of noise that is longer than anything that it is added to."""
         if self.budget is not None:
+            epsilon = self.budget.epsilon
             for of, noise, size in self.noise_shares():
-                epsilon = self.budget.epsilon
-                checks.warn_if_buried(
-                    noise, n=self.task.n, dim=size or 1, epsilon=epsilon, of=of
-                )
+                if size and noise**2 * size > 1:  # in as many directions, or fewer
+                    checks.warn_if_buried(noise, n=self.task.n, dim=size, epsilon=epsilon, of=of)
 
     def solve(self, records: Records, start: Tensor | None = None) -> Any:
         """Returns what `release` needs: NOT private.
