@@ -442,7 +442,8 @@ def test_what_is_private_already_is_refused() -> None:
 def test_an_optimizer_of_other_parameters_or_one_that_evaluates_the_loss_is_refused() -> None:
     model = conv()
     with pytest.raises(
-        SequenceError, match=r"model 4, optimizer 2, in common 2\); freeze the others"
+        SequenceError,
+        match=r"model 4, optimizer 2, in common 2\): make the optimizer after .* freeze the others",
     ):
         private(model, torch.optim.SGD(model[3].parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"one gradient per step \(got LBFGS"):

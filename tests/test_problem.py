@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import torch_dpsco as dp
 from tests.reference.papers.holder import paper_grad_bound
 from torch_dpsco.errors import MissingConstantError
 from torch_dpsco.problem import Problem, round_up
@@ -300,3 +301,13 @@ def test_require_names_what_is_missing_who_asked_and_where_to_get_it() -> None:
 def test_require_refuses_a_name_that_is_no_number_of_the_problem(name: str) -> None:
     with pytest.raises(ValueError, match=name):
         Problem().require(name, by="X")
+
+
+def test_a_plan_without_promises_is_told_that_a_clip_and_a_step_size_are_enough() -> None:
+    known = {"n": 200, "budget": dp.Budget(1.0, 1e-5)}
+    with pytest.raises(
+        MissingConstantError, match=r"takes clip= and lr= needs no promise"
+    ) as told:
+        dp.ClippedSGD.plan(**known, batch_size=20)
+    assert "dp.NetSGD.plan(n=, budget=, dim=model)" in str(told.value)
+    assert dp.ClippedSGD.plan(**known, batch_size=20, clip=1.0, lr=0.1).clip == 1.0

@@ -384,7 +384,7 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     check_refused(SequenceError, r"model 4, optimizer 2, in common 0", model, holder(linear()))
     check_refused(
         SequenceError,
-        r"in common 2\); freeze the others with requires_grad_",
+        r"in common 2\): make the optimizer after the last change .* freeze the others with",
         model,
         holder(model[0]),
     )

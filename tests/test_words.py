@@ -44,7 +44,15 @@ ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "fit": (
         lambda: dp.fit(nn.Linear(1, 1), None, None, None, epochs=3),
-        "no epochs: the plan has it",
+        r"no epochs: the plan has it: dp.NetSGD.plan\(",
+    ),
+    "learning_rate": (
+        lambda: dp.fit(nn.Linear(1, 1), None, None, None, learning_rate=0.1),
+        "no learning_rate: the plan has it",
+    ),
+    "learning_rate of a plan": (
+        lambda: dp.ClippedSGD.plan(n=9, learning_rate=0.1),
+        "no learning_rate: take lr",
     ),
     "groups": (
         lambda: dp.fit(nn.Linear(1, 1), None, None, None, groups=[1]),

@@ -484,7 +484,7 @@ def _answer(word: str, taken: Collection[str]) -> str:
         if not ours:
             return f"{word}: leave it out ({how})"
         if ours == _PLAN and "optimizer" in taken:
-            return f"{word}: the plan has it: the optimizer's class .plan(...)"
+            return f"{word}: the plan has it: dp.NetSGD.plan(...), or another optimizer's"
     return ""
 
 

@@ -642,9 +642,9 @@ def require_full_precision(backprops: Tensor) -> None:
     """Raises SequenceError for half-precision gradients of a mean loss: one record more would move all of them."""
     if backprops.dtype in HALF:
         raise SequenceError(
-            "a backward in half precision needs a loss that sums over the batch: dp.attach(model,"
-            " loss_reduction='sum') and criterion(..., reduction='sum'); the optimizer divides by"
-            " the batch size"
+            "a backward in half precision needs a loss that sums over the batch: say"
+            " loss_reduction='sum' to dp.attach or dp.make_private, and reduction='sum' to the loss;"
+            " the optimizer divides by the batch size"
         )
 
 

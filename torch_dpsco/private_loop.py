@@ -305,7 +305,7 @@ WEIGHTS = (
 _WAYS_OUT = {
     SubsetRandomSampler: PART,
     WeightedRandomSampler: WEIGHTS,
-    DistributedSampler: "leave it away, optimizers divide their draws among processes",
+    DistributedSampler: "leave it out, optimizers divide their draws among processes",
     RandomSampler: f"shuffle=True, and say by epochs= or steps= how long a run is; {PART}",
 }
 
@@ -330,8 +330,8 @@ def require_replaceable(loader: DataLoader[Any], name: str = "data_loader") -> N
     if lost:
         warn(
             f"{', '.join(lost)} of {name} cannot be kept, since private batches are drawn at"
-            " random, anew in each run: say shuffle=True if the order does not matter; if it does,"
-            " a record must hold all that belongs together",
+            " random, anew in each run: leave generator and worker_init_fn out, and say shuffle=True"
+            " if the order does not matter; if it does, a record must hold all that belongs together",
             stacklevel=4,
         )
 

@@ -196,8 +196,8 @@ class Problem:
             raise MissingConstantError(
                 f"{by} needs {', '.join(missing)}: promise Problem({example}), derived from public"
                 " knowledge and never from the data, or use losses.<Loss>().problem(bound_x=...,"
-                " radius=...), which gives what its loss has; for a net: dp.NetSGD.plan(n=, budget=,"
-                " dim=model)"
+                " radius=...), which gives what its loss has; a plan that takes clip= and lr= needs no"
+                " promise beside both; for a net: dp.NetSGD.plan(n=, budget=, dim=model)"
             )
         return tuple(values[name] for name in names)
 

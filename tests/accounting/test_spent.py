@@ -135,6 +135,7 @@ def test_what_is_on_a_ledger_is_told_in_words() -> None:
         told = str(caught.value)
         assert known in told
         assert "a run that was interrupted goes on by resume()" in told.lower()
+        assert "in a loop optimizer.finalize() installs the answer" in told
         assert not re.search(r"raise epsilon|\binf\b|sens=|noise_multiplier=", told)
     single = charged(2)
     with pytest.raises(BudgetExceeded, match="2 events of a run of Gaussian; epsilon 0"):

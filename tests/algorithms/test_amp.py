@@ -166,7 +166,8 @@ def test_a_mean_loss_under_autocast_is_refused(rows):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = model(X)
     with pytest.raises(
-        SequenceError, match=r"half precision needs a loss that sums.*loss_reduction='sum'"
+        SequenceError,
+        match=r"half precision needs a loss that sums.*loss_reduction='sum' to dp.attach or dp.make_private",
     ):
         out.float().mean().backward()
 

@@ -375,6 +375,10 @@ def test_fit_needs_ids_exactly_where_users_are_protected() -> None:
         )
     with pytest.raises(UnitError, match="one id per record"):
         dp.fit(run.model, run.opt, data, runs.squared_loss, users=ids[:3], progress=False)
+    with pytest.raises(
+        UnitError, match=r"integer ids, or strings .*where one is missing pandas"
+    ):
+        dp.fit(run.model, run.opt, data, runs.squared_loss, users=ids.double(), progress=False)
     assert len(run.opt.accountant) == len(opt.accountant) == 0
 
 

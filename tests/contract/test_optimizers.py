@@ -315,7 +315,7 @@ def test_a_skipped_batch_is_refused(row: Row) -> None:
     run = row.make()
     batches = iter(run.loader())
     next(batches)
-    with pytest.raises(SequenceError, match="previous batch was not used"):
+    with pytest.raises(SequenceError, match=r"previous batch was not used.*do not accumulate"):
         next(batches)
     assert len(run.opt.accountant) == 0
 
@@ -351,7 +351,7 @@ def test_a_step_without_rows_is_refused_and_the_next_batch_is_usable(row: Row) -
     loader = run.loader(steps=2)
     batches = iter(loader)
     first = next(batches)
-    with pytest.raises(SequenceError, match=r"per-sample gradients are missing.*dp.attach"):
+    with pytest.raises(SequenceError, match=r"gradients are missing.*dp.attach.*no zero_grad"):
         run.opt.step()
     assert len(run.opt.accountant) == 0
     with pytest.raises(SequenceError, match="the draw was given up"):

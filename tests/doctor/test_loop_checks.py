@@ -52,6 +52,7 @@ def test_a_torch_optimizer_is_not_private():
     assert names(diagnosis) == ["not-private"]
     assert diagnosis.findings[0].severity == "critical"
     assert diagnosis.findings[0].evidence.startswith("SGD")
+    assert "epsilon=..., delta=..., epochs=..." in diagnosis.findings[0].fix
 
 
 def test_a_noise_multiplier_of_zero_is_no_noise():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpsco as dp
 from tests.problems import make_optimizer
@@ -177,6 +177,10 @@ def test_models_that_have_no_rows_are_refused_in_a_sentence(name: str, rows: str
 def test_an_optimizer_of_a_lazy_model_is_refused_in_a_sentence() -> None:
     with pytest.raises(ValueError, match=r"lazy module.*run the model once"):
         make_optimizer(nn.LazyLinear(2), Undeclared(N))
+    lazy, data = nn.LazyLinear(2), TensorDataset(torch.ones(N, 3))
+    torch_optimizer = torch.optim.SGD(lazy.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"a lazy layer has none before its first forward"):
+        dp.make_private(lazy, torch_optimizer, DataLoader(data, 2), epsilon=1.0, delta=1e-3)
 
 
 @pytest.mark.parametrize("rows", ["auto", "dense"])

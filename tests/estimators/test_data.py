@@ -175,6 +175,7 @@ def test_targets_of_another_shape_are_refused():
             ("no", "yes"),
         ),  # as the one before, though numpy holds it as objects
         (np.array([b"no"]), ("no", "yes")),
+        (pd.Series(["0", "1"], dtype="string"), (0, 1)),
     ],
 )
 def test_a_dtype_that_holds_no_class_is_refused(y, classes):
@@ -204,6 +205,8 @@ def test_no_value_of_a_target_is_refused(y, classes):
 def test_targets_of_text_are_refused_where_they_are_numbers():
     with pytest.raises(TypeError, match="y must have a dtype of numbers \\(got <U1\\)"):
         require_dtype(np.array(["a", "b"]), None)
+    with pytest.raises(TypeError, match="y must have a dtype of numbers \\(got str"):
+        require_dtype(pd.Series(["a", "b"], dtype="string"), None)
 
 
 @pytest.mark.parametrize(

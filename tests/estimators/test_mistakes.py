@@ -259,6 +259,8 @@ def test_the_check_finds_nothing_in_a_clean_table():
         == ()
     )
     users = USERS.check(CLEAN | {"patient": np.arange(N) // 3})
+    first = str(SCHEMA.check(CLEAN | {"patient": np.arange(N) // 3}))
+    assert "only the first row of each patient counts" in first
     assert users.findings == (), str(users)
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import math
+import warnings
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -22,7 +25,7 @@ from torch_dpsco.accounting.analysis.objective import (
     softmax_log_det,
 )
 from torch_dpsco.errors import ConditionError, InfeasibleError, PrivacyError, UtilityWarning
-from torch_dpsco.estimators import output
+from torch_dpsco.estimators import Lasso, LogisticRegression, output
 from torch_dpsco.estimators.base import plan_linear
 from torch_dpsco.estimators.fits import fit_linear
 from torch_dpsco.estimators.objective import plan_objective
@@ -409,3 +412,25 @@ def test_a_regularizer_too_small_for_epsilon_is_refused_with_the_least_one() -> 
         plan_objective(task(reg=0.01))
     with pytest.raises(InfeasibleError, match="reg"):
         plan_objective(task(reg=0.01, delta=0.0))
+
+
+@pytest.mark.parametrize("groups", [None, np.arange(50)])
+def test_a_fit_that_noise_buries_says_so_before_it_is_charged(groups: Any) -> None:
+    """By public numbers alone; the same settings with more records, or features that are chosen, say nothing."""
+    draws = np.random.default_rng(0)
+    X = draws.uniform(-1, 1, (50, 9))
+    y = (X[:, 0] > 0).astype(int)
+    ledger = dp.Accountant(dp.Budget(0.01, 1e-6, unit="example" if groups is None else "user"))
+    model = LogisticRegression(
+        epsilon=0.01, bound_x=3.0, classes=(0, 1), n=50, accountant=ledger
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UtilityWarning, match=r"noise buries the signal: .* \(n=50, epsilon"):
+            model.fit(X, y, groups=groups)
+    assert not len(ledger)
+    many = np.tile(X, (100, 1))
+    enough = {"epsilon": 1.0, "n": 5000, "bound_x": 3.0}
+    LogisticRegression(**enough, classes=(0, 1)).fit(many, np.tile(y, 100))
+    wide = draws.uniform(-1, 1, (400, 3000))
+    Lasso(epsilon=3.0, n=400, bound_x=1.0, bound_y=1.0).fit(wide, wide[:, 0])

@@ -535,6 +535,7 @@ def test_groups_of_any_kind_protect_users(model: type) -> None:
         assert "user" in str(fitted.report())
 
 
+@pytest.mark.filterwarnings("ignore:noise buries the signal")  # of three users
 def test_wrong_groups_are_refused_before_anything_is_charged() -> None:
     X, y = np.zeros((6, 2)), np.array([0, 1, 0, 1, 0, 1])
     settings = {"epsilon": 1.0, "adjacency": "add_remove", "n": 3, "bound_x": 1.0}

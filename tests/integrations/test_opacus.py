@@ -174,7 +174,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"math.hypot\(\*norms\)",
     ),
-    "a list": ({"max_grad_norm": [1.0, 1.0]}, ValueError, r"math.hypot\(\*norms\)"),
+    "a list": (
+        {"max_grad_norm": [1.0, 1.0]},
+        ValueError,
+        r"of layers take math.hypot\(\*norms\)",
+    ),
     "adaptive": ({"clipping": "adaptive"}, PrivacyError, r"clip=dp.Pilot\(\)"),
     "a word": ({"clipping": "ghost"}, ValueError, "clipping must be"),
     "seed": (

@@ -638,6 +638,18 @@ class Words:
         }
 
 
+def test_labels_of_text_which_collators_leave_out_are_asked_for_as_numbers(
+    tmp_path: Path,
+) -> None:
+    data = [record | {"labels": "yes"} for record in records()]
+    trainer = PrivateTrainer(
+        bert(), arguments(tmp_path, max_steps=3), train_dataset=data, plan=full_plan()
+    )
+    with pytest.raises(ValueError, match=r"'labels', one tensor .*: numbers, since collators"):
+        trainer.train()
+    assert not len(trainer.optimizer.accountant)
+
+
 @pytest.mark.weekly
 def test_batches_that_are_padded_to_their_longest_record_are_refused(tmp_path: Path) -> None:
     sizes = [3 + k % 3 for k in range(N)]

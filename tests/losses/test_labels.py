@@ -153,6 +153,28 @@ def test_a_class_that_does_not_exist_makes_a_null_record(name: str, bad: int) ->
     )
 
 
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.NLLLoss(), nn.MultiMarginLoss()])
+def test_a_single_column_is_no_output_for_classes(loss: nn.Module) -> None:
+    """Label 1 would be no class, and label 0 always right: nothing would be learned, without a word."""
+    with pytest.raises(
+        ValueError, match=r"two or more, for \w+Loss \(got 1\): nn.BCEWithLogits"
+    ):
+        dp.per_record(loss)(torch.randn(N, 1), ONES.long())
+    net = nn.Linear(D, 1)
+    accountant = dp.Accountant(dp.Budget(3.0, 1e-3))
+    with pytest.raises(ValueError, match="must go together") as refused:
+        dp.fit(
+            net,
+            dataset=TensorDataset(FEATURES, ONES.long()),
+            loss_fn=loss,
+            budget=dp.Budget(3.0, 1e-3),
+            accountant=accountant,
+            progress=False,
+        )
+    assert "a column for each class" in str(refused.value.__cause__)
+    assert not len(accountant)
+
+
 def test_one_entry_that_is_no_label_makes_the_whole_record_null() -> None:
     several = torch.zeros(2, 3)
     several[0, 1] = math.nan

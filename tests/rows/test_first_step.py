@@ -61,8 +61,11 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a row of targets": lambda out, y: functional.mse_loss(out, y[:, 0], reduction="sum"),
     "logsumexp": lambda out, y: (out - y).square().logsumexp(0).sum(),
     "a root of the mean": lambda out, y: (out - y).square().mean().sqrt(),
-    "weights of classes": lambda out, y: functional.cross_entropy(
-        torch.cat([out, -out], 1), (y[:, 0] > 0).long(), weight=torch.tensor([1.0, 2.0])
+    "weights of classes": lambda out, y: (
+        3
+        * functional.cross_entropy(  # not "mean" for its own
+            torch.cat([out, -out], 1), (y[:, 0] > 0).long(), weight=torch.tensor([1.0, 2.0])
+        )
     ),
     "before per_record": lambda out, y: dp.per_record(nn.MSELoss, reduction="sum")(
         out.softmax(0), y
@@ -72,17 +75,17 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     ),
 }
 SOUND: dict[str, Loss] = {
-    "mse": nn.MSELoss(),
-    "bce": lambda out, y: nn.BCEWithLogitsLoss()(out, (y > 0).float()),
+    "mse": nn.MSELoss(reduction="sum"),
+    "bce": lambda out, y: nn.BCEWithLogitsLoss(reduction="sum")(out, (y > 0).float()),
     "classes": lambda out, y: functional.cross_entropy(
-        torch.cat([out, -out], 1), (y[:, 0] > 0).long()
+        torch.cat([out, -out], 1), (y[:, 0] > 0).long(), reduction="sum"
     ),
     "logistic": lambda out, y: dp.losses.Logistic()(out, y.sign(), reduction="sum"),
     "a sum": lambda out, y: (out - y).abs().sum(),
     "in place": lambda out, y: (out - y).square_().clamp_(max=3).mean(),
     "in place on outputs": lambda out, y: out.sub_(y).square().sum(),
     "masked within records": lambda out, y: ((out - y) * (y > 0)).square().sum(),
-    "weights of records": lambda out, y: nn.BCEWithLogitsLoss(weight=y.abs())(
+    "weights of records": lambda out, y: nn.BCEWithLogitsLoss(weight=y.abs(), reduction="sum")(
         out, (y > 0).float()
     ),
     "picked by numbers": lambda out, y: (
@@ -782,6 +785,10 @@ BY_RECORD = {
     "per_record": lambda reduction: dp.per_record(nn.BCEWithLogitsLoss, reduction=reduction),
     "a loss of the library": lambda reduction: (
         lambda out, y: dp.losses.Logistic()(out, y, reduction=reduction)
+    ),
+    "a criterion of torch": lambda reduction: nn.BCEWithLogitsLoss(reduction=reduction),
+    "a function of torch": lambda reduction: (
+        lambda out, y: functional.mse_loss(out, y, reduction=reduction)
     ),
 }
 

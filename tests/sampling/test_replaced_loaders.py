@@ -180,7 +180,8 @@ def test_a_part_of_the_data_is_all_that_is_drawn_from() -> None:
 )
 def test_what_cannot_be_kept_is_said(loader: DataLoader[Any], lost: str) -> None:
     with pytest.warns(
-        UtilityWarning, match=f"{lost} data_loader cannot be kept.*say shuffle=True"
+        UtilityWarning,
+        match=f"{lost} data_loader cannot be kept.*leave generator .* say shuffle=True",
     ):
         require_replaceable(loader)
 

@@ -118,7 +118,9 @@ def test_a_second_fit_without_a_ledger_is_noticed(ward, capsys):
     fit = "fit ward.csv --schema schema.toml --epsilon 8 --out"
     code, out, _ = run(capsys, f"{fit} study")
     assert code == 0
-    assert "what was spent on these data is in" in out
+    assert (
+        "what was spent on these data is in ward.ledger and ward.ledger.* (confidential)" in out
+    )
     assert not list(Path("study").glob("*.ledger"))  # which is not published
     charged = len(LedgerCopy("ward.ledger").book.ledger)
     code, again, err = run(capsys, f"{fit} again")

@@ -329,7 +329,7 @@ def planned_and_made(
 @pytest.mark.parametrize("records", [N - 1, N, N + 1])
 def test_the_rows_of_a_batch_are_those_that_the_plan_prints(name: str, records: int) -> None:
     plan, optimizer = FILLED[name](dp.attach(nn.Linear(DIM, 1)))
-    (rows,) = re.findall(r'\("rounded"\), or to\s+(\d+)\s+rows\s+\("slots"\)', str(plan))
+    (rows,) = re.findall(r'steps\),\s+or\s+to\s+(\d+)\s+rows\s+\("slots"\)', str(plan))
     data = TensorDataset(torch.randn(records, DIM), torch.ones(records, 1))
     x, _ = next(iter(optimizer.loader(data)))
     assert len(x) == int(rows)
@@ -353,8 +353,9 @@ def test_draws_of_users_are_filled_up_under_every_adjacency(name: str) -> None:
     places = slots_of(optimizer, sampler, isolation=None).capacity
     text = dict(plan.lines())["filled"]
     assert (
-        text == 'draws are filled up, as their size is private: a little ("rounded"), or to'
-        f' {places} places for users ("slots")'
+        text
+        == 'draws are filled up, as their size is private: a little ("rounded"; the first step'
+        f' tests sizes, for as long as some 100 steps), or to {places} places for users ("slots")'
     )
 
 

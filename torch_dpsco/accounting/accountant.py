@@ -43,7 +43,8 @@ from torch_dpsco.errors import DpscoError, PrivacyError, SequenceError, UnitErro
 
 WAYS_ON = (
     "A run that was interrupted goes on by resume() or fit(checkpoint=...); a release is given"
-    " again to the same script on its ledger file; other data have another ledger; a smaller plan may fit"
+    " again to the same script on its ledger file; other data have another ledger; a smaller plan may fit;"
+    " in a loop optimizer.finalize() installs the answer of the steps that were made"
 )
 _INSIDE = (
     "an event that may depend on what was released must not be charged while a pass of random"

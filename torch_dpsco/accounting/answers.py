@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 CHARGED, ANSWERED = 1, 2  # marks of a release
 _NOTHING = Sequential(())
-_ANEW = "another ledger file, or Accountant(..., anew=True), charges it again"
+_ANEW = "another ledger (dpsco fit --ledger), or Accountant(..., anew=True), charges it again"
 
 
 class Answers:

@@ -290,8 +290,8 @@ def not_private(script: Script, evidence: Evidence) -> Iterator[Finding]:
             "not-private",
             f"{type(script.optimizer).__name__} takes the gradients as they are: no clip, no noise,"
             " nothing accounted",
-            "model, optimizer, loader = dp.make_private(model, optimizer, loader, problem=...,"
-            " budget=..., n=...)",
+            "model, optimizer, loader = dp.make_private(model, optimizer, loader, epsilon=...,"
+            " delta=..., epochs=...)",
         )
 
 

@@ -239,6 +239,7 @@ class LinearModel(BaseEstimator):
             stored = count if blocks is None else blocks.count(_MOST)
             settings = self._unspent(n=stored if users is None else len(users.unique()))
         plan = settings.plan(width, "example" if groups is None else "user")
+        plan.warn_if_buried()
         ledger = plan.ledger() if self.accountant is None else self.accountant
         columns = read_columns(X if blocks is None or is_sparse(X) else features, width)
         privacy = self._report_of(

@@ -208,7 +208,8 @@ def _as_array(X: Any) -> NDArray[Any]:
         for name, dtype in zip(X.columns, X.dtypes, strict=True):
             if getattr(dtype, "kind", "O") not in "biuf":
                 raise TypeError(
-                    f"column {name!r} must be of numbers (got {dtype}): encode it by public rules"
+                    f"column {name!r} must be of numbers (got {dtype}): encode it by public rules, as"
+                    " dp.Schema does"
                 )
         single = all(dtype == np.float32 for dtype in X.dtypes)
         return np.asarray(
@@ -310,8 +311,11 @@ def require_dtype(y: Any, classes: Sequence[Any] | None) -> None:
         TypeError: text, where targets are numbers.
         ValueError: numbers or text, where no class is.
     """
-    kind = "f" if isinstance(y, Tensor) else getattr(getattr(y, "dtype", None), "kind", "O")
-    if classes is None and kind in ("U", "S"):
+    dtype = getattr(y, "dtype", None)
+    kind = "f" if isinstance(y, Tensor) else getattr(dtype, "kind", "O")
+    if getattr(dtype, "type", None) is str:  # text of pandas
+        kind = "U"
+    if classes is None and kind in "US":
         raise TypeError(
             f"y must have a dtype of numbers (got {y.dtype}): convert each value by a public rule"
         )

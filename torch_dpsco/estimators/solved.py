@@ -205,11 +205,7 @@ class SolvedOptimizer(AnswerOptimizer):
             )
         warn_of_delta(budget, n)
         plan = cls._planner(task, **own)
-        if plan.budget is not None:  # noise that is longer than anything that it is added to
-            noise, signal, of = plan.noise_and_signal
-            size = task.parameters
-            epsilon = plan.budget.epsilon
-            checks.warn_if_buried(noise, signal, n=n, dim=size, epsilon=epsilon, of=of)
+        plan.warn_if_buried()
         return plan
 
     # -- solving ------------------------------------------------------------------------------------------------------

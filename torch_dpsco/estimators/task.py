@@ -48,6 +48,7 @@ from torch_dpsco.losses.table import ResidualClipped, SoftmaxCrossEntropy
 from torch_dpsco.noise import Source
 from torch_dpsco.problem import Problem, round_up
 from torch_dpsco.sampling import fingerprint
+from torch_dpsco.step import checks
 from torch_dpsco.step.plan import Plan
 
 _CHECKS: dict[str, Callable[..., Any]] = {  # of what is not None
@@ -499,6 +500,14 @@ class LinearPlan(Plan):
         """Yields that of the one release; see `Plan.noise_shares`."""
         std, signal, of = self.noise_and_signal
         yield of, std / signal, self.task.parameters
+
+    def warn_if_buried(self) -> None:
+        """Warns of noise that is longer than anything that it is added to."""
+        if self.budget is not None:
+            epsilon = self.budget.epsilon
+            for of, noise, size in self.noise_shares():
+                if size and noise**2 * size > 1:  # in as many directions, or fewer
+                    checks.warn_if_buried(noise, n=self.task.n, dim=size, epsilon=epsilon, of=of)
 
     def solve(self, records: Records, start: Tensor | None = None) -> Any:
         """Returns what `release` needs: NOT private.

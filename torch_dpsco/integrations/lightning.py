@@ -52,8 +52,8 @@ from torch_dpsco.train import steps_to_make
 _HALF = "bf16-mixed"
 _PRECISIONS = ("32-true", "64-true", _HALF)
 _UNSET = (-1, 1000)  # max_epochs of a Trainer that was given none
-_CLIP = "the plan has the clip, of each record's gradient, and this one would do nothing: leave it away"
-_RUNS = "it spends budget, or leaves draws out: leave it away, and try the script by dp.doctor"
+_CLIP = "the plan has the clip, of each record's gradient, and this one would do nothing: leave it out"
+_RUNS = "it spends budget, or leaves draws out: leave it out, and try the script by dp.doctor"
 _USUAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "gradient_clip_val": ((None, 0), _CLIP),
     "gradient_clip_algorithm": ((None,), _CLIP),

@@ -513,8 +513,8 @@ def _require_sound(
     if clipping == "per_layer" or not isinstance(norm, (int, float)):
         raise ValueError(
             f"max_grad_norm must be one number, for clipping='flat' (got {check.shown(norm)}"
-            f" for {clipping!r}): math.hypot(*norms) takes the noise, and the epsilon, of clips"
-            " for each layer"
+            f" for {clipping!r}): of the clips of layers take math.hypot(*norms), which has the same"
+            " noise and epsilon"
         )
     check.open_interval(0.0, 1e100, max_grad_norm=norm)
     if generator is not None:

@@ -334,7 +334,10 @@ class PrivateTrainer(Trainer):
         inputs = dict(inputs)
         labels = inputs.pop("labels", None)
         if not isinstance(labels, Tensor):
-            raise ValueError(f"batches must hold 'labels', one tensor (got {sorted(inputs)})")
+            raise ValueError(
+                f"batches must hold 'labels', one tensor (got {sorted(inputs)}): numbers, since"
+                " collators leave text out"
+            )
         half = self.args.bf16
         with torch.autocast(self.args.device.type, torch.bfloat16, enabled=half):
             outputs = model(**inputs)

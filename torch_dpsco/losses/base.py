@@ -614,6 +614,11 @@ def _is_batch(tensor: Any) -> bool:
 
 def _classes(loss: Any, target: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Returns class numbers, and which are some; a number that the loss ignores is none of another class."""
+    if count < 2:
+        raise ValueError(
+            f"output must have a column for each class, two or more, for {type(loss).__name__}"
+            f" (got {count}): nn.BCEWithLogitsLoss takes one column"
+        )
     label = target.long()
     # which ends the list of a record's classes
     least = -1 if isinstance(loss, nn.MultiLabelMarginLoss) else 0

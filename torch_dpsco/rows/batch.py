@@ -121,7 +121,7 @@ def _dense_rows(p: nn.Parameter, place: int) -> Tensor:
         raise SequenceError(
             f"per-sample gradients are missing for parameter {place} of shape {tuple(p.shape)}:"
             " call dp.attach(model) before the forward, run forward and backward in training mode"
-            " before each step, freeze parameters that the loss does not use with"
+            " before each step, with no zero_grad() in between, freeze parameters that the loss does not use with"
             " requires_grad_(False), and use parameters only in the forward of their own module"
         )
     chunks: list[Tensor] = rows if isinstance(rows, list) else [rows]

@@ -655,7 +655,10 @@ def user_ids(users: Any, records: int, name: str = "users") -> Tensor:
         users = _numbered(users, name)
     ids: Tensor = users.detach().cpu().clone()
     if ids.is_floating_point() or ids.is_complex() or ids.dtype in (torch.bool, torch.uint64):
-        raise UnitError(f"{name} must hold integer ids, or strings (got {ids.dtype})")
+        raise UnitError(
+            f"{name} must hold integer ids, or strings (got {ids.dtype}): where one is missing"
+            " pandas makes integers real numbers"
+        )
     if ids.shape != (records,):
         raise UnitError(
             f"{name} must hold one id per record, {records} of them (got shape {tuple(ids.shape)})"

@@ -501,9 +501,9 @@ class Chunk(NamedTuple):
 _UNUSED = (
     "the previous batch was not used: call optimizer.step() for every batch of a private loader,"
     " also an empty one (a draw that is left out by its size or its records voids the sampling), or"
-    " optimizer.discard() to have the same draw delivered again; use another loader for evaluation;"
-    " let only optimizer.loader(dataset, physical_batch_size=..., num_workers=...) run ahead, not a"
-    " BatchMemoryManager with workers"
+    " optimizer.discard() to have it again; use another loader for evaluation; do not accumulate"
+    " batches, but plan a larger batch_size, which optimizer.loader(dataset, physical_batch_size=...,"
+    " num_workers=...) delivers in parts, and ahead, as a BatchMemoryManager with workers must not"
 )
 _GIVEN_UP = (
     "the draw was given up, by discard() or by a step that failed, and is the next one again: start"

@@ -330,8 +330,8 @@ def _ids(schema: Schema, values: list[Any]) -> Iterator[Finding]:
         share = 1 - len(set(known)) / len(known)
         yield Finding(
             name,
-            f"{share:.1%} of rows are left out: of a {schema.unit} with several",
-            'Or rows_per_unit=None (in a file: "all")',
+            f"{share:.1%} of rows are left out: only the first row of each {schema.unit} counts",
+            'rows_per_unit=None (in a file: "all") takes all of them',
         )
 
 

@@ -203,9 +203,9 @@ def _fit(args: argparse.Namespace) -> Result:
         say(sys.stdout, study.released().json())  # what was paid for is not lost with the disk
         raise
     results = study.summary().removeprefix(str(study.plan)).lstrip("\n")
-    kept = f"what was spent on these data is in {ledger}, which every later run needs"
     return (
-        f"{results}\nwritten to {args.out}: what is in this folder may be published\n{kept}",
+        f"{results}\nwritten to {args.out}: what is in this folder may be published\nwhat was"
+        f" spent on these data is in {ledger} and {ledger}.* (confidential): later runs need it",
         0,
     )
 

@@ -370,8 +370,9 @@ def require_same_parameters(model: nn.Module, optimizer: Optimizer) -> None:
             require_whole(module, name)
         raise SequenceError(
             "the optimizer must train exactly the model's trainable parameters (model"
-            f" {len(trained)}, optimizer {len(owned)}, in common {len(trained & owned)}); freeze"
-            " the others with requires_grad_(False)"
+            f" {len(trained)}, optimizer {len(owned)}, in common {len(trained & owned)}): make the"
+            " optimizer after the last change of the model (private_layers, adapters, a new head),"
+            " and freeze the others with requires_grad_(False)"
         )
 
 

@@ -610,7 +610,8 @@ def dimension(dim: Any) -> int | None:
         items = checks.listed(dim.parameters() if isinstance(dim, torch.nn.Module) else dim)
     except ValueError as error:
         raise ValueError(
-            f"dim must be the number of parameters, or a model or parameters (got {shown(dim)})"
+            f"dim must be the number of parameters, or a model or parameters (got {shown(dim)}),"
+            " whose sizes are known: a lazy layer has none before its first forward"
         ) from error
     tensors = [p for g in items for p in (g["params"] if isinstance(g, dict) else [g])]
     return max(1, sum(int((p[1] if isinstance(p, tuple) else p).numel()) for p in tensors))

@@ -519,8 +519,8 @@ def costs(
         units = "rows" if oracle.unit == "example" else f"places for {oracle.unit}s"
         yield (
             "filled",
-            'draws are filled up, as their size is private: a little ("rounded"), or to'
-            f' {capacity(design)} {units} ("slots")',
+            'draws are filled up, as their size is private: a little ("rounded"; the first step tests'
+            f' sizes, for as long as some 100 steps), or to {capacity(design)} {units} ("slots")',
         )
     with suppress(ConditionError):  # there is none
         oracle.use_exact_noise()

@@ -203,7 +203,7 @@ class Trace:
         self._number = step.forwards
         self._loss = RepeatedLoss()
         self._device = "cpu"
-        self.reductions: dict[int, str] = {}  # of what `apply_as_one` made, by place
+        self.reductions: dict[int, Any] = {}  # of what was computed with one, by place
         # their nodes in the graph of gradients, and those of what they took
         self.through: dict[Any, list[Any]] = {}
         self.ends: set[Any] = set()  # nodes of the outputs in the graph of gradients
@@ -309,6 +309,7 @@ class Trace:
         if len(self._loss.calls) < _MOST_CALLS:
             args, kwargs = spec
             self._loss.calls.append(Call(func, args, kwargs, places))
+            self.reductions |= dict.fromkeys(places, kwargs.get("reduction"))
 
     def check(self, loss: Traced, *, weighted: bool) -> None:
         """Repeats the operations on synthetic outputs.
@@ -371,15 +372,15 @@ class Trace:
         return False
 
     def _require_reduction(self, loss: Traced) -> None:
-        reduction = self.reductions.get(loss._place, "none")
+        reduction = self.reductions.get(loss._place)
         attached = self._step.reduction
-        if reduction not in ("none", attached):
+        if {reduction, attached} == {"mean", "sum"}:
             # PRIVACY: in a mean one record more makes the rows of all others shorter, which only attach(mean) undoes
             # (test_a_loss_by_record_must_reduce_as_the_model_was_attached)
             raise ValueError(
                 f"reduction of the loss must be {attached!r}, as the model was attached (got"
                 f" {reduction!r}): give both the same, or dp.attach(model,"
-                f" loss_reduction={reduction!r})"
+                f" loss_reduction={reduction!r}), which make_private takes too"
             )
 
 
