@@ -117,7 +117,8 @@ class Journal:
         """Returns whether the file holds a charge, with the marks of its releases, that the book has not."""
         written = self._written
         # PRIVACY: event by event, and release by release: none is made that the file does not know
-        # (test_the_file_is_never_behind_whatever_is_charged)
+        # (test_the_file_is_never_behind_whatever_is_charged), or pays for twice
+        # (test_without_closing_nothing_is_given_back)
         return (
             self._charging
             and self._is_known

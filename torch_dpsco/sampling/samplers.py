@@ -200,7 +200,8 @@ def poisson_positions(size: int, rate: float, rng: Stream) -> _Indices:
     found = []
     while last < size:
         bits = rng.read(8 * chunk)
-        # PRIVACY: None where a word decides no gap (test_gaps_in_c_are_the_true_ones_or_left_to_more_bits)
+        # PRIVACY: None where a word decides no gap (test_gaps_in_c_are_the_true_ones_or_left_to_more_bits,
+        # test_the_gap_method_reaches_the_first_and_the_last_position)
         positions = native.gaps(bits, log_miss, error, size, last)
         if positions is None:
             words = np.frombuffer(bits, dtype=np.uint64) >> np.uint64(1)
