@@ -358,6 +358,20 @@ def test_a_permutation_that_was_begun_keeps_its_data_set(kind: str) -> None:
     )  # another permutation, which is charged by itself
 
 
+def test_a_permutation_that_was_begun_by_a_sampler_alone_is_not_gone_on_with() -> None:
+    """Nobody knows whether its places are of the same records."""
+    design = dp.Shuffled(4, 12)
+    model, opt = run(design)
+    x = torch.randn(12, 1)
+    for k, places in enumerate(opt.bind(make_sampler(design))):
+        if k == 2:
+            break
+        step(model, opt, x[torch.as_tensor(places)])
+    opt.discard()
+    with pytest.raises(SequenceError, match="goes on with the same dataset object"):
+        opt.bind(make_sampler(design))
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("sampling", ["poisson", "fixed", "allocated"])
 def test_a_loop_ends_with_the_plan_in_the_middle_of_an_epoch(
