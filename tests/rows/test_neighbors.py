@@ -174,6 +174,8 @@ def test_rows_that_are_not_finite_are_their_own_only_neighbor():
     )
     for dtype in (torch.float32, torch.float64):
         assert counts(rows.to(dtype), 1.0).tolist() == [2, 1, 1, 1, 2, 1]
+        near = neighbors.within(rows.to(dtype), 2.0)
+        assert near.tolist() == [True, False, False, False, True, False]
     assert counts(torch.zeros(0, 3), 1.0).shape == (0,)
 
 
