@@ -554,6 +554,15 @@ def test_several_processes_declare_the_error_of_float32(monkeypatch: pytest.Monk
     assert alone.noise_std <= without.noise_std * (1 - 1e-4 * native.is_available())
 
 
+@needed
+def test_parameters_elsewhere_declare_the_error_of_float32() -> None:
+    """The accelerator adds on the CPU only."""
+    oracle = Clipped(1.0, 1.0, 512)
+    oracle.open([torch.zeros(1, 5000)])
+    form = [(torch.Size([1, 5000]), torch.float32, torch.device("mps"))]
+    assert oracle._planned(form).error > oracle._summation.error
+
+
 # -- noise ------------------------------------------------------------------------------------------------------------
 
 

@@ -194,6 +194,9 @@ def test_a_run_cannot_be_rolled_back():
     run.passes(9.0, generator)
     with pytest.raises(SequenceError, match="later one of this run"):
         run.restore({**run.state(), "halted": False})
+    other = copy.deepcopy(run)  # which was asked nothing, and has halted
+    with pytest.raises(SequenceError, match="later one of this run"):
+        other.restore({**other.state(), "halted": False})
 
 
 @pytest.mark.parametrize(

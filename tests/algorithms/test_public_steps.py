@@ -19,6 +19,7 @@ from tests.contract.registry import having
 from tests.contract.runs import Row, Run, same
 from torch_dpsco.errors import SequenceError, UtilityWarning
 from torch_dpsco.prox import Identity
+from torch_dpsco.rows.batch import leave_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::torch_dpsco.errors.UtilityWarning")
 N, DIM = 24, 3
@@ -365,6 +366,17 @@ def test_public_steps_within_a_private_batch_are_refused(rows: str) -> None:
             ):
                 dp.public(model).__enter__()
         optimizer.step()
+    with dp.public(model):
+        pass
+
+
+def test_public_steps_beside_rows_that_were_left_are_refused() -> None:
+    model = dp.attach(nn.Linear(DIM, 1, bias=False))
+    optimizer = private(model)
+    leave_rows(list(model.parameters()), [torch.ones(4, 1, DIM)])
+    with pytest.raises(SequenceError, match="within a private batch"):
+        dp.public(model).__enter__()
+    optimizer.discard()
     with dp.public(model):
         pass
 

@@ -98,6 +98,10 @@ def test_single_precision_is_refused(dtype: torch.dtype) -> None:
     mixed.bias = nn.Parameter(mixed.bias.detach().to(dtype))
     with pytest.raises(ValueError, match=r"params must be torch.float64"):
         make(mixed, problem=LOSS.problem(bound_x=2.0, radius=1.0))
+    frozen = nn.Linear(DIM, 1).double()
+    frozen.bias.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"params must be torch.float64 and all trained"):
+        make(frozen, problem=LOSS.problem(bound_x=2.0, radius=1.0))
     run = make()
     for batch in run.opt.loader(records()):
         run.backward(batch)

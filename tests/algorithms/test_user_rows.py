@@ -84,6 +84,9 @@ def test_ids_out_of_range_are_refused(ids):
     users = opened()
     with pytest.raises(ValueError, match="users must be"):
         users.observe(GradBatch([DenseBlock(torch.ones(1, 2))]), ids)
+    for one in (6, -1):
+        with pytest.raises(ValueError, match="users must be"):
+            add(users, torch.ones(2, 2), [3, one])
     assert len(users._take()[0]) == 0
 
 

@@ -21,6 +21,7 @@ from tests.algorithms import user_runs as runs
 from tests.crashes.runs import CASES, EVERY, train
 from torch_dpsco import train as checkpoint
 from torch_dpsco.accounting import journal
+from torch_dpsco.accounting.events import Sequential
 from torch_dpsco.errors import (
     PrivacyError,
     SequenceError,
@@ -350,8 +351,10 @@ def test_steps_without_their_charges_are_refused(tmp_path: Path) -> None:
     _, state = begun(tmp_path / "ledger", 4)
     case = CASES["holder-poisson"]
     emptied = dp.Accountant(case.budget)
-    fewer = begun(tmp_path / "other", 3)[0].accountant
-    for accountant in (emptied, fewer):
+    fewer, foreign = (begun(tmp_path / str(k), k)[0].accountant for k in (3, 5))
+    marks = dp.Accountant(case.budget)  # and no charge
+    marks.authorize(Sequential(()), 0, releases={state["dpsco"]["run"]: 4})
+    for accountant in (emptied, fewer, foreign, marks):
         forged = copy.deepcopy(state)
         forged["dpsco"]["ledger"] = accountant.state_dict()
         fresh = case.build(dp.attach(case.model()).parameters(), dp.Accountant(case.budget))

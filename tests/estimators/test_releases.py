@@ -303,6 +303,8 @@ def test_a_refused_release_draws_nothing(
             accountant=spent,
             generator=draws,
         )
+    with pytest.raises(PrivacyError):  # past all earlier checks
+        plan_linear(given, mechanism).release(None, spent, draws)
     assert torch.equal(draws.get_state(), state)
     assert len(spent) == before
 

@@ -237,6 +237,24 @@ def test_what_is_drawn_beyond_64_bits_counts(monkeypatch, zeros, v):
 
 
 @interpreted
+def test_pairs_at_edges_have_further_bits_of_their_own(monkeypatch):
+    words = [w for turn in range(5) for w in (0, 0, turn % 4 * 2**30 + 99)] + [0]
+
+    def more(pair: int) -> list[int]:
+        return [pair * 2**28 + 5] * 16
+
+    def given(key: Any, counter: Any, n0: Any, n1: Any, n2: Any) -> Any:
+        pair = int(getattr(n0, "value", n0))
+        return [counter * 0 + word for word in (more(pair) if pair else words)]
+
+    values, radii = ideal(words, more)
+    assert len(set(radii)) == 5
+    monkeypatch.setattr(kernels, "keystream", given)
+    found = drawn(bytes(32), 10)
+    assert (np.abs(found.numpy() - values) <= 2.0**-20 * np.array(radii)).all()
+
+
+@interpreted
 def test_a_kernel_without_further_bits_is_caught(monkeypatch):
     def dull(key: Any, counter: Any, pair: Any, label: Any, n: Any) -> Any:
         return tl.sqrt_rn(

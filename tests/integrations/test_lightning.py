@@ -326,6 +326,14 @@ def test_settings_that_do_not_go_with_private_steps_are_refused_by_name(name: st
     assert not hasattr(module, "optimizer")  # before anything is made
 
 
+def test_one_batch_of_an_epoch_is_not_taken_for_all_of_them() -> None:
+    """For Lightning 1 is a number of batches, and 1.0 all of them; for Python they are equal."""
+    plan = planned()
+    assert_refused(
+        "limit_train_batches", lambda: trained(plan, private(plan), limit_train_batches=1)
+    )
+
+
 class Manual(Silent):
     automatic_optimization = False
 

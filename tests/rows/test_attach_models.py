@@ -199,6 +199,13 @@ def test_a_part_of_an_attached_model_is_refused(rows, copied):
     )
 
 
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_copy_of_an_attached_model_is_no_part_of_another(rows):
+    inner = copy.deepcopy(dp.attach(mixed(), rows=rows))
+    with pytest.raises(SequenceError, match="attached already"):
+        dp.attach(nn.Sequential(inner), loss_reduction="sum")
+
+
 def test_detaching_what_is_not_attached_is_refused():
     model = nn.Linear(2, 1)
     for _ in range(2):

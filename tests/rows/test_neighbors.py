@@ -174,6 +174,8 @@ def test_rows_that_are_not_finite_are_their_own_only_neighbor():
     )
     for dtype in (torch.float32, torch.float64):
         assert counts(rows.to(dtype), 1.0).tolist() == [2, 1, 1, 1, 2, 1]
+        near = neighbors.within(rows.to(dtype), 2.0)
+        assert near.tolist() == [True, False, False, False, True, False]
     assert counts(torch.zeros(0, 3), 1.0).shape == (0,)
 
 
@@ -276,7 +278,13 @@ def test_the_sum_of_a_user_depends_on_no_other_rows():
     assert torch.equal(sum_by(batch_of(rows[alone]), users[alone], 3)[1], expected)
 
 
-def test_rows_of_a_user_are_added_in_their_order():
+class Elsewhere(torch.Tensor):
+    """A tensor that says it is on a device."""
+
+    device = property(lambda self: torch.device("cuda"))
+
+
+def test_rows_of_a_user_are_added_in_their_order(monkeypatch):
     """As on devices whose index_add_ has no order: turn by turn, no user twice in one."""
     rows = torch.randn(300, 3, generator=torch.Generator().manual_seed(0)).exp()
     users = (
@@ -288,6 +296,10 @@ def test_rows_of_a_user_are_added_in_their_order():
         sums[users[turn]] += rows[turn]
     assert torch.equal(sums, sum_by(batch_of(rows), users, 40))
     assert not list(batch._turns(users[:0]))
+    monkeypatch.setattr(torch.Tensor, "index_add_", lambda *arguments: 1 / 0)
+    there = torch.zeros(40, 3)
+    batch._add_in_order(there, users, rows.as_subclass(Elsewhere))
+    assert torch.equal(there, sums)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

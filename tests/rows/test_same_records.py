@@ -10,6 +10,7 @@ import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -373,6 +374,25 @@ def test_forwards_of_other_sizes_are_refused() -> None:
         model(torch.ones(N, 4))
         with pytest.raises(SequenceError, match="one row for each record"):
             model(torch.ones(N - 1, 4))
+
+
+class Boxed(nn.Module):
+    """A model of inputs in an object of its own, of which nobody knows the number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, box: SimpleNamespace) -> Tensor:
+        return self.layer(box.x)
+
+
+def test_forwards_of_sizes_that_are_not_known_are_refused() -> None:
+    model = dp.attach(Boxed(), check_first_step=False)
+    with dp.same_records(model):
+        model(SimpleNamespace(x=torch.ones(N, 4)))
+        with pytest.raises(SequenceError, match="one row for each record"):
+            model(SimpleNamespace(x=torch.ones(N - 1, 4)))
 
 
 def test_a_block_is_of_one_batch() -> None:

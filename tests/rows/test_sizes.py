@@ -7,6 +7,7 @@ import gc
 import io
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from torch_dpsco.errors import SequenceError
 from torch_dpsco.native import HALF
 from torch_dpsco.rows import closed_form
 from torch_dpsco.rows.first_step import random_parameters
-from torch_dpsco.rows.means import Source, averaged
+from torch_dpsco.rows.means import Averaged, Source, averaged
 from torch_dpsco.sampling import PrivateLoader
 from torch_dpsco.sampling.loader import Isolation, Sizes, torch_settings
 from torch_dpsco.trial.sizes import Trial, secret_state, whole
@@ -624,7 +625,12 @@ def test_a_model_compiled_after_the_test_is_refused(part: bool) -> None:
     expect_refusal_later(change, "model and torch must stay")
 
 
-def test_a_term_that_is_no_exact_mean_is_refused() -> None:
+@pytest.mark.parametrize(
+    "backward",
+    [Tensor.backward, torch.autograd.backward, lambda loss: torch.autograd.backward([loss])],
+    ids=["method", "function", "list"],
+)
+def test_a_term_that_is_no_exact_mean_is_refused(backward: Callable[[Tensor], None]) -> None:
     """Its rows would be multiplied as those of an exact mean are, which is wrong by the number of rows."""
     model = net()
     optimizer, loader, _ = looped(model, MEAN, steps=2, mean=True)
@@ -632,9 +638,20 @@ def test_a_term_that_is_no_exact_mean_is_refused() -> None:
     for x, y in loader:
         scores = model(x)
         with pytest.raises(SequenceError, match="loss must be the mean over the batch"):
-            (MEAN(scores, y) + scores.square().sum() / len(x)).backward()
+            backward(MEAN(scores, y) + scores.square().sum() / len(x))
         break
     optimizer.discard()
+
+
+def test_targets_may_be_ones_like_the_outputs_of_a_mean() -> None:
+    model = net()
+    optimizer, _, _ = looped(model, MEAN, steps=2, mean=True)
+    for x, _ in optimizer.loader(records(), steps=1):
+        scores = model(x)
+        assert isinstance(scores, Averaged)
+        F.mse_loss(scores, torch.ones_like(scores)).backward()
+        optimizer.step()
+    assert optimizer.steps == 3
 
 
 def test_a_loader_of_slots_takes_any_mean_again() -> None:
@@ -897,14 +914,38 @@ def test_rows_of_opacus_have_the_length_of_exact_means(size: int) -> None:
     torch.testing.assert_close(*lengths)
 
 
-def test_a_loss_that_is_no_exact_mean_any_more_is_refused() -> None:
+class _Own(torch.autograd.Function):
+    """An operation of a loop, past which outputs are not followed."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [
+        Tensor.backward,
+        torch.autograd.backward,
+        lambda loss: torch.autograd.backward(loss, torch.tensor(1.0)),
+        lambda loss: _Own.apply(loss).backward(),
+    ],
+    ids=["method", "function", "gradient", "operation"],
+)
+def test_a_loss_that_is_no_exact_mean_any_more_is_refused(
+    backward: Callable[[Tensor], None],
+) -> None:
     model = net()
     optimizer, loader, _ = looped(model, MEAN, steps=2, mean=True)
     assert model._dpsco.passes.exact_means
     charged = len(optimizer.accountant)
     for x, y in loader:
         with pytest.raises(SequenceError, match="loss must be the mean over the batch"):
-            (SUM(model(x), y) / len(x)).backward()
+            backward(SUM(model(x), y) / len(x))
         break
     assert len(optimizer.accountant) == charged
     optimizer.discard()

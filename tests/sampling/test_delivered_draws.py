@@ -358,6 +358,32 @@ def test_a_permutation_that_was_begun_keeps_its_data_set(kind: str) -> None:
     )  # another permutation, which is charged by itself
 
 
+def test_more_rows_than_a_part_of_a_draw_has_are_refused() -> None:
+    """Of a draw of 12, whose first part has 4: the fifth would be one of them once more."""
+    model, opt = run(dp.Full(12))
+    data = TensorDataset(torch.randn(12, 1))
+    for (rows,) in opt.loader(data, steps=1, physical_batch_size=4, isolation="none"):
+        assert len(rows) == 4
+        with pytest.raises(SequenceError, match="at most the rows of one draw"):
+            step(model, opt, torch.cat([rows, rows[:1]]))
+        break
+    assert opt.steps == 0
+
+
+def test_a_permutation_that_was_begun_by_a_sampler_alone_is_not_gone_on_with() -> None:
+    """Nobody knows whether its places are of the same records."""
+    design = dp.Shuffled(4, 12)
+    model, opt = run(design)
+    x = torch.randn(12, 1)
+    for k, places in enumerate(opt.bind(make_sampler(design))):
+        if k == 2:
+            break
+        step(model, opt, x[torch.as_tensor(places)])
+    opt.discard()
+    with pytest.raises(SequenceError, match="goes on with the same dataset object"):
+        opt.bind(make_sampler(design))
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("sampling", ["poisson", "fixed", "allocated"])
 def test_a_loop_ends_with_the_plan_in_the_middle_of_an_epoch(

@@ -273,8 +273,9 @@ def test_what_a_data_set_has_besides_records_is_still_there() -> None:
     )  # nothing writes to them
 
 
+@pytest.mark.parametrize("name", [False, True])
 @pytest.mark.parametrize("reuse", ["torch", "numpy"])
-def test_a_batch_is_used_as_it_was_at_the_forward(reuse: str) -> None:
+def test_a_batch_is_used_as_it_was_at_the_forward(reuse: str, name: bool) -> None:
     """A loop that stages two parts of a batch in one buffer, before its step: each record is used once."""
     model, opt = optimizer(dp.Full(N), steps=1)
     array = np.empty((N // 2, N), dtype=np.float32)
@@ -287,7 +288,8 @@ def test_a_batch_is_used_as_it_was_at_the_forward(reuse: str) -> None:
                 array[:] = part.numpy()
             else:
                 buffer.copy_(part)
-            (model(buffer) * y[start : start + N // 2]).mean().backward()
+            scores = model(input=buffer) if name else model(buffer)
+            (scores * y[start : start + N // 2]).mean().backward()
         opt.step()
     assert (-model.weight.detach()[0] * N).round(decimals=3).tolist() == [1.0] * N
 

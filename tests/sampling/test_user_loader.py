@@ -133,6 +133,15 @@ def test_ids_may_be_of_any_integer_type(dtype: torch.dtype) -> None:
     assert user_ids(IDS.tolist(), 7).dtype == torch.int64
 
 
+class Missing:
+    """What is not even equal to itself, as pandas.NaT."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+
 BAD = {
     "floats": ([0.0, 1.0, 2.0], "integer"),
     "bools": ([True, False, True], "integer"),
@@ -145,6 +154,7 @@ BAD = {
     "a-mapping": ({"a": 0, "b": 1, "c": 2}, r"one id per record \(got dict\)"),
     "strings-and-numbers": (["a", 1, "b"], r"integers only.*\['int', 'str'\]"),
     "a-name-is-missing": (["a", None, "b"], r"\['NoneType', 'str'\]"),
+    "a-time-is-missing": (["a", Missing(), "b"], r"\['Missing', 'str'\]"),
     "too-large-for-a-dtype": ([2**70, 1, 2], "integer"),
     "complex": ([1j, 2j, 3j], "users"),
     "objects": (np.array([1, None, 2], dtype=object), "users"),

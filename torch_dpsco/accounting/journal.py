@@ -98,7 +98,8 @@ class Journal:
             return book.add(event, count, adaptive, releases)
         self._steps += 1
         # PRIVACY: on the disk before it is in the book, in the book before noise
-        # (test_kill_between_the_disk_and_the_noise_over_counts_by_one)
+        # (test_kill_between_the_disk_and_the_noise_over_counts_by_one,
+        # test_charges_without_a_run_or_a_plan_have_a_line_each)
         paid = bool(releases) and not adaptive and self._is_written(event, count, releases)
         if paid:
             # PRIVACY: as for a line (test_a_file_that_changes_while_it_is_ahead_is_noticed_at_the_next_step)
@@ -117,7 +118,8 @@ class Journal:
         """Returns whether the file holds a charge, with the marks of its releases, that the book has not."""
         written = self._written
         # PRIVACY: event by event, and release by release: none is made that the file does not know
-        # (test_the_file_is_never_behind_whatever_is_charged)
+        # (test_the_file_is_never_behind_whatever_is_charged), or pays for twice
+        # (test_without_closing_nothing_is_given_back)
         return (
             self._charging
             and self._is_known
@@ -246,7 +248,7 @@ class Journal:
         brought = len(book.ledger) <= max(self._brought, mine.config.get("brought", -1))
         # PRIVACY: only the run's own file, or its accountant in this process, knows what was released since; a rank
         # that has taken the book of rank 0's file over knows what that knows
-        # (test_a_run_is_resumed_with_its_own_ledger_file_only)
+        # (test_a_run_is_resumed_with_its_own_ledger_file_only, test_a_checkpoint_of_the_start_names_its_ledger)
         if book.id != mine.id or brought or not mine.knows(book):
             raise PrivacyError(
                 "accountant must have the ledger file of the run, as new as its checkpoint (got"

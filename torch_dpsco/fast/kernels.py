@@ -279,7 +279,8 @@ def add_gaussians(
         nearest = tl.minimum(v, rest)
         edge = nearest < 0x100000000000
         if tl.max(edge.to(tl.int32), 0) > 0:
-            # PRIVACY: 63 bits alone would end at 9.4 std, in steps (test_what_is_drawn_beyond_64_bits_counts)
+            # PRIVACY: 63 bits alone would end at 9.4 std, in steps (test_what_is_drawn_beyond_64_bits_counts,
+            # test_pairs_at_edges_have_further_bits_of_their_own)
             refined = _refined(key, counter, pair + 1, label, v)
             radius = tl.where(edge, refined, radius)
         radius = radius * scale

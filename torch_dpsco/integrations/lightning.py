@@ -547,7 +547,8 @@ def _require_settings(trainer: Any, module: LightningModule, private_logs: bool)
     for name, (fine, way_out) in _USUAL.items():
         value = getattr(module if name == "automatic_optimization" else trainer, name)
         if value not in fine or (name == "limit_train_batches" and not isinstance(value, float)):
-            # PRIVACY: (test_settings_that_do_not_go_with_private_steps_are_refused_by_name)
+            # PRIVACY: (test_settings_that_do_not_go_with_private_steps_are_refused_by_name,
+            # test_one_batch_of_an_epoch_is_not_taken_for_all_of_them)
             raise SequenceError(
                 f"{name} must be {fine[0]!r} for private training (got {value!r}): {way_out}"
             )

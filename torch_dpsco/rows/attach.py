@@ -120,7 +120,8 @@ def first_step_of(model: nn.Module) -> FirstStep:
 
 
 def _is_part_of_attached(model: nn.Module) -> bool:
-    # PRIVACY: a part would keep the loss_reduction of the whole (test_a_part_of_an_attached_model_is_refused)
+    # PRIVACY: a part would keep the loss_reduction of the whole (test_a_part_of_an_attached_model_is_refused,
+    # test_a_copy_of_an_attached_model_is_no_part_of_another)
     traces = any(is_recorded(m) or is_attached(m) for m in model.modules())
     return traces or any("dpsco" in p.__dict__ for p in model.parameters())
 

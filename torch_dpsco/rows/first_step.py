@@ -543,7 +543,7 @@ def random_parameters(model: nn.Module) -> Iterator[None]:
             for p in params:
                 if p.requires_grad:
                     # PRIVACY: not those of the run, which may be secret, or zeros
-                    # (test_a_start_at_zero_does_not_hide_a_dependence)
+                    # (test_a_start_at_zero_does_not_hide_a_dependence, test_a_trial_puts_parameters_back)
                     p.data.copy_(random_like(p, generator))
             yield
     finally:

@@ -141,7 +141,8 @@ class PassCounter:
                 " it anew for each batch that the loader delivers"
             )
         elif not sizes or sizes != self._shared_sizes:
-            # PRIVACY: row i would be of another record (test_forwards_of_other_sizes_are_refused)
+            # PRIVACY: row i would be of another record (test_forwards_of_other_sizes_are_refused,
+            # test_forwards_of_sizes_that_are_not_known_are_refused)
             raise SequenceError(
                 "all forwards in dp.same_records must have one row for each record of the batch"
                 " (got another number): make as many generated records as there are real ones"
@@ -415,7 +416,8 @@ class Attachment:
             self.hook_parameters()
         if has_rows(self.params) or self.passes.number != self.passes.used:
             # PRIVACY: rows of records and gradients of public data would meet
-            # (test_public_steps_within_a_private_batch_are_refused)
+            # (test_public_steps_within_a_private_batch_are_refused,
+            # test_public_steps_beside_rows_that_were_left_are_refused)
             raise SequenceError(
                 "dp.public must not begin within a private batch, between its forward and its step:"
                 " call optimizer.step() or optimizer.discard() first"

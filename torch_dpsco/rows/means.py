@@ -54,7 +54,9 @@ class Averaged(Tensor):
         known = [t.source for t in args if isinstance(t, Averaged)]
         if not known:
             known = [t.source for t in tree_leaves((args, kwargs)) if isinstance(t, Averaged)]
-        if func is Tensor.backward and known:
+        # torch's `autograd.backward` asked for ones like a loss before it told subclasses of itself
+        asked = func is torch.ones_like and "memory_format" in kwargs
+        if known and (asked or func in (Tensor.backward, torch.autograd.backward)):
             # PRIVACY: a part of the loss is no exact mean, whose rows would be multiplied in another way
             # (test_a_term_that_is_no_exact_mean_is_refused)
             raise SequenceError(NO_MEAN)

@@ -319,8 +319,8 @@ class PrivateLoader:
     def _shares(self) -> bool:
         """Whether as many records as there are have their own order."""
         # PRIVACY: in blocks that are filled up records stand where their places say, not in order
-        # (test_a_filled_block_of_all_records_has_them_at_their_places)
-        # other draws have records in another order
+        # (test_a_filled_block_of_all_records_has_them_at_their_places); other draws have records in another order
+        # (test_whole_draws_are_shared_only_with_who_reads)
         return self.slots is None and isinstance(self.design, Full)
 
     def positions(self) -> Iterator[Tensor | None]:

@@ -200,7 +200,8 @@ def poisson_positions(size: int, rate: float, rng: Stream) -> _Indices:
     found = []
     while last < size:
         bits = rng.read(8 * chunk)
-        # PRIVACY: None where a word decides no gap (test_gaps_in_c_are_the_true_ones_or_left_to_more_bits)
+        # PRIVACY: None where a word decides no gap (test_gaps_in_c_are_the_true_ones_or_left_to_more_bits,
+        # test_the_gap_method_reaches_the_first_and_the_last_position)
         positions = native.gaps(bits, log_miss, error, size, last)
         if positions is None:
             words = np.frombuffer(bits, dtype=np.uint64) >> np.uint64(1)
@@ -687,7 +688,8 @@ class DrawLog:
         begun = old.held is not None and old.order is not None and old.held.draw.part != "0"
         if begun and (self.dataset is None or self.dataset is not old.dataset):
             # PRIVACY: another data set, or the same in another order, may hold a record at the given-up places that an
-            # earlier batch of this permutation has used (test_a_permutation_that_was_begun_keeps_its_data_set)
+            # earlier batch of this permutation has used (test_a_permutation_that_was_begun_keeps_its_data_set,
+            # test_a_permutation_that_was_begun_by_a_sampler_alone_is_not_gone_on_with)
             raise SequenceError(
                 "a draw was given up in the middle of a shuffled pass, which goes on with the same"
                 " dataset object: iterate over the loader again, or make a new one of that object"

@@ -278,7 +278,8 @@ class LogicalBatch:
         else:
             self._draw_rows += kept.stop if isinstance(kept, slice) else len(kept)
         if self.seen > taken.size or self._draw_rows > taken.draw.size:
-            # PRIVACY: rows from elsewhere could hold a record twice (test_more_rows_than_drawn_are_refused)
+            # PRIVACY: rows from elsewhere could hold a record twice (test_more_rows_than_drawn_are_refused,
+            # test_more_rows_than_a_part_of_a_draw_has_are_refused)
             raise SequenceError(
                 "a step must use at most the rows of one draw, and got more: use only batches of"
                 f" this optimizer's loader, one backward for each; {ONE_MODULE}"

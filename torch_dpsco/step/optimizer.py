@@ -261,7 +261,8 @@ class RunOptimizer(CommonOptimizer):
         if not marked(mine):
             if self.steps or marked(tied):
                 # PRIVACY: a record at another place is used twice
-                # (test_a_cut_that_a_checkpoint_of_the_start_holds_is_of_the_records_of_its_first_loader)
+                # (test_a_cut_that_a_checkpoint_of_the_start_holds_is_of_the_records_of_its_first_loader,
+                # test_a_cut_without_steps_is_of_the_records_of_its_first_loader_too)
                 raise PrivacyError(OTHER_RECORDS)
             self.accountant.authorize(Sequential(()), 0, releases={tied: 1, mine: 1})
         paid = self._progress.paid

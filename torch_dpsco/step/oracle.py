@@ -415,7 +415,8 @@ class ClippedMean(MeanOracle):
         """Returns the precision of sums for the parameters of the query."""
         on_cpu = all(device.type == "cpu" for _, _, device in form)
         # PRIVACY: other processes may be without the accelerator, and err by more
-        # (test_several_processes_declare_the_error_of_float32)
+        # (test_several_processes_declare_the_error_of_float32), as a device does
+        # (test_parameters_elsewhere_declare_the_error_of_float32)
         in_c = native.is_available() and on_cpu and self._processes == 1
         matrices = any(len(shape) > 1 and shape[0] > 1 for shape in self._shapes)
         return plan_summation(
@@ -612,7 +613,8 @@ class ClippedMean(MeanOracle):
         """Returns the L2 sensitivity of the mean, with the worst-case error of its sum, and of its grid if exact."""
         clip = self.clip if self._clip is None else self._clip  # raises before open
         computed = CLIP_UNITS[adjacency] * clip * (1.0 + self._summation.error) / self.batch_size
-        # PRIVACY: rounding to the grid moves the mean too (test_exact_means_of_neighbors_stay_within_the_sensitivity)
+        # PRIVACY: rounding to the grid moves the mean too (test_exact_means_of_neighbors_stay_within_the_sensitivity,
+        # test_the_grid_is_in_the_sensitivity_and_the_noise_of_exact_means)
         return with_grid(computed) if self._exact else computed
 
     def event(self) -> Gaussian | NonPrivate:
