@@ -1,4 +1,4 @@
-"""A private net on UCI Adult whose weights and moments are cut over processes, by FSDP 2.
+"""Shards of a model: a private net on UCI Adult whose weights and moments are cut over processes, by FSDP 2.
 
     torchrun --nproc-per-node 2 examples/shards.py    # in the process group that torchrun starts
     python examples/shards.py                         # starts two processes itself
