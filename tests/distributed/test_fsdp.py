@@ -887,6 +887,21 @@ def test_the_page_shows_a_run(tmp_path: Path) -> None:
         assert "2 processes that trust each other" in found["said"]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"model": "net"}, "model"),
+        ({"layers": 3}, "layers"),
+        ({"layers": ["head"]}, "layers"),
+        ({"timeout": 20.0}, "timeout"),
+    ],
+)
+def test_wrong_types_are_refused_by_name(wrong: dict[str, Any], field: str) -> None:
+    given = {"model": attached(), "layers": [], "timeout": WAIT}
+    with pytest.raises((TypeError, ValueError), match=field):
+        fsdp.fully_shard(**(given | wrong))
+
+
 def test_one_process_needs_no_shards() -> None:
     with pytest.raises(SequenceError, match="several processes"):
         fsdp.fully_shard(attached())

@@ -128,10 +128,11 @@ EXEMPT = {
     *("estimators.*.make_loss", "estimators.*.task_options"),
     # of solvers and objectives
     "estimators.solvers.Solution",
-    # what needs an engine or 200 canaries: test_engines, test_canaries
+    # what needs an engine, 200 canaries or two processes: test_engines, test_canaries, test_fsdp
     *(
         "integrations.engines.ray_partitions",
         "audits.check_training",
+        "integrations.fsdp.*",
     ),
 }
 
