@@ -27,7 +27,7 @@ import torch_dpsco as dp
 from torch_dpsco.integrations.fsdp import fully_shard
 
 EPSILON, DELTA = 1.0, 1e-5
-STEPS, QUICK_STEPS = 200, 3
+STEPS, QUICK_STEPS = 200, 1
 WIDTH = 512
 PROCESSES = 2
 
@@ -61,7 +61,7 @@ def train(data: Adult, steps: int) -> None:
     right = ((scores > 0) == (data.test_labels > 0)).double().mean()
     held = sum(p.numel() for p in parts)
     if dist.get_rank() == 0:
-        print(f"{dist.get_world_size()} processes, {optimizer.steps} steps")
+        print(f"{dist.get_world_size()} processes, {optimizer.steps} of {steps} steps")
         print(f"weights: {weights:,}, of which this process holds {held:,}")
         print(f"accuracy on the test set of 16,281 people: {right:.4f}")
         print(f"spent: epsilon {optimizer.report().figures.epsilon:.4f} at delta {DELTA:g}, add_remove")

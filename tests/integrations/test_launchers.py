@@ -160,7 +160,7 @@ def test_the_example_of_shards_starts_its_own_processes() -> None:
     done = run(str(ROOT / "examples" / "shards.py"), "--quick")
     assert done.returncode == 0, done.stderr[-3000:]
     processes, weights, accuracy, spent = done.stdout.splitlines()
-    assert processes == "2 processes, 3 steps"
+    assert processes == "2 processes, 1 of 1 steps"
     whole, held = (int(n.replace(",", "")) for n in (weights.split()[1], weights.split()[-1]))
     assert 0.5 * whole <= held < 0.51 * whole
     assert float(accuracy.split()[-1]) > 0.7
